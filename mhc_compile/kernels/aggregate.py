@@ -16,6 +16,7 @@ from mhc_compile.kernels.common import (
     empty_gradient,
     gradient_like,
     laid_out_as,
+    launch,
     on_device,
     put_back,
     token_view,
@@ -129,7 +130,8 @@ def _launch_backward(
     """Fill dx [M, n, C], of any strides, and part [splits, n, M] where they are given, from x [M, n, C] (M > 0)."""
     tokens, n, width = x.shape
     tiles = triton.cdiv(tokens, tile.tokens)
-    aggregate_backward_kernel[(tiles * triton.cdiv(width, SUM_COLUMNS),)](
+    launch(
+        aggregate_backward_kernel, (tiles * triton.cdiv(width, SUM_COLUMNS),),
         x, d_out, h_pre, d_x, dx, part, tokens, width, *x.stride(), *d_out.stride(),
         *(h_pre.stride() if h_pre is not None else (0, 0)),
         *(dx.stride() if dx is not None else (0, 0, 0)), tiles, N=n, HAS_DX=d_x is not None, NEED_DX=dx is not None,
@@ -163,7 +165,8 @@ def forward(x: torch.Tensor, h_pre: torch.Tensor, *, out_dtype: torch.dtype | No
     tiles = triton.cdiv(tokens, tile.tokens)
     blocks = blocks_each(width, tile.columns, tiles, 4, x.device)
     with on_device(x):
-        aggregate_kernel[(tiles * triton.cdiv(width, blocks * tile.columns),)](
+        launch(
+            aggregate_kernel, (tiles * triton.cdiv(width, blocks * tile.columns),),
             x, h_pre, out, tokens, width, *x.stride(), *h_pre.stride(), tiles, blocks, N=n,
             NP=triton.next_power_of_2(n), BLOCK_M=tile.tokens, BLOCK_C=tile.columns, num_warps=tile.warps,
         )  # fmt: skip
@@ -194,7 +197,8 @@ def backward(
         )  # fmt: skip
         if part is not None:
             block_t = gate_tokens(n)
-            gate_sum_kernel[(triton.cdiv(tokens, block_t),)](
+            launch(
+                gate_sum_kernel, (triton.cdiv(tokens, block_t),),
                 part, d_pre, tokens, part.shape[0], N=n, NP=triton.next_power_of_2(n), BLOCK_T=block_t,
                 num_warps=4,
             )  # fmt: skip

@@ -7,6 +7,7 @@ import functools
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import triton
@@ -99,6 +100,11 @@ def on_device(t: torch.Tensor) -> AbstractContextManager[object]:
     if not t.is_cuda or t.device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(t.device)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """Start a Triton kernel on these programs; every launch of the package goes through here."""
+    kernel[grid](*args, **options)
 
 
 @functools.cache

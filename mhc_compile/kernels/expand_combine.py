@@ -20,6 +20,7 @@ from mhc_compile.kernels.common import (
     empty_gradient,
     gradient_like,
     laid_out_as,
+    launch,
     on_device,
     put_back,
     room_like,
@@ -294,7 +295,8 @@ def forward(
     tiles = triton.cdiv(tokens, block_m)
     blocks = blocks_each(width, block_c, tiles, 8, x.device)
     with on_device(x):
-        combine_kernel[(tiles * triton.cdiv(width, blocks * block_c),)](
+        launch(
+            combine_kernel, (tiles * triton.cdiv(width, blocks * block_c),),
             f, layer_bias, h_post, x, res, out, tokens, width, *f.stride(), *h_post.stride(), *x.stride(),
             *(res.stride() if res is not None else (0, 0, 0)), *out.stride(), tiles, blocks, N=n,
             HAS_BIAS=layer_bias is not None, HAS_RES=res is not None, UNROLL=n <= MAX_UNROLLED,
@@ -352,7 +354,8 @@ def backward(
     sums = torch.empty(splits if need_gates else 0, n + n * n, tokens, dtype=torch.float32, device=x.device)
     bias_part = torch.empty(tiles if need_dbias else 0, width, dtype=torch.float32, device=x.device)
     with on_device(x):
-        kernel[(tiles * splits,)](
+        launch(
+            kernel, (tiles * splits,),
             d_out, f, layer_bias, post, x, res, laid_out_as(d_x, dx_rows), df_rows, dx_rows, sums, bias_part,
             tokens, width, *d_out.stride(), *f.stride(), *post.stride(), *x.stride(),
             *(res.stride() if res is not None else (0, 0, 0)), *df_strides, *dx_strides, tiles, N=n,
@@ -366,7 +369,8 @@ def backward(
             block_t = max(4, min(64, 4096 // padded))
             gate_programs = triton.cdiv(tokens, block_t) if need_gates else 0
             bias_programs = triton.cdiv(width, 64) if need_dbias else 0
-            combine_reduce_kernel[(gate_programs + bias_programs,)](
+            launch(
+                combine_reduce_kernel, (gate_programs + bias_programs,),
                 sums, bias_part, dpost, dres, dbias, tokens, width, tiles, splits, gate_programs, N=n,
                 NEED_DPOST=need_dpost, NEED_DRES=need_dres, NEED_DBIAS=need_dbias, PADDED=padded,
                 BLOCK_T=block_t, BLOCK_C=64, BLOCK_R=32, num_warps=4,

@@ -14,7 +14,16 @@ import triton.language as tl
 
 from mhc_compile.forms import Gates, Rms, Sinkhorn
 from mhc_compile.kernels.aggregate import pre_gradient, weigh_streams
-from mhc_compile.kernels.common import blocks_each, gradient_like, group_scale, nothing, on_device, put_back, token_view
+from mhc_compile.kernels.common import (
+    blocks_each,
+    gradient_like,
+    group_scale,
+    launch,
+    nothing,
+    on_device,
+    put_back,
+    token_view,
+)
 from mhc_compile.kernels.config import gate_tokens, tile_for
 from mhc_compile.kernels.gates import affine, rms_factor, rms_slope, sinkhorn, sinkhorn_backward
 from mhc_compile.kernels.projection import (
@@ -278,7 +287,8 @@ def forward_mix(
     blocks = blocks_each(width, block_c, token_tiles, 4, x.device)
     aggregate_programs = token_tiles * triton.cdiv(width, blocks * block_c) if aggregate else 0
     with on_device(x):
-        mix_kernel[(mix_programs + aggregate_programs,)](
+        launch(
+            mix_kernel, (mix_programs + aggregate_programs,),
             partials.h, partials.squares, scale, bias, flat, out, pre, post, res, h, ms, tokens, width,
             flat.stride(0), flat.stride(1), flat.stride(2), partials.stored, mix_programs, token_tiles,
             blocks, 1.0 / (n * width), rms.eps, gates.pre_eps, gates.post_mult, gates.post_eps,
@@ -346,7 +356,8 @@ def backward_mix(
         coefficient, h_pre = scratch(tokens), scratch(n, tokens)
         affine_part = scratch(tiles, 2, rows)
         history = scratch(form.steps, n, tokens) if res is not None else coefficient
-        mix_backward_kernel[(tiles,)](
+        launch(
+            mix_backward_kernel, (tiles,),
             h, ms, scale, bias, pre, post, res, d_h, d_ms, dh, coefficient, h_pre, affine_part, history,
             tokens, pre_parts, *pre_strides, *(post.stride() if post is not None else (0, 0)),
             *(res.stride() if res is not None else (0, 0, 0)), 1.0 / (n * width), rms.eps, gates.pre_eps,

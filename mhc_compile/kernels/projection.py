@@ -28,6 +28,7 @@ from mhc_compile.kernels.common import (
     gradient_like,
     group_scale,
     laid_out_as,
+    launch,
     nothing,
     on_device,
     processors,
@@ -286,12 +287,14 @@ def project(x: torch.Tensor, phi: torch.Tensor, norm_weight: torch.Tensor | None
         if ahead:
             columns = n * width
             weight = torch.empty(parts, blocks_k * rows_block, columns, dtype=torch.bfloat16, device=x.device)
-            split_kernel[(triton.cdiv(columns, 1024), blocks_k * rows_block)](
+            launch(
+                split_kernel, (triton.cdiv(columns, 1024), blocks_k * rows_block),
                 phi, norm_weight, weight, phi.stride(0), phi.stride(1), columns, K=rows,
                 PADDED_K=blocks_k * rows_block, PARTS=parts, HAS_NORM=norm_weight is not None, BLOCK=1024,
                 num_warps=4,
             )  # fmt: skip
-        project_kernel[(tiles * stored, blocks_k)](
+        launch(
+            project_kernel, (tiles * stored, blocks_k),
             x, weight, norm_weight, h, squares, tokens, width, x.stride(0), x.stride(1), x.stride(2),
             weight.stride(-2), weight.stride(-1), weight.stride(0), tiles, each, CHUNKS=cut.total,
             PER_STREAM=cut.per_stream, CHUNK=cut.chunk, K=rows, PARTS=parts, AHEAD=ahead,
@@ -537,8 +540,9 @@ def backward_products(
     dx_strides = dx.stride() if need_dx else (0, 0, 0)
     part = torch.empty(splits if need_sum else 0, rows, columns, dtype=torch.float32, device=x.device)
 
-    def launch(dx_too: bool, dphi_too: bool) -> None:
-        products_kernel[(column_blocks * splits, blocks_k if dphi_too else 1)](
+    def multiply(dx_too: bool, dphi_too: bool) -> None:
+        launch(
+            products_kernel, (column_blocks * splits, blocks_k if dphi_too else 1),
             x, d_out, d_x, phi, norm_weight, dh, coefficient, h_pre, dx, part, tokens, tokens_each, dh.stride(0),
             width, x.stride(0), x.stride(1), x.stride(2), *(d_out.stride() if d_out is not None else (0, 0)),
             phi.stride(0), phi.stride(1), *dx_strides, N=n, K=rows, ROW=dh.shape[-1],
@@ -552,16 +556,17 @@ def backward_products(
     dscale, dbias = empty_gradient(scale, need_dscale, x), empty_gradient(bias, need_dbias, x)
     with on_device(x):
         if blocks_k == 1 and (need_dx or need_sum):
-            launch(need_dx, need_sum)
+            multiply(need_dx, need_sum)
         else:
             if need_dx:
-                launch(True, False)
+                multiply(True, False)
             if need_sum:
-                launch(False, True)
+                multiply(False, True)
         block = 64
         column_programs = triton.cdiv(columns, block) if need_sum else 0
         if need_sum or need_dscale or need_dbias:
-            reduce_kernel[(column_programs + 1,)](
+            launch(
+                reduce_kernel, (column_programs + 1,),
                 part, phi, norm_weight, affine_part, dphi, dnorm, dscale, dbias, splits, affine_tiles,
                 columns, column_programs, phi.stride(0), phi.stride(1), N=n, K=rows, HAS_NORM=norm_weight is not None,
                 NEED_DPHI=need_dphi, NEED_DNORM=need_dnorm, NEED_DSCALE=need_dscale, NEED_DBIAS=need_dbias,
@@ -593,7 +598,8 @@ def forward(
     partials = project(flat, phi, norm_weight)
     block_t, block = narrow_tile(rows)
     with on_device(x):
-        collect_kernel[(triton.cdiv(tokens, block_t),)](
+        launch(
+            collect_kernel, (triton.cdiv(tokens, block_t),),
             partials.h, partials.squares, h, ms, tokens, partials.stored, 1.0 / (n * width), K=rows,
             GROUP=partials.group, BLOCK_K=block, BLOCK_T=block_t, num_warps=4,
         )  # fmt: skip
@@ -622,7 +628,8 @@ def backward(
     coefficient = torch.empty(tokens, dtype=torch.float32, device=x.device)
     block_t, block = narrow_tile(rows)
     with on_device(x):
-        spread_kernel[(triton.cdiv(tokens, block_t),)](
+        launch(
+            spread_kernel, (triton.cdiv(tokens, block_t),),
             None if d_h is None else d_h.contiguous(), None if d_ms is None else d_ms.contiguous(), dh,
             coefficient, tokens, 1.0 / (n * width), K=rows, ROW=dh.shape[2], HAS_DH=d_h is not None,
             HAS_DMS=d_ms is not None, PARTS=dh.shape[0] == 3, BLOCK_K=block, BLOCK_T=block_t, num_warps=4,

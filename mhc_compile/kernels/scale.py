@@ -9,7 +9,13 @@ import triton
 import triton.language as tl
 
 from mhc_compile.forms import Gates, Rms
-from mhc_compile.kernels.common import empty_gradient, group_scale, on_device, wanted
+from mhc_compile.kernels.common import (
+    empty_gradient,
+    group_scale,
+    launch,
+    on_device,
+    wanted,
+)
 from mhc_compile.kernels.gates import affine, rms_factor, rms_slope
 from mhc_compile.kernels.projection import narrow_tile, no_tokens, reduce_affine
 
@@ -110,7 +116,8 @@ def forward(
         return h_pre, h_post, logits
     block_t, block = narrow_tile(rows)
     with on_device(h):
-        scale_kernel[(triton.cdiv(tokens, block_t),)](
+        launch(
+            scale_kernel, (triton.cdiv(tokens, block_t),),
             h.contiguous(), ms.contiguous(), scale.contiguous(), bias.contiguous(), h_pre, h_post, logits,
             tokens, rms.eps, gates.pre_eps, gates.post_mult, gates.post_eps, N=n, K=rows, RMS_MODE=rms.mode,
             GROUPED=group_scale(scale, rows), BLOCK_T=block_t, BLOCK_K=block, num_warps=4,
@@ -148,7 +155,8 @@ def backward(
     part = torch.empty(tiles if need_affine else 0, 2, rows, dtype=torch.float32, device=h.device)
     grouped = group_scale(scale, rows)
     with on_device(h):
-        scale_backward_kernel[(tiles,)](
+        launch(
+            scale_backward_kernel, (tiles,),
             d_pre, d_post, d_logits, h.contiguous(), ms.contiguous(), scale.contiguous(), bias.contiguous(),
             dh, dms, part, tokens, rms.eps, gates.post_mult, N=n, K=rows, RMS_MODE=rms.mode, GROUPED=grouped,
             HAS_PRE=d_pre is not None, HAS_POST=d_post is not None, HAS_RES=d_logits is not None,
@@ -156,7 +164,8 @@ def backward(
             num_warps=4,
         )  # fmt: skip
         if need_affine:
-            affine_sum_kernel[(1,)](
+            launch(
+                affine_sum_kernel, (1,),
                 part, dscale, dbias, tiles, N=n, K=rows, NEED_DSCALE=need_dscale, NEED_DBIAS=need_dbias,
                 GROUPED=grouped, BLOCK_K=block, num_warps=4,
             )  # fmt: skip
