@@ -24,8 +24,7 @@ TILES = {
     "pre_gradient": Tile(16, 256, 4),
     # With dx beside it, 16 tokens would spill on sm_90.
     "aggregate_backward": Tile(8, 256, 4),
-    "products": Tile(64, 128, 4, 1),
-    "products_ampere": Tile(64, 128, 8, 1),
+    "products": Tile(64, 64, 4, 1),
     "combine": Tile(8, 256, 8),
     "combine_backward": Tile(32, 128, 8),
 }
@@ -33,15 +32,10 @@ TILES = {
 SUM_COLUMNS = 512
 
 
-def tile_for(name: str, n: int, itemsize: int, rows: int = 0, capability: int = 90) -> Tile:
-    """The tile of a kernel for n streams of this item size, `rows` rows of phi held throughout, and the GPU."""
+def tile_for(name: str, n: int, itemsize: int) -> Tile:
+    """The tile of a kernel for n streams of this item size."""
     tile = TILES[name]
-    if name == "products" and capability < 90:
-        # Accumulators of mma.sync leave fewer registers than those of a warp group.
-        tile = TILES["products_ampere"]
     wide = itemsize == 4
-    if name == "products":
-        return replace(tile, columns=64) if wide or rows > 32 else tile
     if name in ("combine", "combine_backward"):
         return replace(tile, tokens=tile.tokens // 2) if wide or n > 4 else tile
     if n > 8:

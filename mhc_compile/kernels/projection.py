@@ -43,7 +43,7 @@ MAX_BLOCK_K = 64
 # Groups of chunks that the partial sums are stored in when there are many tokens.
 GROUPS = 4
 # Programs per processor that the split over tokens aims at in the backward products.
-WAVES = 3
+WAVES = 5
 # Splitting phi ahead of the projection costs a launch; below this many token tiles it is split in place.
 SPLIT_AHEAD_TILES = 4
 
@@ -272,7 +272,7 @@ def project(x: torch.Tensor, phi: torch.Tensor, norm_weight: torch.Tensor | None
     # Shared memory and registers hold 128 rows of bf16 parts from Hopper on.
     large = x.dtype == torch.bfloat16 and capability(x.device) >= 90
     rows_block = block_k(rows, 128 if large else MAX_BLOCK_K)
-    tile = tile_for("project", n, x.element_size(), rows_block)
+    tile = tile_for("project", n, x.element_size())
     tiles = triton.cdiv(tokens, tile.tokens)
     groups = triton.cdiv(cut.total, cut.group)
     each = cut.group if tiles * groups >= processors(x.device) else 1
@@ -343,6 +343,12 @@ def products_kernel(x, d_out, d_x, phi, norm_weight, dh, coefficient, h_pre, dx,
         live = tok < M
         tile = live[:, None] & inside[None, :]
         v = tl.load(x + tok[:, None] * x_m + stream * x_n + c[None, :] * x_c, mask=tile, other=0.0)
+        # What dx adds is on its way while tensor cores are busy.
+        dx_at = tok[:, None] * dx_m + stream * dx_n + c[None, :] * dx_c
+        if NEED_DX and HAS_DX:
+            before = tl.load(d_x + dx_at, mask=tile, other=0.0)
+        if NEED_DX and HAS_OUT:
+            grad = tl.load(d_out + tok[:, None] * d_m + c[None, :] * d_c, mask=tile, other=0.0)
         if NEED_DPHI or BLOCKS_K == 1:
             g_at = dh + tok[:, None] * ROW + k_own[None, :]
             g_mask = live[:, None] & (k_own < K)[None, :]
@@ -392,12 +398,10 @@ def products_kernel(x, d_out, d_x, phi, norm_weight, dh, coefficient, h_pre, dx,
             d += tl.load(coefficient + tok, mask=live, other=0.0)[:, None] * v.to(tl.float32)
             if HAS_OUT:
                 pre = tl.load(h_pre + stream.to(tl.int64) * M + tok, mask=live, other=0.0)
-                grad = tl.load(d_out + tok[:, None] * d_m + c[None, :] * d_c, mask=tile, other=0.0)
                 d += pre[:, None] * grad.to(tl.float32)
-            at = tok[:, None] * dx_m + stream * dx_n + c[None, :] * dx_c
             if HAS_DX:
-                d += tl.load(d_x + at, mask=tile, other=0.0).to(tl.float32)
-            tl.store(dx + at, d.to(dx.dtype.element_ty), mask=tile)
+                d += before.to(tl.float32)
+            tl.store(dx + dx_at, d.to(dx.dtype.element_ty), mask=tile)
     if NEED_DPHI:
         at = (split.to(tl.int64) * K + k_own) * (N * C)
         tl.store(dphi_part + at[None, :] + flat[:, None], acc, mask=inside[:, None] & (k_own < K)[None, :])
@@ -527,7 +531,7 @@ def backward_products(
     need_sum = need_dphi or need_dnorm
     kb = block_k(rows)
     blocks_k = triton.cdiv(rows, kb)
-    tile = tile_for("products", n, x.element_size(), kb if blocks_k == 1 else 0, capability(x.device))
+    tile = tile_for("products", n, x.element_size())
     block_m, block_c = tile.tokens, tile.columns
     column_blocks = n * triton.cdiv(width, block_c)
     # Enough programs to fill the device, each with enough tokens to pay for its share of dphi's partial sums.

@@ -46,7 +46,7 @@ def _calls(n: int, width: int, tokens: int, dtype: torch.dtype) -> None:
     forms: dict[str, Any] = {"rms": Rms(), "gates": Gates(), "sinkhorn": Sinkhorn()}
     out, post, res, h, ms = generate_mix_and_aggregate.forward(x, phi, alpha, bias, norm, **forms)
     saved = x, phi, alpha, bias, norm, h, ms
-    generate_mix_and_aggregate.backward(out, post, res, None, None, *saved, [True] * 5, **forms)
+    generate_mix_and_aggregate.backward(out, post, res, None, None, *saved, [True] * 5, x, **forms)
     generate_mix.forward(x, phi, alpha, bias, norm, **forms)
     args = x, phi[:n], alpha[:1], bias[:n], norm
     out, h, ms = head.forward(*args, rms=Rms(), pre_eps=0.0)

@@ -19,13 +19,8 @@ SNAPSHOT = Path(__file__).parent / "resources_sm90.txt"
 REGISTER_STEP = 8
 # What a block may use of shared memory, in bytes, and the tensor core instruction, by compute capability.
 LIMITS = {80: (163 << 10, "mma.sync"), 90: (227 << 10, "wgmma.mma_async"), 100: (227 << 10, "tcgen05.mma")}
-# Bytes of local memory a thread may have: on sm_90 spilling measured faster than any tile without
-# (docs/performance.md), and sm_100, unmeasured, shares that tile.
-SPILLS = {
-    80: {"products_kernel": 16},
-    90: {"products_kernel": 256},
-    100: {"products_kernel": 256, "combine_backward_kernel": 160},
-}
+# Bytes of local memory a thread may have; sm_80 and sm_100 are unmeasured.
+SPILLS: dict[int, dict[str, int]] = {80: {"products_kernel": 32}, 90: {}, 100: {"combine_backward_kernel": 160}}
 
 
 @pytest.fixture(scope="module", params=LIMITS)
