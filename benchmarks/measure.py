@@ -44,6 +44,10 @@ class Sample:
         return cls(statistics.median(values), fifths[0], fifths[3], len(values))
 
 
+class OutOfTime(Exception):
+    """A measurement that there was no time for; it is left for another run."""
+
+
 class Meter:
     """Measures on one device."""
 
@@ -172,17 +176,24 @@ def caches(folder: Path) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def first_step(case: Case, provider: str, device: torch.device) -> dict[str, float]:
-    """Seconds to the end of a first step in a fresh process, with empty caches ("cold") and then with full ones."""
+def first_step(case: Case, provider: str, device: torch.device, limit: float = 900.0) -> dict[str, float]:
+    """Seconds to the end of a first step in a fresh process, with empty caches ("cold") and then with full ones.
+
+    Raises RuntimeError if a process fails, OutOfTime if both need more than `limit` seconds.
+    """
+    until = time.perf_counter() + min(limit, 900.0)
     result = {}
     with tempfile.TemporaryDirectory() as folder:
         for kind in ("cold", "warm"):
             request = json.dumps({"case": case.as_json(), "provider": provider, "device": str(device)})
             with caches(Path(folder)):
-                done = subprocess.run(
-                    [sys.executable, "-m", "benchmarks", "first-step", request],
-                    cwd=ROOT, capture_output=True, text=True, timeout=900,
-                )  # fmt: skip
+                try:
+                    done = subprocess.run(
+                        [sys.executable, "-m", "benchmarks", "first-step", request],
+                        cwd=ROOT, capture_output=True, text=True, timeout=max(until - time.perf_counter(), 0.1),
+                    )  # fmt: skip
+                except subprocess.TimeoutExpired:
+                    raise OutOfTime(f"no first step in the {limit:.0f} s that were left") from None
             if done.returncode:
                 raise RuntimeError(f"first step in a fresh process: {done.stderr.strip()[-500:]}")
             result[kind] = float(json.loads(done.stdout.splitlines()[-1])["seconds"])
