@@ -15,12 +15,12 @@ import torch
 from benchmarks import cases, plots, report
 from benchmarks.measure import Meter
 from benchmarks.plan import PARTS, Plan, plan
-from benchmarks.providers import PROVIDERS
+from benchmarks.providers import PROVIDERS, installed
 from benchmarks.runner import Budget, Result, Runner, compile_here, first_step_here, run_plan, say
 
 COMMANDS = ("run", "table", "plot", "first-step", "compile")
 # Inductor's programs that are compiled side by side: each holds up to 20 GiB of a device's memory while it does.
-PROCESSES = 4
+PROCESSES = 6
 
 
 def parser() -> argparse.ArgumentParser:
@@ -75,6 +75,7 @@ def run(options: argparse.Namespace) -> int:
     about = report.environment(device)
     about["commit"] = about["commit"] or options.commit
     about["complete"] = False
+    about["not_installed"] = [name for name in PROVIDERS if not installed(name)]
     before = report.continued(options.before, about) if options.before else []
     name = re.sub(r"[^a-z0-9]+", "-", about["hardware"].lower()).strip("-")
     out = options.out or Path("results") / f"{name}-{about['date'][:10]}.json"
@@ -85,6 +86,8 @@ def run(options: argparse.Namespace) -> int:
     def keep(bandwidth: float, results: list[Result]) -> None:
         report.save(out, about, bandwidth, results)
 
+    if about["not_installed"]:
+        say(f"not installed: {', '.join(about['not_installed'])}")
     runner = Runner(device, meter, bandwidth, budget, before, keep)
     processes = options.processes if options.processes is not None else PROCESSES if device.type == "cuda" else 0
     about["complete"] = run_plan(selected, options.providers, runner, processes)

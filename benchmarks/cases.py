@@ -30,8 +30,8 @@ class Case:
 
     name: "sublayer", "chain" or "long" for `Chain`, "block" and "plain" for `Block`, "model" for `Model`. modes:
     "forward" (no_grad), "step" (forward and backward), "graph" (forward inside a CUDA graph), "launches" (how many
-    kernels a forward is), "first" (a first step in a fresh process). options are the backend's, for the providers
-    that take any. No providers: all.
+    kernels a forward is), or "first" alone (a first step in a fresh process). options are the backend's, for the
+    providers that take any. No providers: all.
     """
 
     name: str

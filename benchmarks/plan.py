@@ -14,6 +14,8 @@ SWEEP = ("eager", "inductor", "mhc")
 PEERS = ("liger", "transformer_engine", "tile_kernels")
 COMPILERS = ("inductor", "mhc")
 BLOCK = ("block", "plain")
+# Measured in processes of their own, so never together with anything else.
+FIRST = ("first",)
 
 Plan = Mapping[str, Sequence[Case]]
 
@@ -45,7 +47,7 @@ def _full(recompute: bool) -> Plan:
     main = Case("chain", 8192, 4096)
     sweep = replace(main, providers=SWEEP)
     block = Case("block", 2048, 4096, depth=2, providers=SWEEP)
-    first = replace(main, modes=("first",), providers=COMPILERS)
+    first = replace(main, modes=FIRST, providers=COMPILERS)
     long = replace(main, name="long", tokens=2048, depth=32, modes=("step",))
     sizes = {
         "tokens": [replace(sweep, tokens=tokens) for tokens in (32768, 512, 64, 4096, 1, 8, 2048)],
@@ -59,7 +61,7 @@ def _full(recompute: bool) -> Plan:
         "block": [replace(block, name=name) for name in BLOCK],
         "first": [
             first,
-            replace(block, modes=("first",), providers=COMPILERS),
+            replace(block, modes=FIRST, providers=COMPILERS),
             # 8 layers of the model.
             replace(first, name="model", tokens=2048, depth=16),
             replace(first, providers=("mhc-ops", *PEERS)),
@@ -82,7 +84,7 @@ def _quick(recompute: bool) -> Plan:
         "width": [replace(ours, width=width, providers=("mhc",)) for width in (2560, 7168)],
         "streams": [replace(ours, streams=n, providers=("mhc",)) for n in (2, 8)],
         "decode": [replace(ours, tokens=tokens, modes=("graph",)) for tokens in (1, 64)],
-        "first": [replace(main, providers=("mhc",), modes=("first",))],
+        "first": [replace(main, providers=("mhc",), modes=FIRST)],
         "long": _long(long, recompute),
         "launches": [replace(ours, tokens=64, modes=("launches",))],
     }
@@ -99,7 +101,7 @@ def _tiny(recompute: bool) -> Plan:
         "streams": [replace(ours, streams=2)],
         "decode": [replace(ours, tokens=1, modes=("graph",))],
         "block": [replace(block, name=name) for name in BLOCK],
-        "first": [replace(main, providers=COMPILERS, modes=("first",))],
+        "first": [replace(main, providers=COMPILERS, modes=FIRST)],
         "long": _long(replace(main, name="long", depth=4, modes=("step",), providers=("mhc",)), recompute),
         "sublayer": [replace(ours, name="sublayer", depth=1)],
     }

@@ -130,9 +130,7 @@ def _chain(work: Workload) -> Chain:
 
 
 def _peer(name: str) -> Any:
-    """A module of another library; `Unavailable`, with the reason, if there is none or it cannot be imported."""
-    if importlib.util.find_spec(name.split(".")[0]) is None:
-        raise Unavailable("not installed")
+    """A module of another library; raises `Unavailable`, with the reason, if it cannot be imported."""
     try:
         return importlib.import_module(name)
     except (ImportError, OSError, RuntimeError) as error:  # half installed, another version, no CUDA library
@@ -148,7 +146,14 @@ PROVIDERS: dict[str, Callable[[Workload, str | None], Call]] = {
     "transformer_engine": transformer_engine,
     "tile_kernels": tile_kernels,
 }
+# Other libraries' packages.
+PACKAGES = {"liger": "liger_kernel", "transformer_engine": "transformer_engine", "tile_kernels": "tile_kernels"}
 # These know CUDA graphs by a mode of torch.compile; the others are captured as they are.
 COMPILED = ("inductor", "mhc")
 # These want streams that lie as [.., C, n] in memory.
 CHANNELS_FIRST = ("transformer_engine",)
+
+
+def installed(provider: str) -> bool:
+    """Whether there is anything to import for `provider`."""
+    return provider not in PACKAGES or importlib.util.find_spec(PACKAGES[provider]) is not None

@@ -68,13 +68,14 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def continued(path: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
-    """The results of an earlier run, to go on from; ValueError if they belong to something else."""
+    """The results of an earlier run, to go on from: all but what failed or was not there. ValueError if they belong to
+    something else.
+    """
     content = load(path)
     for key in ("hardware", "torch", "triton", "commit", "matmul_precision"):
         if content[key] != about[key]:
             raise ValueError(f"{path}: its {key} is {content[key]}, here it is {about[key]}")
-    results: list[dict[str, Any]] = content["results"]
-    return results
+    return [r for r in content["results"] if r["status"] not in ("failed", "unavailable")]
 
 
 def _sample(value: dict[str, float] | None, by: float, digits: int = 4) -> str:

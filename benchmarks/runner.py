@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,8 +22,8 @@ from torch._dynamo.utils import counters
 from benchmarks import traffic, units
 from benchmarks.cases import Call, Case, Values, Workload, complaints, errors, workload
 from benchmarks.measure import ROOT, Meter, OutOfTime, caches, first_step, release
-from benchmarks.plan import BLOCK, Plan
-from benchmarks.providers import CHANNELS_FIRST, PROVIDERS, Unavailable
+from benchmarks.plan import BLOCK, FIRST, Plan
+from benchmarks.providers import CHANNELS_FIRST, PROVIDERS, Unavailable, installed
 
 # Above this many tokens the device is what takes time.
 HOST_TOKENS = 512
@@ -173,10 +173,10 @@ class Runner:
     prepared: set[Key] = field(default_factory=set)
 
     def missing(self, case: Case, only: Sequence[str] = ()) -> list[str]:
-        """The providers of a case that are asked for and have no result yet."""
+        """The providers of a case that are asked for, are there, and have no result yet."""
         done = {identity(result["case"], result["provider"]) for result in self.results}
         asked = [name for name in case.providers or PROVIDERS if not only or name in only]
-        return [name for name in asked if identity(case.as_json(), name) not in done]
+        return [name for name in asked if installed(name) and identity(case.as_json(), name) not in done]
 
     def run(self, case: Case, providers: Sequence[str]) -> list[Result]:
         """These providers of a case, side by side on the same tensors. Fewer results than that: no time was left."""
@@ -188,16 +188,18 @@ class Runner:
             self.keep(self.bandwidth, self.results)
             say(f"  {provider}: {about}")
 
-        try:
-            work = workload(case, self.device)
-            judge = Judge(work)
-        except Exception as error:
-            release()
-            failure = failed(error)
-            failure["reason"] = f"reference: {failure['reason']}"
-            for provider in providers:
-                add(provider, failure, failure["reason"])
-            return found
+        measure: Callable[[Result, str], None] = partial(self.first_step, case)
+        if case.modes != FIRST and any(self.budget.allows(case.name, provider) for provider in providers):
+            try:
+                work = workload(case, self.device)
+                measure = partial(self.measure, work, Judge(work))
+            except Exception as error:
+                release()
+                failure = failed(error)
+                failure["reason"] = f"reference: {failure['reason']}"
+                for provider in providers:
+                    add(provider, failure, failure["reason"])
+                return found
         for provider in providers:
             if not self.budget.allows(case.name, provider):
                 say(f"  {provider}: left out, it needs more than the {max(self.budget.left, 0):.0f} s that are left")
@@ -205,8 +207,7 @@ class Runner:
             begun = time.perf_counter()
             result: Result = {"status": "ok"} | self.floors(case)
             try:
-                with work.channels_first() if provider in CHANNELS_FIRST else nullcontext():
-                    _attempt(result, partial(self.measure, result, work, judge, provider))
+                _attempt(result, partial(measure, result, provider))
             except OutOfTime as error:
                 say(f"  {provider}: left out, {error}")
                 continue
@@ -225,20 +226,22 @@ class Runner:
             for mode in ("forward", "step")
         }
 
-    def measure(self, result: Result, work: Workload, judge: Judge, provider: str) -> None:
-        PROVIDERS[provider](work, None)  # whether it can run at all
-        if "first" in work.case.modes:
-            say(f"  {provider}: first step in a fresh process, cold and warm")
-            result["first_step_seconds"] = first_step(work.case, provider, work.device, self.budget.left)
+    def first_step(self, case: Case, result: Result, provider: str) -> None:
+        """A first step in processes of their own, which check their results themselves."""
+        say(f"  {provider}: first step in a fresh process, cold and warm")
+        result["first_step_seconds"] = first_step(case, provider, self.device, self.budget.left)
+
+    def measure(self, work: Workload, judge: Judge, result: Result, provider: str) -> None:
         prepared = (request(work.case, provider, self.device), provider) in self.prepared
-        result |= run_provider(work, judge, provider, self.meter, prepared)
+        with laid_out(work, provider):
+            result |= run_provider(work, judge, provider, self.meter, prepared)
 
     def prepare(self, cases: Iterable[tuple[Case, Sequence[str]]], processes: int) -> None:
         """Let Inductor compile its programs of these cases side by side, before anything is timed again.
 
         It takes a minute for each; from a cache, a few seconds. What did not get done, the run itself compiles.
         """
-        wanted = [case for case, providers in cases if "inductor" in providers and "first" not in case.modes]
+        wanted = [case for case, providers in cases if "inductor" in providers and case.modes != FIRST]
         if not wanted or processes < 1:
             return
         say(f"Inductor compiles {len(wanted)} cases in {processes} processes")
@@ -247,7 +250,8 @@ class Runner:
         environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "2"}
 
         def compile_one(case: Case) -> None:
-            asked, left = request(case, "inductor", self.device), until - time.perf_counter()
+            begun = time.perf_counter()
+            asked, left = request(case, "inductor", self.device), until - begun
             if left < 1:
                 return
             try:
@@ -259,10 +263,15 @@ class Runner:
                 return
             if done.returncode == 0:
                 self.prepared.add((asked, "inductor"))
+                say(f"  compiled in {time.perf_counter() - begun:.0f} s: {case.label}")
 
         with ThreadPoolExecutor(processes) as pool:
             list(pool.map(compile_one, wanted))
-        say(f"  compiled {len(self.prepared)} of them")
+
+
+def laid_out(work: Workload, provider: str) -> AbstractContextManager[None]:
+    """The streams in the memory layout that `provider` wants."""
+    return work.channels_first() if provider in CHANNELS_FIRST else nullcontext()
 
 
 def identity(case: dict[str, Any], provider: str) -> str:
@@ -294,10 +303,7 @@ def _attempt(result: Result, measure: Callable[[], None]) -> None:
 
 def failed(error: Exception) -> Result:
     """The status that an error makes. What exceeds the memory is no failure: it is said, and left out."""
-    if isinstance(error, torch.OutOfMemoryError):
-        memory = torch.cuda.get_device_properties(0).total_memory / 2**30
-        return {"status": "skipped", "reason": f"needs more memory than the {memory:.0f} GiB of the device"}
-    return {"status": "failed", "reason": reason(error)}
+    return {"status": "skipped" if isinstance(error, torch.OutOfMemoryError) else "failed", "reason": reason(error)}
 
 
 def reason(error: Exception) -> str:
@@ -353,18 +359,18 @@ def run_plan(plan: Plan, only: Sequence[str], runner: Runner, processes: int = 0
 
 
 def compile_here(asked: str) -> None:
-    """Run each of a case's programs once, so that what is compiled for them is in the caches."""
+    """Run each of a case's programs once, so that what is compiled for them, and counted in it, is in the caches."""
     given = json.loads(asked)
     work = workload(Case.from_json(given["case"]), torch.device(given["device"]))
-    modes = work.case.modes
-    call = PROVIDERS[given["provider"]](work, None)
-    if "step" in modes:
-        work.step(call)
-    if {"forward", "launches"} & {*modes}:
-        work.forward(call)
+    modes, compiled = work.case.modes, PROVIDERS[given["provider"]]
+    call = compiled(work, None)
+    with traffic.of_inductor():
+        if "step" in modes:
+            work.step(call)
+        if {"forward", "launches"} & {*modes}:
+            work.forward(call)
     if "graph" in modes and work.device.type == "cuda":
-        torch._dynamo.reset()
-        work.forward(PROVIDERS[given["provider"]](work, "reduce-overhead"))
+        work.forward(compiled(work, "reduce-overhead"))
 
 
 def first_step_here(asked: str) -> float:
@@ -379,7 +385,7 @@ def first_step_here(asked: str) -> float:
         torch.compile(lambda x: (x.sin() * x).sum())(x).backward()
     torch._dynamo.reset()
     work = workload(Case.from_json(given["case"]), device)
-    with work.channels_first() if given["provider"] in CHANNELS_FIRST else nullcontext():
+    with laid_out(work, given["provider"]):
         meter = Meter(device)
         meter.wait()
         start = time.perf_counter()
