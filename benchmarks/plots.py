@@ -226,7 +226,8 @@ def _memory(pyplot: Any, results: Results, about: str) -> Any:
         name, colour = NAMES[r["provider"]]
         case = r["case"]
         options = "".join(f", {key.removeprefix('mhc.')}={value}" for key, value in case["options"].items())
-        label = name if case["name"] == "chain" else f"{name}, {case['depth']} sublayers{options}"
+        more = f", {case['depth']} sublayers, {case['tokens']:,} tokens{options}"
+        label = name + (more if case["name"] == "long" else "")
         text = f"{r['peak_units']:.1f} rows, {r['peak_bytes'] / 2**30:.2f} GiB in all"
         bars.append(Bar(label, ((r["peak_units"], colour),), text))
     figure, (axis,) = _rows(pyplot, 1, len(bars), 9.0)
@@ -256,7 +257,7 @@ def _first_step(pyplot: Any, results: Results, about: str) -> Any:
         for r in _order(alone):
             name, colour = NAMES[r["provider"]]
             bars.append(Bar(name, ((r["first_call_seconds"], colour),), f"{r['first_call_seconds']:.1f} s"))
-        label = "seconds, one after the other in one process that began with empty caches"
+        label = "seconds, one after the other in one process"
     if not bars:
         return None
     figure, (axis,) = _rows(pyplot, 1, len(bars), 9.0)

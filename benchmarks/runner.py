@@ -93,7 +93,7 @@ def run_provider(work: Workload, judge: Judge, provider: str, meter: Meter, prep
     result: Result = {}
     if "step" in case.modes:
         begun = time.perf_counter()
-        with traffic.of_inductor() as counted:
+        with counting(provider) as counted:
             values = work.step(call)
         meter.wait()
         if not prepared:
@@ -107,7 +107,7 @@ def run_provider(work: Workload, judge: Judge, provider: str, meter: Meter, prep
             result["peak_bytes"] = peak
             result["peak_units"] = peak / case.row_bytes / case.depth
     if "forward" in case.modes:
-        with traffic.of_inductor() as counted:
+        with counting(provider) as counted:
             output = work.forward(call)
         judge.check({"output": output})
         del output
@@ -127,6 +127,11 @@ def run_provider(work: Workload, judge: Judge, provider: str, meter: Meter, prep
     return result
 
 
+def counting(provider: str) -> AbstractContextManager[list[int]]:
+    """Inductor's count of bytes, for the provider that it is the best count of."""
+    return traffic.of_inductor() if provider == "inductor" else nullcontext([])
+
+
 def moved(work: Workload, provider: str, mode: str, counted: list[int]) -> Result:
     """The C-units that `provider` moves a sublayer, by whichever count there is for it."""
     case = work.case
@@ -136,7 +141,7 @@ def moved(work: Workload, provider: str, mode: str, counted: list[int]) -> Resul
     if provider == "eager":
         run = work.step if mode == "step" else work.forward
         counted = [traffic.of_eager(lambda: run(work.module))]
-    if provider in ("eager", "inductor") and counted:
+    if counted:
         count = counted[0] / case.row_bytes
     return {} if count is None else {f"{mode}_units": count / case.depth}
 
@@ -364,7 +369,7 @@ def compile_here(asked: str) -> None:
     work = workload(Case.from_json(given["case"]), torch.device(given["device"]))
     modes, compiled = work.case.modes, PROVIDERS[given["provider"]]
     call = compiled(work, None)
-    with traffic.of_inductor():
+    with counting(given["provider"]):
         if "step" in modes:
             work.step(call)
         if {"forward", "launches"} & {*modes}:
