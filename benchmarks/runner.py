@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +18,7 @@ from torch._dynamo.utils import counters
 
 from benchmarks import traffic, units
 from benchmarks.cases import Call, Case, Values, Workload, complaints, errors, workload
-from benchmarks.measure import ROOT, Meter, OutOfTime, caches, first_step, release
+from benchmarks.measure import Meter, OutOfTime, caches, first_step, in_process, release
 from benchmarks.plan import BLOCK, FIRST, Plan
 from benchmarks.providers import CHANNELS_FIRST, PROVIDERS, Unavailable, installed
 
@@ -252,7 +249,6 @@ class Runner:
         say(f"Inductor compiles {len(wanted)} cases in {processes} processes")
         # At most half of what is left: the rest is for measuring.
         until = time.perf_counter() + min(self.budget.left / 2, 600.0)
-        environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "2"}
 
         def compile_one(case: Case) -> None:
             begun = time.perf_counter()
@@ -260,13 +256,10 @@ class Runner:
             if left < 1:
                 return
             try:
-                done = subprocess.run(
-                    [sys.executable, "-m", "benchmarks", "compile", asked],
-                    cwd=ROOT, env=environment, capture_output=True, text=True, timeout=left,
-                )  # fmt: skip
-            except subprocess.TimeoutExpired:
-                return
-            if done.returncode == 0:
+                in_process("compile", asked, left, TORCHINDUCTOR_COMPILE_THREADS="2")
+            except (OutOfTime, RuntimeError) as error:
+                say(f"  not compiled: {case.label}: {reason(error)}")
+            else:
                 self.prepared.add((asked, "inductor"))
                 say(f"  compiled in {time.perf_counter() - begun:.0f} s: {case.label}")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ import torch
 from benchmarks import __main__ as command
 from benchmarks import plots, providers, report, runner, traffic, units
 from benchmarks.cases import FEW, Case, complaints, errors, workload
-from benchmarks.measure import Meter, OutOfTime, Sample
+from benchmarks.measure import Meter, OutOfTime, Sample, first_step, in_process
 from benchmarks.plan import FIRST, PARTS, plan
 from mhc_compile import ops
 from tests.kernels.count_units import count
@@ -276,6 +275,17 @@ def test_no_time_for_a_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(replace(TINY, modes=FIRST), "eager") == []
 
 
+def test_processes() -> None:
+    """What one prints comes back, what it complains of as well, and none is left when time is up."""
+    with pytest.raises(RuntimeError, match=r"no-such-thing in a fresh process: (.|\n)*unrecognized arguments"):
+        in_process("no-such-thing", "{}", 60.0)
+    with pytest.raises(OutOfTime, match="first-step did not end in the 0 s"):
+        in_process("first-step", runner.request(TINY, "eager", CPU), 0.1)
+    seconds = first_step(replace(TINY, modes=FIRST), "eager", CPU)
+    assert list(seconds) == ["cold", "warm"]
+    assert min(seconds.values()) > 0
+
+
 def test_a_first_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["first-step", runner.request(replace(TINY, modes=FIRST), "eager", CPU)]) == 0
     assert 0 < json.loads(capsys.readouterr().out)["seconds"] < 60
@@ -285,14 +295,13 @@ def test_compiled_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a process compiled has no time of a first call; what failed or had no time has."""
     asked = []
 
-    def process(command: list[str], **options: Any) -> Any:
-        tokens = json.loads(command[-1])["case"]["tokens"]
-        asked.append(tokens)
-        if tokens == 8:
-            raise subprocess.TimeoutExpired(command, 1.0)
-        return SimpleNamespace(returncode=0 if tokens == 6 else 1)
+    def process(command: str, request: str, limit: float, **environment: str) -> str:
+        asked.append(json.loads(request)["case"]["tokens"])
+        if asked[-1] > 6:
+            raise OutOfTime if asked[-1] == 8 else RuntimeError
+        return ""
 
-    monkeypatch.setattr(runner.subprocess, "run", process)
+    monkeypatch.setattr(runner, "in_process", process)
     monkeypatch.setitem(providers.PROVIDERS, "inductor", providers.eager)
     this = bench()
     cases = [replace(TINY, tokens=tokens) for tokens in (6, 7, 8)]
