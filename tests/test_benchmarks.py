@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +14,9 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import plots, providers, report, runner, traffic, units
+from benchmarks import measure, plots, providers, report, runner, traffic, units
 from benchmarks.cases import FEW, Case, complaints, errors, workload
-from benchmarks.measure import Meter, OutOfTime, Sample, first_step, in_process
+from benchmarks.measure import Meter, OutOfTime, Sample, in_process
 from benchmarks.plan import FIRST, PARTS, plan
 from mhc_compile import ops
 from tests.kernels.count_units import count
@@ -281,9 +282,23 @@ def test_processes() -> None:
         in_process("no-such-thing", "{}", 60.0)
     with pytest.raises(OutOfTime, match="first-step did not end in the 0 s"):
         in_process("first-step", runner.request(TINY, "eager", CPU), 0.1)
-    seconds = first_step(replace(TINY, modes=FIRST), "eager", CPU)
-    assert list(seconds) == ["cold", "warm"]
-    assert min(seconds.values()) > 0
+    assert "NVIDIA H200" in in_process("table", "results/h200.json", 60.0)
+
+
+def test_cold_and_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes with the same caches, which are empty before the first."""
+    seen = []
+
+    def process(command: str, request: str, limit: float) -> str:
+        folder = Path(os.environ["TRITON_CACHE_DIR"])
+        seen.append((folder, folder.exists()))
+        folder.mkdir(exist_ok=True)
+        return f'a warning\n{{"seconds": {4.0 / len(seen)}}}\n'
+
+    monkeypatch.setattr(measure, "in_process", process)
+    assert measure.first_step(replace(TINY, modes=FIRST), "mhc", CPU) == {"cold": 4.0, "warm": 2.0}
+    assert [there for _, there in seen] == [False, True]
+    assert len({folder for folder, _ in seen}) == 1
 
 
 def test_a_first_step(capsys: pytest.CaptureFixture[str]) -> None:
