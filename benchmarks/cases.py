@@ -1,10 +1,11 @@
-"""What is run: chains of hyper-connections in plain eager PyTorch, and a block of a DeepSeek-V4."""
+"""What is run: chains of hyper-connections in plain eager PyTorch, a block of a DeepSeek-V4, a whole small one."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from mhc_compile.testing.float64 import Float64Reference
 EPS = 1e-6
 ITERATIONS = 20
 FEW = 1000  # a gradient of fewer numbers is one of few
+WORDS = 512
 
 Values = dict[str, Tensor]
 Call = Callable[..., Tensor]
@@ -26,9 +28,10 @@ Call = Callable[..., Tensor]
 class Case:
     """One program at one size.
 
-    modes: "forward" (no_grad), "step" (forward and backward), "graph" (forward inside a CUDA graph), "launches" (how
-    many kernels a forward is), "first" (a first step in a fresh process). options are the backend's, for the providers
-    that take any. No providers: all.
+    name: "sublayer", "chain" or "long" for `Chain`, "block" and "plain" for `Block`, "model" for `Model`. modes:
+    "forward" (no_grad), "step" (forward and backward), "graph" (forward inside a CUDA graph), "launches" (how many
+    kernels a forward is), or "first" alone (a first step in a fresh process). options are the backend's, for the
+    providers that take any. No providers: all.
     """
 
     name: str
@@ -132,6 +135,18 @@ class Workload:
         x = torch.randn(1, case.tokens, case.streams, case.width).to(case.torch_dtype)
         return Chain(case), (x.requires_grad_(),)
 
+    @contextmanager
+    def channels_first(self) -> Iterator[None]:
+        """The same streams as [.., C, n] in memory for a while: a provider of that layout then needs no copy."""
+        arguments, inputs, upstream = self.arguments, self.inputs, self.upstream
+        (x,) = arguments
+        moved = x.detach().mT.contiguous().mT.requires_grad_()
+        self.arguments, self.inputs, self.upstream = (moved,), {"x": moved}, upstream.mT.contiguous().mT
+        try:
+            yield
+        finally:
+            self.arguments, self.inputs, self.upstream = arguments, inputs, upstream
+
     def forward(self, call: Call) -> Tensor:
         with torch.no_grad():
             return call(*self.arguments)
@@ -156,37 +171,56 @@ class Workload:
         return {name: torch.cat([part[name] for part in parts], 1) for name in ("output", "x")} | total
 
 
-class Block(Workload):
-    """A decoder layer of DeepSeek-V4-Flash with 8 experts, between a small embedding and the head's contraction.
+class Model(Workload):
+    """A DeepSeek-V4-Flash of depth / 2 layers with 8 experts and 512 words, up to the last hidden states.
 
     Attention and experts included: what hyper-connections are part of. Needs the transformers package.
     """
 
-    def make(self) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    def build(self) -> Any:
         from examples.compile_deepseek_v4 import SETUPS, build
 
-        case = self.case
+        case, layers = self.case, max(self.case.depth // 2, 1)
         setup = SETUPS["tiny" if self.device.type == "cpu" else "flash"]
+        kinds = ("compressed_sparse_attention", "heavily_compressed_attention")
         model = setup.model | {
-            "vocab_size": 512,
+            "vocab_size": WORDS,
             "hidden_size": case.width,
-            "num_hidden_layers": 1,
-            "layer_types": ["compressed_sparse_attention"],
+            "hc_mult": case.streams,
+            "num_hidden_layers": layers,
+            "layer_types": [kinds[layer % 2] for layer in range(layers)],
             # By token: a rounding error cannot send a token to another expert.
-            "mlp_layer_types": ["hash_moe"],
+            "mlp_layer_types": ["hash_moe"] * layers,
             # Every compressed entry is kept, for the same reason.
             "index_topk": max(case.tokens // 4, 1),
         }
-        setup = replace(setup, model=model, dtype=case.torch_dtype)
-        return _Hidden(build(setup, self.device, 0).model), (torch.randint(0, 512, (1, case.tokens)),)
+        return build(replace(setup, model=model, dtype=case.torch_dtype), self.device, 0).model
+
+    def make(self) -> tuple[nn.Module, tuple[Tensor, ...]]:
+        return _Hidden(self.build()), (self.words(),)
+
+    def words(self) -> Tensor:
+        return torch.randint(0, WORDS, (1, self.case.tokens), device=self.device)
 
     def reference(self) -> Values:
         """`step` in float64 at the full size."""
-        assert isinstance(self.module, _Hidden)
         reference = Float64Reference(self.module)
+        model: Any = reference.module.model
         # The loop over experts takes any dtype, the grouped product not.
-        reference.module.model.set_experts_implementation("eager")
-        return _step(reference, self.arguments, dict(reference.module.named_parameters()), self.upstream.double())
+        model.set_experts_implementation("eager")
+        arguments = tuple(a.detach().double().requires_grad_() if a.is_floating_point() else a for a in self.arguments)
+        leaves = dict.fromkeys(self.inputs, arguments[0]) | dict(reference.module.named_parameters())
+        return _step(reference, arguments, leaves, self.upstream.double())
+
+
+class Block(Model):
+    """One decoder layer of that model alone: streams in, streams out. As a case "plain", with plain residuals."""
+
+    def make(self) -> tuple[nn.Module, tuple[Tensor, ...]]:
+        case = self.case
+        plain = case.name == "plain"
+        x = torch.randn(1, case.tokens, *(() if plain else (case.streams,)), case.width, device=self.device)
+        return _Layer(self.build(), self.words(), plain), (x.to(case.torch_dtype).requires_grad_(),)
 
 
 class _Hidden(nn.Module):
@@ -199,9 +233,48 @@ class _Hidden(nn.Module):
         return hidden
 
 
+class _Layer(nn.Module):
+    """The first layer of a model, called as the model calls it."""
+
+    def __init__(self, model: Any, words: Tensor, plain: bool) -> None:
+        super().__init__()
+        # What the layer does not use has no gradient, and no place among the leaves.
+        model.embed_tokens = model.norm = model.hc_head = None
+        (layer,) = model.layers
+        if plain:
+            layer.attn_hc = layer.ffn_hc = None
+        self.model, self.plain = model, plain
+        self.register_buffer("words", words)
+
+    def forward(self, x: Tensor) -> Tensor:
+        from transformers.masking_utils import create_sliding_window_causal_mask
+
+        (layer,), like = self.model.layers, x if self.plain else x[:, :, 0]
+        at = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
+        about = {
+            "position_ids": at,
+            "position_embeddings": {
+                kind: self.model.rotary_emb(like, position_ids=at, layer_type=kind) for kind in ("main", "compress")
+            },
+            "attention_mask": create_sliding_window_causal_mask(
+                config=self.model.config, inputs_embeds=like, attention_mask=None, past_key_values=None, position_ids=at
+            ),
+            "past_key_values": None,
+        }
+        if not self.plain:
+            new: Tensor = layer(x, input_ids=self.words, **about)
+            return new
+        x = x + layer.self_attn(layer.input_layernorm(x), **about)[0]
+        f: Tensor = layer.mlp(layer.post_attention_layernorm(x), input_ids=self.words)
+        return x + f
+
+
+WORKLOADS: dict[str, type[Workload]] = {"model": Model, "block": Block, "plain": Block}
+
+
 def workload(case: Case, device: torch.device) -> Workload:
     """The tensors and the module of a case."""
-    return (Block if case.name == "block" else Workload)(case, device)
+    return WORKLOADS.get(case.name, Workload)(case, device)
 
 
 def _step(call: Call, arguments: tuple[Tensor, ...], leaves: Values, upstream: Tensor) -> Values:
@@ -247,51 +320,3 @@ def complaints(found: dict[str, float], of_eager: dict[str, float], dtype: torch
         if not error <= limit:  # so that NaN is one too
             result.append(f"{name} is {error:.1e} from float64, allowed {limit:.1e}")
     return result
-
-
-OURS = ("eager", "mhc", "mhc-ops")
-
-
-def quick(device: torch.device, recompute: bool) -> list[Case]:
-    """The main shape for every provider, the others around it for ours; on a CPU the same programs, tiny."""
-    if device.type == "cpu":
-        tiny = Case("chain", 6, 32, depth=2, dtype="float32")
-        one = replace(tiny, tokens=1, providers=OURS, modes=("forward", "graph"))
-        first = replace(tiny, providers=("mhc",), modes=("first",))
-        long = replace(tiny, name="long", depth=4, modes=("step",), providers=("mhc",))
-        return [tiny, one, first, *_long(long, recompute)]
-    main = Case("chain", 8192, 4096)
-    ours = replace(main, providers=OURS)
-    few = [replace(ours, tokens=tokens, modes=("forward", "graph")) for tokens in (1, 64)]
-    around = [replace(ours, width=width, providers=("mhc",)) for width in (2560, 7168)]
-    around += [replace(ours, streams=n, providers=("mhc",)) for n in (2, 8)]
-    long = replace(main, name="long", tokens=2048, depth=32, modes=("step",), providers=("eager", "mhc"))
-    first = replace(main, providers=("mhc",), modes=("first",))
-    return [main, *few, replace(ours, tokens=2048), *around, *_long(long, recompute), first, _launches(ours)]
-
-
-def full(device: torch.device, recompute: bool) -> list[Case]:
-    """Every size that results are published for, and a block of a real model. On a CPU the same as `quick`."""
-    if device.type == "cpu":
-        return quick(device, recompute)
-    main = Case("chain", 8192, 4096)
-    result = [replace(main, name="sublayer", depth=1), main]
-    result += [replace(main, tokens=tokens, modes=("forward", "step", "graph")) for tokens in (1, 8, 64, 512)]
-    result += [replace(main, tokens=tokens) for tokens in (2048, 4096, 32768)]
-    result += [replace(main, width=width) for width in (1280, 2560, 7168)]
-    result += [replace(main, streams=n) for n in (2, 8)]
-    long = replace(main, name="long", tokens=2048, depth=32, modes=("step",), providers=("eager", "mhc"))
-    block = Case("block", 2048, 4096, depth=2, providers=("eager", "inductor", "mhc"))
-    return [*result, *_long(long, recompute), block, replace(main, modes=("first",)), _launches(main)]
-
-
-def _launches(case: Case) -> Case:
-    """Last, as a profiler that has run once may slow down what comes after it."""
-    return replace(case, tokens=64, modes=("launches",))
-
-
-def _long(case: Case, recompute: bool) -> Iterator[Case]:
-    """The long chain as it is, and with recomputation where the backend has it."""
-    yield case
-    if recompute:
-        yield replace(case, providers=("mhc",), options={"mhc.recompute": "auto"})

@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,10 @@ class Sample:
         # "inclusive": the percentiles of the runs there were, never beyond them.
         fifths = statistics.quantiles(values, n=5, method="inclusive")
         return cls(statistics.median(values), fifths[0], fifths[3], len(values))
+
+
+class OutOfTime(Exception):
+    """A measurement that there was no time for; it is left for another run."""
 
 
 class Meter:
@@ -172,18 +177,41 @@ def caches(folder: Path) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def first_step(case: Case, provider: str, device: torch.device) -> dict[str, float]:
-    """Seconds to the end of a first step in a fresh process, with empty caches ("cold") and then with full ones."""
+def in_process(command: str, request: str, limit: float, **environment: str) -> str:
+    """What `python -m benchmarks command request` prints, in a fresh process.
+
+    Raises RuntimeError if it fails, OutOfTime if it needs more than `limit` seconds; then nothing of it is left.
+    """
+    # Files, as Inductor's own workers would keep a pipe open after their parent has gone.
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks", command, request],
+            cwd=ROOT, env=os.environ | environment, stdout=out, stderr=err, start_new_session=True,
+        )  # fmt: skip
+        try:
+            status = process.wait(max(limit, 0.0))
+        except subprocess.TimeoutExpired:
+            raise OutOfTime(f"{command} did not end in the {limit:.0f} s that were left") from None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        out.seek(0), err.seek(0)
+        if status:
+            raise RuntimeError(f"{command} in a fresh process: {err.read().strip()[-500:]}")
+        return out.read()
+
+
+def first_step(case: Case, provider: str, device: torch.device, limit: float = 900.0) -> dict[str, float]:
+    """Seconds to the end of a first step in a fresh process, with empty caches ("cold") and then with full ones.
+
+    Raises RuntimeError if a process fails, OutOfTime if both need more than `limit` seconds.
+    """
     result = {}
-    with tempfile.TemporaryDirectory() as folder:
+    until = time.perf_counter() + min(limit, 900.0)
+    request = json.dumps({"case": case.as_json(), "provider": provider, "device": str(device)})
+    with tempfile.TemporaryDirectory() as folder, caches(Path(folder)):
         for kind in ("cold", "warm"):
-            request = json.dumps({"case": case.as_json(), "provider": provider, "device": str(device)})
-            with caches(Path(folder)):
-                done = subprocess.run(
-                    [sys.executable, "-m", "benchmarks", "first-step", request],
-                    cwd=ROOT, capture_output=True, text=True, timeout=900,
-                )  # fmt: skip
-            if done.returncode:
-                raise RuntimeError(f"first step in a fresh process: {done.stderr.strip()[-500:]}")
-            result[kind] = float(json.loads(done.stdout.splitlines()[-1])["seconds"])
+            printed = in_process("first-step", request, until - time.perf_counter())
+            result[kind] = float(json.loads(printed.splitlines()[-1])["seconds"])
     return result

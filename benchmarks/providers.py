@@ -59,10 +59,11 @@ def mhc_ops(work: Workload, mode: str | None) -> Call:
 def liger(work: Workload, mode: str | None) -> Call:
     """Liger-Kernel's functions. It wants phi transposed, which costs a small copy, and applies h_res as it is."""
     chain = _chain(work)
-    _installed("liger_kernel")
-    peer: Any = importlib.import_module("liger_kernel.ops.mhc")
+    peer = _peer("liger_kernel.transformers.functional")
 
-    form = {"tmax": ITERATIONS, "rms_eps": EPS, "pre_eps": EPS, "sinkhorn_eps": EPS, "post_mult": 2.0}
+    form: dict[str, Any] = {"tmax": ITERATIONS, "rms_eps": EPS, "pre_eps": EPS, "sinkhorn_eps": EPS, "post_mult": 2.0}
+    # It takes float32 streams only when told so.
+    form["allow_fp32"] = work.case.torch_dtype == torch.float32
 
     def run(x: Tensor) -> Tensor:
         for c in chain.sublayers():
@@ -74,11 +75,12 @@ def liger(work: Workload, mode: str | None) -> Call:
 
 
 def tile_kernels(work: Workload, mode: str | None) -> Call:
-    """DeepSeek's TileKernels."""
+    """DeepSeek's TileKernels. They take bfloat16 streams and float32 parameters only."""
     chain = _chain(work)
-    _installed("tile_kernels")
-    mhc_pre: Any = importlib.import_module("tile_kernels.modeling.mhc.functional").mhc_pre
-    mhc_post: Any = importlib.import_module("tile_kernels.modeling.mhc.ops").mhc_post
+    mhc_pre = _peer("tile_kernels.modeling.mhc.functional").mhc_pre
+    mhc_post = _peer("tile_kernels.modeling.mhc.ops").mhc_post
+    if work.case.torch_dtype != torch.bfloat16:
+        raise Unavailable("takes bfloat16 streams only")
 
     form = {
         "norm_eps": EPS,
@@ -99,9 +101,26 @@ def tile_kernels(work: Workload, mode: str | None) -> Call:
 
 
 def transformer_engine(work: Workload, mode: str | None) -> Call:
-    """No adapter yet: its streams are [..., C, n] throughout, so it would need leaves and a phi of its own layout."""
-    _installed("transformer_engine")
-    raise Unavailable("no adapter for its [..., C, n] layout")
+    """TransformerEngine's functions, on streams that lie as [.., C, n] in memory (`channels_first`).
+
+    phi in its order of columns costs a small copy. Its Sinkhorn and its gates have no eps, and its eps of the norm is
+    float32's: one part in a million, where streams are rounded to bfloat16.
+    """
+    chain = _chain(work)
+    peer = _peer("transformer_engine.pytorch.triton.mhc")
+    n, width = work.case.streams, work.case.width
+    if n != 4:
+        raise Unavailable("takes 4 streams only")
+
+    def run(x: Tensor) -> Tensor:
+        x = x.mT
+        for c in chain.sublayers():
+            phi = c.fn.view(-1, n, width).mT.flatten(-2)
+            f, post, res = peer.mhc_generate_mix_and_aggregate(x, phi, c.scale, c.base.unsqueeze(0))
+            x = peer.mhc_fused_expand_combine(f, None, post, x, res, n)
+        return x.mT
+
+    return run
 
 
 def _chain(work: Workload) -> Chain:
@@ -110,9 +129,12 @@ def _chain(work: Workload) -> Chain:
     return work.module
 
 
-def _installed(package: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        raise Unavailable("not installed")
+def _peer(name: str) -> Any:
+    """A module of another library; raises `Unavailable`, with the reason, if it cannot be imported."""
+    try:
+        return importlib.import_module(name)
+    except (ImportError, OSError, RuntimeError) as error:  # half installed, another version, no CUDA library
+        raise Unavailable(f"cannot be imported: {type(error).__name__}: {error}") from error
 
 
 PROVIDERS: dict[str, Callable[[Workload, str | None], Call]] = {
@@ -124,5 +146,14 @@ PROVIDERS: dict[str, Callable[[Workload, str | None], Call]] = {
     "transformer_engine": transformer_engine,
     "tile_kernels": tile_kernels,
 }
+# Other libraries' packages.
+PACKAGES = {"liger": "liger_kernel", "transformer_engine": "transformer_engine", "tile_kernels": "tile_kernels"}
 # These know CUDA graphs by a mode of torch.compile; the others are captured as they are.
 COMPILED = ("inductor", "mhc")
+# These want streams that lie as [.., C, n] in memory.
+CHANNELS_FIRST = ("transformer_engine",)
+
+
+def installed(provider: str) -> bool:
+    """Whether there is anything to import for `provider`."""
+    return provider not in PACKAGES or importlib.util.find_spec(PACKAGES[provider]) is not None

@@ -1,9 +1,8 @@
-"""What the measurements look like: JSON with all that they depend on, tables, plots."""
+"""What the measurements look like: JSON with all that they depend on, tables, and the series that plots show."""
 
 from __future__ import annotations
 
 import datetime
-import importlib
 import json
 import platform
 import subprocess
@@ -68,6 +67,17 @@ def load(path: Path) -> dict[str, Any]:
     return content
 
 
+def continued(path: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
+    """The results of an earlier run, to go on from: all but what failed or was not there. ValueError if they belong to
+    something else.
+    """
+    content = load(path)
+    for key in ("hardware", "torch", "triton", "commit", "matmul_precision"):
+        if content[key] != about[key]:
+            raise ValueError(f"{path}: its {key} is {content[key]}, here it is {about[key]}")
+    return [r for r in content["results"] if r["status"] not in ("failed", "unavailable")]
+
+
 def _sample(value: dict[str, float] | None, by: float, digits: int = 4) -> str:
     if value is None:
         return "-"
@@ -84,133 +94,120 @@ def _row(result: dict[str, Any]) -> list[str]:
             return "-"
         return f"{result[f'{mode}_ms']['median'] / result[f'{mode}_floor_ms']:.2f}"
 
+    def one(key: str) -> str:
+        return f"{result[key]:.1f}" if key in result else "-"
+
     first = result.get("first_step_seconds", {})
     launches = result.get("forward_launches")
     return [
         result["provider"],
         _sample(result.get("forward_ms"), depth),
         over_floor("forward"),
+        one("forward_units"),
         _sample(result.get("step_ms"), depth),
         over_floor("step"),
-        f"{result['peak_units']:.1f}" if "peak_units" in result else "-",
+        one("step_units"),
+        one("peak_units"),
         _sample(result.get("forward_host_us"), depth, 1),
         f"{launches / depth:.1f}" if launches else "-",
-        result.get("graph_note") or _sample(result.get("graph_ms"), depth),
-        f"{result['first_call_seconds']:.1f}" if "first_call_seconds" in result else "-",
+        result.get("graph_note") or _sample(result.get("graph_ms"), depth / 1000, 1),
+        one("first_call_seconds"),
         f"{first['cold']:.1f} / {first['warm']:.1f}" if first else "-",
     ]
 
 
 HEADER = [
-    "provider", "forward ms", "x floor", "step ms", "x floor", "peak units", "host us", "launches", "in a graph ms",
-    "first call here s", "fresh process s cold / warm",
+    "provider", "forward ms", "x floor", "units moved", "step ms", "x floor", "units moved", "peak units", "host us",
+    "launches", "in a graph us", "first call here s", "fresh process s cold / warm",
 ]  # fmt: skip
 
 
+def programs(results: list[dict[str, Any]]) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """Each program with its providers' results, whatever the modes and in how many parts they were measured."""
+    groups: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {}
+    for result in results:
+        same = json.dumps({k: v for k, v in result["case"].items() if k not in ("modes", "providers")}, sort_keys=True)
+        _, rows = groups.setdefault(same, (result["case"], []))
+        for row in rows:
+            if row["provider"] == result["provider"] and row["status"] == result["status"]:
+                row |= {key: value for key, value in result.items() if key != "case"}
+                break
+        else:
+            rows.append(dict(result))
+    return list(groups.values())
+
+
 def table(content: dict[str, Any]) -> str:
-    """Markdown: one table for each case, everything but the first step per sublayer, medians (20th-80th percentile)."""
+    """Markdown: a table for each program; all but the first step per sublayer, medians (20th-80th percentile)."""
     lines = [
         f"{content['hardware']}; torch {content['torch']}, triton {content['triton']}; {content['date']}; "
         f"commit {content['commit']}{' with changes' if content['changed'] else ''}; "
         f"copy {content['copy_gb_s']:.0f} GB/s",
     ]
-    shown = None
-    for result in content["results"]:
-        case = result["case"]
-        if case != shown:
-            shown = case
-            options = "".join(f", {key}={value}" for key, value in case["options"].items())
-            lines += [
-                "",
-                f"{case['name']} of {case['depth']}: {case['tokens']} tokens, C = {case['width']}, "
-                f"n = {case['streams']}, {case['dtype']}{options}; per sublayer",
-                "",
-                "| " + " | ".join(HEADER) + " |",
-                "|---" * len(HEADER) + "|",
-            ]
-        lines.append("| " + " | ".join(_row(result)) + " |")
+    for case, rows in programs(content["results"]):
+        options = "".join(f", {key}={value}" for key, value in case["options"].items())
+        lines += [
+            "",
+            f"{case['name']} of {case['depth']}: {case['tokens']} tokens, C = {case['width']}, "
+            f"n = {case['streams']}, {case['dtype']}{options}; per sublayer",
+            "",
+            "| " + " | ".join(HEADER) + " |",
+            "|---" * len(HEADER) + "|",
+        ]
+        lines += ["| " + " | ".join(_row(row)) + " |" for row in rows]
+    for provider, (block, plain) in shares(content["results"]).items():
+        part = f"{1 - plain / block:.1%} of a block's training step is hyper-connections"
+        lines += ["", f"{provider}: {part} ({block:.2f} ms with, {plain:.2f} ms with plain residuals)"]
     return "\n".join(lines)
 
 
-def _good(contents: Iterable[dict[str, Any]], *needed: str) -> list[dict[str, Any]]:
-    return [r for c in contents for r in c["results"] if r["status"] == "ok" and all(key in r for key in needed)]
+def good(results: Iterable[dict[str, Any]], *needed: str) -> list[dict[str, Any]]:
+    """The results that have all of these."""
+    return [r for r in results if r["status"] == "ok" and all(key in r for key in needed)]
 
 
-def series(contents: Iterable[dict[str, Any]], mode: str, by: str) -> dict[str, list[tuple[int, float]]]:
-    """provider -> [(size, time over floor)] along `by`, "tokens" or "width" or "streams", of the chains of 4 sublayers
-    that differ from the main shape (8,192 tokens, C = 4,096, n = 4) in nothing else; of the largest one there is, where
-    a file has no such shape.
-    """
-    chains = [r for r in _good(contents, f"{mode}_ms", f"{mode}_floor_ms") if r["case"]["name"] == "chain"]
-    if not chains:
-        return {}
-    main = {"tokens": 8192, "width": 4096, "streams": 4}
-    if not any(all(r["case"][key] == value for key, value in main.items()) for r in chains):
-        main = max(({key: r["case"][key] for key in main} for r in chains), key=lambda shape: tuple(shape.values()))
+def shares(results: Iterable[dict[str, Any]]) -> dict[str, tuple[float, float]]:
+    """provider -> milliseconds of a block's training step, and of the same with plain residuals."""
+    times = {(r["case"]["name"], r["provider"]): float(r["step_ms"]["median"]) for r in good(results, "step_ms")}
+    return {who: (block, times["plain", who]) for (name, who), block in times.items()
+            if name == "block" and ("plain", who) in times}  # fmt: skip
+
+
+AXES = ("tokens", "width", "streams")
+
+
+def main_shape(results: Iterable[dict[str, Any]]) -> dict[str, int]:
+    """The chain of which most others are variations in one size; empty without a chain."""
+    shapes = {tuple(r["case"][key] for key in AXES) for r in good(results) if r["case"]["name"] == "chain"}
+
+    def near(shape: tuple[int, ...]) -> int:
+        return sum(sum(a != b for a, b in zip(shape, other, strict=True)) < 2 for other in shapes)
+
+    found = max(shapes, key=lambda shape: (near(shape), shape), default=())
+    return dict(zip(AXES, found, strict=False))
+
+
+def of_main_shape(results: Sequence[dict[str, Any]], *needed: str, name: str = "chain") -> list[dict[str, Any]]:
+    """The results of that chain that have all of `needed`."""
+    shape = main_shape(results).items()
+    return [r for r in good(results, *needed) if r["case"]["name"] == name and shape <= r["case"].items()]
+
+
+def series(
+    results: Sequence[dict[str, Any]], by: str, value: Callable[[dict[str, Any]], float | None]
+) -> dict[str, list[tuple[int, float]]]:
+    """provider -> [(size, value)] along one of `AXES`, of the chains like the main shape but for this size."""
+    main = main_shape(results)
     lines: dict[str, dict[int, float]] = {}
-    for r in chains:
-        if all(r["case"][key] == value for key, value in main.items() if key != by):
-            ratio = r[f"{mode}_ms"]["median"] / r[f"{mode}_floor_ms"]
-            lines.setdefault(r["provider"], {})[r["case"][by]] = ratio
+    for r in good(results):
+        case = r["case"]
+        same = case["name"] == "chain" and all(case[key] == size for key, size in main.items() if key != by)
+        if same and (found := value(r)) is not None:
+            lines.setdefault(r["provider"], {})[case[by]] = found
     return {provider: sorted(points.items()) for provider, points in lines.items()}
 
 
-def _bars(contents: Iterable[dict[str, Any]], key: str, value: Callable[[dict[str, Any]], float]) -> dict[str, float]:
-    bars: dict[str, float] = {}
-    for r in _good(contents, key):
-        case = r["case"]
-        options = "".join(f"\n{name}={setting}" for name, setting in case["options"].items())
-        shape = f"{case['name']} {case['tokens']} x {case['width']}, n={case['streams']}"
-        bars[f"{r['provider']}\n{shape}{options}"] = value(r)
-    return bars
-
-
-def plot(paths: Sequence[Path], folder: Path) -> list[Path]:
-    """Draw time over floor by size, peak memory and the time of a first step; returns the files."""
-    matplotlib: Any = importlib.import_module("matplotlib")
-    matplotlib.use("Agg")
-    pyplot: Any = importlib.import_module("matplotlib.pyplot")
-
-    contents = [load(path) for path in paths]
-    folder.mkdir(parents=True, exist_ok=True)
-    about = "; ".join(sorted({f"{c['hardware']}, torch {c['torch']}, {c['date'][:10]}" for c in contents}))
-    written = []
-
-    def finish(figure: Any, name: str) -> None:
-        figure.suptitle(about, fontsize=8)
-        figure.tight_layout()
-        path = folder / f"{name}.png"
-        figure.savefig(path, dpi=150)
-        pyplot.close(figure)
-        written.append(path)
-
-    figure, axes = pyplot.subplots(2, 3, figsize=(13, 7), squeeze=False)
-    titles = {"tokens": "tokens", "width": "C", "streams": "n"}
-    for row, mode in zip(axes, ("forward", "step"), strict=True):
-        for axis, (by, title) in zip(row, titles.items(), strict=True):
-            for provider, points in series(contents, mode, by).items():
-                axis.plot(*zip(*points, strict=True), marker="o", label=provider)
-            axis.axhline(1.0, color="black", linewidth=0.8)
-            axis.set_xlabel(title)
-            axis.set_ylabel(f"{mode}: time over floor")
-            axis.set_xscale("log", base=2)
-            axis.set_yscale("log")
-            if axis.get_legend_handles_labels()[1]:
-                axis.legend(fontsize=7)
-    finish(figure, "time_over_floor")
-
-    peaks = _bars(contents, "peak_units", lambda r: float(r["peak_units"]))
-    firsts = _bars(contents, "first_step_seconds", lambda r: float(r["first_step_seconds"]["cold"]))
-    for name, label, bars in (
-        ("peak_memory", "peak of a step, C-units a sublayer", peaks),
-        ("first_step", "first step, s, empty caches", firsts),
-    ):
-        if not bars:
-            continue
-        figure, axis = pyplot.subplots(figsize=(10, 0.6 * len(bars) + 1.5))
-        axis.barh(list(bars), list(bars.values()))
-        axis.invert_yaxis()
-        axis.set_xlabel(label)
-        axis.tick_params(labelsize=7)
-        finish(figure, name)
-    return written
+def over_floor(mode: str) -> Callable[[dict[str, Any]], float | None]:
+    """The time of a result as a multiple of the least possible."""
+    time, floor = f"{mode}_ms", f"{mode}_floor_ms"
+    return lambda r: r[time]["median"] / r[floor] if time in r and floor in r else None

@@ -3,34 +3,51 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import providers, report, runner, units
-from benchmarks.cases import FEW, Case, complaints, errors, full, quick, workload
-from benchmarks.measure import Meter, Sample
+from benchmarks import measure, plots, providers, report, runner, traffic, units
+from benchmarks.cases import FEW, Case, complaints, errors, workload
+from benchmarks.measure import Meter, OutOfTime, Sample, in_process
+from benchmarks.plan import FIRST, PARTS, plan
+from mhc_compile import ops
 from tests.kernels.count_units import count
 
 CPU = torch.device("cpu")
 TINY = Case("chain", 6, 32, depth=2, dtype="float32")
 
 
+def bench(**given: Any) -> runner.Runner:
+    return runner.Runner(CPU, Meter(CPU), 10.0, **given)
+
+
 def run(case: Case, *names: str) -> list[dict[str, Any]]:
-    return runner.run_case(case, names, CPU, Meter(CPU), 10.0)
+    return bench().run(case, names)
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_the_whole_runner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "results" / "cpu.json"
     arguments = ["--device", "cpu", "--quick", "--no-first-step", "--out", str(out)]
-    status = command.main([*arguments, "--cases", "chain", "--providers", "eager", "mhc", "mhc-ops", "liger"])
+    arguments += ["--parts", "main", "--providers", "mhc-ops", "liger", "eager"]
+    status = command.main(arguments)
+    assert status == 0
+    first = json.loads(out.read_text())["results"]
+    # The others are kept as they are, and only what is missing is measured.
+    status = command.main([*arguments, "mhc", "--continue", str(out)])
     content = json.loads(out.read_text())
+    assert content["results"][:2] == first
+    assert len(content["results"]) == 3
+    assert content["complete"]
+    assert "liger" in content["not_installed"]
     assert status == 0
     assert content["torch"] == torch.__version__
     assert {"hardware", "triton", "date", "commit", "copy_gb_s"} <= content.keys()
@@ -43,8 +60,9 @@ def test_the_whole_runner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         names = {"output", "x", "connections.0.fn", "connections.1.fn", "*.base", "*.scale"}
         assert result["errors"].keys() == names
         assert max(result["errors"].values()) < 1e-4
-    assert found[6, "liger"]["status"] == "unavailable"
-    assert found[6, "liger"]["reason"] == "not installed"
+    # The mix, a boundary, the combine, 9 + 18 + 9 units, and backward 14 + 32 + 14.
+    assert (found[6, "mhc"]["forward_units"], found[6, "mhc"]["step_units"]) == (18, 48)
+    assert found[6, "eager"]["step_units"] > 100
     printed = capsys.readouterr().out
     assert "| mhc-ops |" in printed
     assert "chain of 2: 6 x 32" in printed
@@ -102,11 +120,249 @@ def test_the_reference_in_chunks_is_the_whole(monkeypatch: pytest.MonkeyPatch) -
     assert max(errors(work.reference(), whole).values()) < 1e-13
 
 
-def test_a_block_of_a_model() -> None:
-    judge = runner.Judge(workload(Case("block", 16, 32, depth=2, dtype="float32"), CPU))
-    assert "model.layers.0.attn_hc.fn" in judge.reference
-    # float32 against float64 through one layer.
+@pytest.mark.parametrize("name", ["block", "plain", "model"])
+def test_parts_of_a_model(name: str) -> None:
+    work = workload(Case(name, 16, 32, depth=4 if name == "model" else 2, dtype="float32"), CPU)
+    judge = runner.Judge(work)
+    hyper = {key for key in judge.reference if "hc" in key}
+    assert bool(hyper) == (name != "plain")
+    assert ("x" in judge.reference) == (name != "model")
+    # float32 against float64 through one or two layers.
     assert max(judge.of_eager.values()) < 1e-4
+
+
+def test_plain_residuals() -> None:
+    """Both sublayers are added to the one stream: nothing else is between x and the output."""
+    work = workload(Case("plain", 16, 32, depth=2, dtype="float32"), CPU)
+    (x,) = work.arguments
+    assert x.shape == (1, 16, 32)
+    added = []
+    (layer,) = work.module.model.layers  # type: ignore[union-attr, misc]
+    layer.self_attn.register_forward_hook(lambda module, given, result: added.append(result[0]))
+    layer.mlp.register_forward_hook(lambda module, given, result: added.append(result))
+    assert torch.equal(work.forward(work.module), x + added[0] + added[1])
+
+
+def test_another_layout() -> None:
+    work = workload(TINY, CPU)
+    before = work.step(work.module)
+    with work.channels_first():
+        (x,) = work.arguments
+        assert x.stride()[-2:] == (1, TINY.streams)
+        assert work.upstream.stride()[-2:] == (1, TINY.streams)
+        values = work.step(work.module)
+    assert work.arguments[0].is_contiguous()
+    # The same numbers in other places: float32 sums in another order.
+    assert max(errors(values, before).values()) < 1e-5
+
+
+def gates(x: torch.Tensor, phi: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor, **form: Any) -> Any:
+    """h_pre, h_post, h_res of [.., n, C] streams with 20 Sinkhorn iterations."""
+    return ops.generate_mix(x, phi, scale, bias, sinkhorn_steps=39, **form)
+
+
+def like_liger() -> Any:
+    """Liger-Kernel 0.8.5's signatures: phi as [n C, K], scalars for scale, h_res [to, from]."""
+
+    def coeffs(
+        x: Any, phi: Any, b: Any, alpha_pre: Any, alpha_post: Any, alpha_res: Any, *,
+        allow_fp32: bool, tmax: int, rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float,
+    ) -> Any:  # fmt: skip
+        assert (tmax, allow_fp32) == (20, False)
+        scale = torch.stack([alpha_pre, alpha_post, alpha_res])
+        form = {"rms_eps": rms_eps, "pre_eps": pre_eps, "sinkhorn_eps": sinkhorn_eps, "post_mult": post_mult}
+        return gates(x, phi.t(), scale, b, **form)
+
+    def post_res(x: Any, f: Any, h_post: Any, h_res: Any) -> Any:
+        return (h_post[..., None] * f[..., None, :].float() + h_res @ x.float()).to(x.dtype)
+
+    return SimpleNamespace(liger_mhc_coeffs=coeffs, liger_mhc_pre=ops.aggregate, liger_mhc_post_res=post_res)
+
+
+def like_tile_kernels() -> Any:
+    """TileKernels 1.0.0's signatures: h_post as [.., n, 1], h_res [from, to]."""
+
+    def mhc_pre(
+        residual: Any, fn: Any, scale: Any, base: Any, *, norm_eps: float, mhc_mult: int, post_mult_value: float,
+        pre_eps: float, sinkhorn_eps: float, sinkhorn_repeat: int,
+    ) -> Any:  # fmt: skip
+        assert (mhc_mult, sinkhorn_repeat) == (4, 20)
+        form = {"rms_eps": norm_eps, "pre_eps": pre_eps, "sinkhorn_eps": sinkhorn_eps, "post_mult": post_mult_value}
+        pre, post, res = gates(residual, fn, scale, base, **form)
+        return ops.aggregate(residual, pre), (post.unsqueeze(-1), res)
+
+    def mhc_post(x: Any, residual: Any, post_layer_mix: Any, comb_res_mix: Any) -> Any:
+        return ops.expand_combine(x, None, post_layer_mix.squeeze(-1), residual, comb_res_mix)
+
+    return SimpleNamespace(mhc_pre=mhc_pre, mhc_post=mhc_post)
+
+
+def like_transformer_engine() -> Any:
+    """TransformerEngine 2.20's signatures: streams [s, b, C, n], phi's columns in that order, bias [1, K]."""
+
+    def mix(x: Any, phi: Any, alpha: Any, beta: Any) -> Any:
+        assert x.is_contiguous()
+        assert beta.shape == (1, 24)
+        streams = x.mT
+        phi = phi.unflatten(-1, x.shape[-2:]).mT.flatten(-2)
+        pre, post, res = gates(streams, phi, alpha, beta.flatten())
+        return ops.aggregate(streams, pre), post, res
+
+    def combine(f: Any, bias: Any, h_post: Any, x: Any, h_res: Any, n: int) -> Any:
+        assert x.is_contiguous()
+        assert n == 4
+        return ops.expand_combine(f, bias, h_post, x.mT, h_res).mT.contiguous()
+
+    return SimpleNamespace(mhc_generate_mix_and_aggregate=mix, mhc_fused_expand_combine=combine)
+
+
+@pytest.mark.parametrize(
+    ("provider", "peer"),
+    [("liger", like_liger), ("tile_kernels", like_tile_kernels), ("transformer_engine", like_transformer_engine)],
+)
+def test_adapters(provider: str, peer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other libraries are given what they want and compute the chain: stand-ins with their signatures and layouts."""
+    monkeypatch.setattr(providers, "_peer", lambda name: peer())
+    work = workload(replace(TINY, dtype="bfloat16"), CPU)
+    judge = runner.Judge(work)
+    with runner.laid_out(work, provider):
+        call = providers.PROVIDERS[provider](work, None)
+        judge.check_step(work.step(call))
+        judge.check({"output": work.forward(call)})
+
+
+def test_a_peer_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> Any:
+        raise OSError("libtransformer_engine.so: no such file")
+
+    monkeypatch.setattr("importlib.import_module", broken)
+    (result,) = run(TINY, "transformer_engine")
+    assert result["status"] == "unavailable"
+    assert result["reason"] == "cannot be imported: OSError: libtransformer_engine.so: no such file"
+
+
+def test_what_exceeds_the_memory_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    def large(work: Any, mode: str | None) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 99.00 GiB.")
+
+    monkeypatch.setitem(providers.PROVIDERS, "large", large)
+    (result,) = run(TINY, "large")
+    assert result["status"] == "skipped"
+    assert result["reason"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 99.00 GiB."
+
+
+def test_a_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    """What took 50 s is expected to take 50 s, in a case of another name as well; what is unknown is tried."""
+    cases = {"main": [replace(TINY, modes=("forward",))], "tokens": [replace(TINY, tokens=7, modes=("forward",))]}
+    slow = bench(budget=runner.Budget(20.0, {("long", "mhc-ops"): 50.0}))
+    assert not runner.run_plan(cases, ["eager", "mhc-ops"], slow)
+    assert [r["provider"] for r in slow.results] == ["eager", "eager"]
+    assert "mhc-ops: left out" in capsys.readouterr().out
+    spent = bench(budget=runner.Budget(0.0))
+    assert not runner.run_plan(cases, ["eager"], spent)
+    assert spent.results == []
+    assert "2 of 2 cases are left out" in capsys.readouterr().out
+    assert runner.run_plan(cases, ["eager"], slow)
+    assert len(slow.results) == 2
+
+
+def test_no_time_for_a_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left for another run; what fails there is a failure."""
+
+    def late(*arguments: Any) -> Any:
+        raise OutOfTime("no first step in the 3 s that were left")
+
+    monkeypatch.setattr(runner, "first_step", late)
+    assert run(replace(TINY, modes=FIRST), "eager") == []
+
+
+def test_processes() -> None:
+    """What one prints comes back, what it complains of as well, and none is left when time is up."""
+    with pytest.raises(RuntimeError, match=r"no-such-thing in a fresh process: (.|\n)*unrecognized arguments"):
+        in_process("no-such-thing", "{}", 60.0)
+    with pytest.raises(OutOfTime, match="first-step did not end in the 0 s"):
+        in_process("first-step", runner.request(TINY, "eager", CPU), 0.1)
+    assert "NVIDIA H200" in in_process("table", "results/h200.json", 60.0)
+
+
+def test_cold_and_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes with the same caches, which are empty before the first."""
+    seen = []
+
+    def process(command: str, request: str, limit: float) -> str:
+        folder = Path(os.environ["TRITON_CACHE_DIR"])
+        seen.append((folder, folder.exists()))
+        folder.mkdir(exist_ok=True)
+        return f'a warning\n{{"seconds": {4.0 / len(seen)}}}\n'
+
+    monkeypatch.setattr(measure, "in_process", process)
+    assert measure.first_step(replace(TINY, modes=FIRST), "mhc", CPU) == {"cold": 4.0, "warm": 2.0}
+    assert [there for _, there in seen] == [False, True]
+    assert len({folder for folder, _ in seen}) == 1
+
+
+def test_a_first_step(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["first-step", runner.request(replace(TINY, modes=FIRST), "eager", CPU)]) == 0
+    assert 0 < json.loads(capsys.readouterr().out)["seconds"] < 60
+
+
+def test_compiled_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a process compiled has no time of a first call; what failed or had no time has."""
+    asked = []
+
+    def process(command: str, request: str, limit: float, **environment: str) -> str:
+        asked.append(json.loads(request)["case"]["tokens"])
+        if asked[-1] > 6:
+            raise OutOfTime if asked[-1] == 8 else RuntimeError
+        return ""
+
+    monkeypatch.setattr(runner, "in_process", process)
+    monkeypatch.setitem(providers.PROVIDERS, "inductor", providers.eager)
+    this = bench()
+    cases = [replace(TINY, tokens=tokens) for tokens in (6, 7, 8)]
+    this.prepare([(case, ["eager", "inductor"]) for case in cases] + [(TINY, ["eager"])], 1)
+    assert asked == [6, 7, 8]
+    for case in cases:
+        this.run(case, ["inductor"])
+    assert ["first_call_seconds" in result for result in this.results] == [False, True, True]
+
+
+def test_compiling_runs_every_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def watched(work: Any, mode: str | None) -> Any:
+        def call(x: torch.Tensor) -> torch.Tensor:
+            seen.append(torch.is_grad_enabled())
+            return work.module(x)  # type: ignore[no-any-return]
+
+        return call
+
+    monkeypatch.setitem(providers.PROVIDERS, "inductor", watched)
+    assert command.main(["compile", runner.request(TINY, "inductor", CPU)]) == 0
+    assert seen == [True, False]
+
+
+def test_bytes_of_eager_operators() -> None:
+    x, row = torch.ones(16, 8), torch.ones(8)
+
+    def program() -> torch.Tensor:
+        y = (2 * x).view(16, 8).t()  # 512 read, 512 written; views move nothing
+        y = y.reshape(16, 8)  # a copy: 512 read, 512 written
+        return y.mul_(row.expand(16, 8))  # y read and written; the row is there once
+
+    assert traffic.of_eager(program) == 512 * 2 + 512 * 2 + 512 * 2 + 32
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_bytes_by_inductor() -> None:
+    """One kernel that reads x once and writes one result; nothing compiled, nothing counted."""
+    call = torch.compile(lambda x: (x.sin() + 1).cos())
+    with traffic.of_inductor() as counted:
+        call(torch.ones(1000))
+    assert counted == [8000]
+    with traffic.of_inductor() as counted:
+        call(torch.ones(1000))
+    assert counted == []
 
 
 def test_what_is_too_far() -> None:
@@ -126,16 +382,23 @@ def test_errors_are_relative() -> None:
     assert errors(values, reference)["x"] == float("inf")
 
 
-def test_presets() -> None:
-    """Every size that results are published for is in one of them."""
-    cases = full(torch.device("cuda"), True)
-    assert {1, 8, 64, 512, 4096, 8192, 32768} <= {case.tokens for case in cases}
-    assert {1280, 2560, 4096, 7168} <= {case.width for case in cases}
-    assert {2, 4, 8} == {case.streams for case in cases}
-    assert {"sublayer", "chain", "long", "block"} == {case.name for case in cases}
-    for case in (*cases, *quick(torch.device("cuda"), False)):
-        assert Case.from_json(json.loads(json.dumps(case.as_json()))) == case
-        assert set(case.providers) <= providers.PROVIDERS.keys()
+def test_plans() -> None:
+    """Every size that results are published for is in the plan, what matters most first."""
+    full = plan(torch.device("cuda"), quick=False, recompute=True)
+    assert list(full) == list(PARTS)
+    chains = [case for part in ("main", "tokens", "width", "streams") for case in full[part]]
+    for provider in ("inductor", "mhc"):
+        mine = [case for case in chains if not case.providers or provider in case.providers]
+        assert {1, 8, 64, 512, 4096, 8192, 32768} <= {case.tokens for case in mine}
+        assert {1280, 2560, 4096, 7168} <= {case.width for case in mine}
+        assert {2, 4, 8} == {case.streams for case in mine}
+    assert {case.tokens for case in full["decode"]} == {1, 8, 64}
+    for quick in (full, plan(torch.device("cuda"), quick=True, recompute=False), plan(CPU, quick=True, recompute=True)):
+        assert [part for part in PARTS if part in quick] == list(quick)
+        for case in (case for cases in quick.values() for case in cases):
+            assert Case.from_json(json.loads(json.dumps(case.as_json()))) == case
+            assert set(case.providers) <= providers.PROVIDERS.keys()
+            assert case.modes == FIRST or "first" not in case.modes
 
 
 def test_sample() -> None:
@@ -143,19 +406,29 @@ def test_sample() -> None:
     assert Sample.of([7.0]) == Sample(7.0, 7.0, 7.0, 1)
 
 
+def one(value: float) -> dict[str, float]:
+    return {"median": value, "p20": value, "p80": value, "runs": 5}
+
+
+def entry(case: Case, provider: str = "mhc", **measured: Any) -> dict[str, Any]:
+    return {"case": case.as_json(), "provider": provider, "status": "ok", **measured}
+
+
 def results(folder: Path) -> Path:
-    """A file of results with known numbers: twice and four times the floor."""
+    """A file of results with known numbers: the main shape at twice, one token at four times the floor."""
+    whole = {"step_ms": one(3.0), "step_floor_ms": 1.5, "forward_units": 18.0, "step_units": 48.0}
+    whole |= {"peak_units": 6.5, "peak_bytes": 2**30, "first_call_seconds": 3.0}
     listed = [
-        {
-            "case": replace(TINY, tokens=tokens).as_json(),
-            "provider": "mhc",
-            "status": "ok",
-            "forward_ms": {"median": ratio, "p20": ratio, "p80": ratio, "runs": 5},
-            "forward_floor_ms": 1.0,
-            "peak_units": 6.5,
-            "first_step_seconds": {"cold": 3.0, "warm": 1.0},
-        }
-        for tokens, ratio in ((64, 2.0), (1, 4.0))
+        entry(TINY, forward_ms=one(2.0), forward_floor_ms=1.0, **whole),
+        entry(TINY, "inductor", forward_ms=one(5.0), forward_floor_ms=1.0),
+        entry(replace(TINY, tokens=1), forward_ms=one(4.0), forward_floor_ms=1.0),
+        entry(replace(TINY, tokens=1, modes=("graph",)), graph_ms=one(0.02)),
+        entry(replace(TINY, width=64), forward_ms=one(6.0), forward_floor_ms=1.0),
+        entry(replace(TINY, tokens=1024, width=64, streams=2), forward_ms=one(9.0), forward_floor_ms=1.0),
+        entry(replace(TINY, name="long", depth=32), peak_units=3.0, peak_bytes=2**31),
+        entry(replace(TINY, name="block"), step_ms=one(5.0)),
+        entry(replace(TINY, name="plain"), step_ms=one(4.0)),
+        entry(replace(TINY, modes=FIRST), first_step_seconds={"cold": 3.0, "warm": 1.0}),
     ]
     path = folder / "results.json"
     report.save(path, report.environment(CPU), 10.0, listed)
@@ -163,21 +436,49 @@ def results(folder: Path) -> Path:
 
 
 def test_series(tmp_path: Path) -> None:
-    content = report.load(results(tmp_path))
-    assert report.series([content], "forward", "tokens") == {"mhc": [(1, 4.0), (64, 2.0)]}
-    assert report.series([content], "forward", "width") == {"mhc": [(32, 2.0)]}
-    assert report.series([content], "step", "tokens") == {}
-    assert "| 2.00 |" in report.table(content)
+    listed = report.load(results(tmp_path))["results"]
+    assert report.main_shape(listed) == {"tokens": 6, "width": 32, "streams": 4}
+    forward = report.over_floor("forward")
+    assert report.series(listed, "tokens", forward) == {"mhc": [(1, 4.0), (6, 2.0)], "inductor": [(6, 5.0)]}
+    assert report.series(listed, "width", forward) == {"mhc": [(32, 2.0), (64, 6.0)], "inductor": [(32, 5.0)]}
+    assert report.series(listed, "tokens", report.over_floor("step")) == {"mhc": [(6, 2.0)]}
+    assert report.main_shape([]) == {}
+
+
+def test_table(tmp_path: Path) -> None:
+    """What was measured of a program in several parts is one row."""
+    text = report.table(report.load(results(tmp_path)))
+    assert "| mhc | 1.0000 (1.0000-1.0000) | 2.00 | 18.0 | 1.5000 (1.5000-1.5000) | 2.00 | 48.0 | 6.5 |" in text
+    (token,) = re.findall(r"of 2: 1 tokens.*?\n\n.*\n.*\n(.*)", text)
+    assert "| 4.00 |" in token
+    assert "| 10.0 (10.0-10.0) |" in token
+    assert "mhc: 20.0% of a block's training step is hyper-connections (5.00 ms with, 4.00 ms with plain" in text
+
+
+def test_going_on_from_other_results(tmp_path: Path) -> None:
+    path = results(tmp_path)
+    about = report.environment(CPU)
+    assert len(report.continued(path, about)) == 10
+    with pytest.raises(ValueError, match=r"its torch is .*, here it is 1\.0"):
+        report.continued(path, about | {"torch": "1.0"})
+    failed = [entry(TINY) | {"status": status} for status in ("failed", "unavailable", "refused", "skipped")]
+    report.save(path, about, 10.0, failed)
+    assert [r["status"] for r in report.continued(path, about)] == ["refused", "skipped"]
 
 
 def test_plots(tmp_path: Path) -> None:
+    """One picture for each question that the file answers."""
     pytest.importorskip("matplotlib", reason="plots need matplotlib, the [bench] extra")
     assert command.main(["plot", str(results(tmp_path)), "--out", str(tmp_path)]) == 0
-    assert {path.name for path in tmp_path.glob("*.png")} == {
-        "time_over_floor.png",
-        "peak_memory.png",
-        "first_step.png",
-    }
+    assert {path.name for path in tmp_path.glob("*.png")} == {f"results-{name}.png" for name in plots.PICTURES}
+    report.save(tmp_path / "empty.json", report.environment(CPU), 10.0, [])
+    assert plots.draw(tmp_path / "empty.json", tmp_path) == []
+
+
+def test_published_results_can_be_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="plots need matplotlib, the [bench] extra")
+    for path in (Path(__file__).parent.parent / "results").glob("*.json"):
+        assert tmp_path / f"{path.stem}-time.png" in plots.draw(path, tmp_path)
 
 
 def test_other_files_are_not_results(tmp_path: Path) -> None:

@@ -1,0 +1,112 @@
+"""Which cases are run, part after part in order of importance: what a bounded run has no time for comes last."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from benchmarks.cases import Case
+
+OURS = ("eager", "mhc", "mhc-ops")
+SWEEP = ("eager", "inductor", "mhc")
+PEERS = ("liger", "transformer_engine", "tile_kernels")
+COMPILERS = ("inductor", "mhc")
+BLOCK = ("block", "plain")
+# Measured in processes of their own, so never together with anything else.
+FIRST = ("first",)
+
+Plan = Mapping[str, Sequence[Case]]
+
+# What each part of a plan answers.
+PARTS = {
+    "main": "a chain of 4 at 8,192 tokens, C = 4,096, n = 4: everyone",
+    "tokens": "the same chain from 1 to 32,768 tokens",
+    "width": "the same chain at other C",
+    "streams": "the same chain at other n",
+    "decode": "1, 8 and 64 tokens in a CUDA graph: everyone",
+    "block": "a DeepSeek-V4 decoder layer of real width, and the same layer with plain residuals",
+    "first": "a first step in a fresh process, with empty and with full caches",
+    "long": "32 sublayers, with and without recomputation",
+    "sublayer": "a single sublayer: everyone",
+    "peers": "other libraries at the sizes of the sweeps",
+    "launches": "how many kernels a forward is; last, as a profiler that has run may slow down what comes after it",
+}
+
+
+def plan(device: torch.device, *, quick: bool, recompute: bool) -> Plan:
+    """The cases of every part. On a CPU they are the same programs, tiny, whatever `quick` is."""
+    if device.type == "cpu":
+        return _tiny(recompute)
+    return _quick(recompute) if quick else _full(recompute)
+
+
+def _full(recompute: bool) -> Plan:
+    """Every size that results are published for."""
+    main = Case("chain", 8192, 4096)
+    sweep = replace(main, providers=SWEEP)
+    block = Case("block", 2048, 4096, depth=2, providers=SWEEP)
+    first = replace(main, modes=FIRST, providers=COMPILERS)
+    long = replace(main, name="long", tokens=2048, depth=32, modes=("step",))
+    sizes = {
+        "tokens": [replace(sweep, tokens=tokens) for tokens in (32768, 512, 64, 4096, 1, 8, 2048)],
+        "width": [replace(sweep, width=width) for width in (7168, 2560, 1280)],
+        "streams": [replace(sweep, streams=n) for n in (8, 2)],
+    }
+    return {
+        "main": [main],
+        **sizes,
+        "decode": [replace(main, tokens=tokens, modes=("graph",)) for tokens in (1, 64, 8)],
+        "block": [replace(block, name=name) for name in BLOCK],
+        "first": [
+            first,
+            replace(block, modes=FIRST, providers=COMPILERS),
+            # 8 layers of the model.
+            replace(first, name="model", tokens=2048, depth=16),
+            replace(first, providers=("mhc-ops", *PEERS)),
+        ],
+        "long": _long(replace(long, providers=("eager", "mhc")), recompute),
+        "sublayer": [replace(main, name="sublayer", depth=1)],
+        "peers": [replace(case, providers=("mhc-ops", *PEERS)) for part in sizes.values() for case in part],
+        "launches": [replace(main, tokens=64, modes=("launches",))],
+    }
+
+
+def _quick(recompute: bool) -> Plan:
+    """The main shape for every provider, a few others around it for ours: nothing that Inductor needs long for."""
+    main = Case("chain", 8192, 4096)
+    ours = replace(main, providers=OURS)
+    long = replace(main, name="long", tokens=2048, depth=32, modes=("step",), providers=("mhc",))
+    return {
+        "main": [main],
+        "tokens": [replace(ours, tokens=tokens) for tokens in (64, 2048)],
+        "width": [replace(ours, width=width, providers=("mhc",)) for width in (2560, 7168)],
+        "streams": [replace(ours, streams=n, providers=("mhc",)) for n in (2, 8)],
+        "decode": [replace(ours, tokens=tokens, modes=("graph",)) for tokens in (1, 64)],
+        "first": [replace(main, providers=("mhc",), modes=FIRST)],
+        "long": _long(long, recompute),
+        "launches": [replace(ours, tokens=64, modes=("launches",))],
+    }
+
+
+def _tiny(recompute: bool) -> Plan:
+    main = Case("chain", 6, 32, depth=2, dtype="float32")
+    ours = replace(main, providers=OURS)
+    block = Case("block", 16, 32, depth=2, dtype="float32", modes=("step",), providers=SWEEP)
+    return {
+        "main": [main],
+        "tokens": [replace(ours, tokens=tokens) for tokens in (1, 24)],
+        "width": [replace(ours, width=64)],
+        "streams": [replace(ours, streams=2)],
+        "decode": [replace(ours, tokens=1, modes=("graph",))],
+        "block": [replace(block, name=name) for name in BLOCK],
+        "first": [replace(main, providers=COMPILERS, modes=FIRST)],
+        "long": _long(replace(main, name="long", depth=4, modes=("step",), providers=("mhc",)), recompute),
+        "sublayer": [replace(ours, name="sublayer", depth=1)],
+    }
+
+
+def _long(case: Case, recompute: bool) -> list[Case]:
+    """The long chain as it is, and with recomputation where the backend has it."""
+    return [case, replace(case, providers=("mhc",), options={"mhc.recompute": "auto"})] if recompute else [case]
