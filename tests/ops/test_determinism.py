@@ -232,22 +232,23 @@ def sum_calls(t: dict[str, Tensor]) -> dict[str, Call]:
     }
 
 
-def _repeated(device: str) -> None:
-    for n, width in SIZES:
-        t = tensors(n, width, torch.bfloat16, device)
-        for name, call in (narrow_calls(t, n) | wide_calls(t, n) | sum_calls(t)).items():
-            first = [result.clone() for result in _results(call(t))]
-            for _ in range(5):
-                assert all(torch.equal(a, b) for a, b in zip(_results(call(t)), first, strict=True)), name
+def _repeated(n: int, width: int, device: str) -> None:
+    t = tensors(n, width, torch.bfloat16, device)
+    for name, call in (narrow_calls(t, n) | wide_calls(t, n) | sum_calls(t)).items():
+        first = [result.clone() for result in _results(call(t))]
+        for _ in range(5):
+            assert all(torch.equal(a, b) for a, b in zip(_results(call(t)), first, strict=True)), name
 
 
-def test_runs_repeat_bitwise() -> None:
-    _repeated("cpu")
+@pytest.mark.parametrize(("n", "width"), SIZES)
+def test_runs_repeat_bitwise(n: int, width: int) -> None:
+    _repeated(n, width, "cpu")
 
 
 @pytest.mark.gpu
-def test_runs_repeat_bitwise_on_cuda() -> None:
-    _repeated("cuda")
+@pytest.mark.parametrize(("n", "width"), SIZES)
+def test_runs_repeat_bitwise_on_cuda(n: int, width: int) -> None:
+    _repeated(n, width, "cuda")
 
 
 def test_the_check_sees_a_dependence() -> None:
