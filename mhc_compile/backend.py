@@ -1,6 +1,7 @@
 """The "mhc" backend: the passes, put into Inductor's own hooks.
 
-One works on each Dynamo graph before autograd, one on each joint graph after it. Both are a `CustomGraphPass` with a
+One works on each Dynamo graph before autograd, one on each joint graph after it, one on each graph that Inductor is
+about to compile. All are a `CustomGraphPass` with a
 `uuid` that covers the sources of operators, kernels and passes and the options, so compiled graphs are cached by
 Inductor as ever, and cached ones go stale when any of those change.
 """
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 _PREFIX = "mhc."
 _FUSE = "mhc.fuse."
 OPTIONS: dict[str, Any] = {"mhc.strict": False} | {_FUSE + name: True for name in FUSIONS}
-OPTIONS["mhc.recompute"] = None
+OPTIONS |= {"mhc.recompute": None, "mhc.lower": True}
 
 last_report: Report | None = None
 
@@ -82,6 +83,22 @@ class FusePass(compat.CustomGraphPass):
         return (_sources_hash(), tuple(sorted(self.options.items())))
 
 
+class LowerPass(compat.CustomGraphPass):
+    """The post-grad pass: takes operators apart, and adds to the report of the graph."""
+
+    def __init__(self, options: dict[str, Any] | None = None) -> None:
+        self.options = OPTIONS | (options or {})
+
+    def __call__(self, graph: fx.Graph) -> None:
+        if self.options["mhc.lower"]:
+            report = passes.lower(graph)
+            if last_report is not None:
+                last_report.add(report)
+
+    def uuid(self) -> Any:
+        return (_sources_hash(), tuple(sorted(self.options.items())))
+
+
 class _Chain(compat.CustomGraphPass):
     """A user's own pass, then ours."""
 
@@ -130,7 +147,9 @@ def mhc(
       (`mhc_compile.passes.fuse`);
     - "mhc.recompute" ("auto", a number of layers, or None): of so many layers keep one set of streams for the backward
       pass and compute the others again there; a layer is one sublayer with its hyper-connection, "auto" takes the
-      square root of n L / (n + 2) for a chain of L layers (`mhc_compile.passes.fuse.recompute`).
+      square root of n L / (n + 2) for a chain of L layers (`mhc_compile.passes.fuse.recompute`);
+    - "mhc.lower" (bool): False leaves operators whole in the compiled graph, each a call of its own from Python
+      (`mhc_compile.passes.lower`).
 
     Raises ValueError for an unknown "mhc." option, and for a value of "mhc.recompute" that is none of these.
     """
@@ -155,13 +174,14 @@ def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 _HOOKS: dict[str, Callable[[dict[str, Any]], compat.CustomGraphPass]] = {
     "pre_grad_custom_pass": MhcPass,
     "joint_custom_pre_pass": FusePass,
+    "post_grad_custom_post_pass": LowerPass,
 }
 
 
 def _chained(hook: str, given: Any, own: compat.CustomGraphPass) -> compat.CustomGraphPass:
     configured = given if given is not None else getattr(compat.inductor_config(), hook)
     for first in reversed(compat.as_list(configured)):
-        if not isinstance(first, (MhcPass, FusePass)):
+        if not isinstance(first, (MhcPass, FusePass, LowerPass)):
             own = _Chain(first, own)
     return own
 

@@ -485,3 +485,15 @@ def sort_topologically(graph: fx.Graph) -> None:
     from torch._inductor.pattern_matcher import stable_topological_sort
 
     stable_topological_sort(graph)
+
+
+def inductor_decompositions() -> Any:
+    """What Inductor takes operators apart with before it lowers them."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
+def is_kernel_launch(node: fx.Node) -> bool:
+    """Whether a node launches a Triton kernel."""
+    return is_higher_order(node) and str(node.target) == "triton_kernel_wrapper_mutation"
