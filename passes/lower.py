@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from mhc_compile import compat
-from mhc_compile.ops._register import KERNELS
+from mhc_compile.ops._register import KERNELS, REFERENCES
 from mhc_compile.passes.fuse.joint import calls
 
 log = logging.getLogger(__name__)
@@ -47,18 +47,18 @@ def _body(node: fx.Node, name: str) -> fx.GraphModule | None:
     leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
     values = [compat.example(leaves[i]) for i in at]
-    if name not in KERNELS or not all(map(_is_static, values)):
+    # A size that is not known could only be branched on with a guard, for which it is too late.
+    if not all(map(_is_static, values)) or not all(value.is_cuda and value.numel() for value in values):
         return None
-    if not all(value.is_cuda and value.numel() for value in values):
-        return None
-    implementation = KERNELS[name]
 
     def call(*tensors: torch.Tensor) -> Any:
         for i, tensor in zip(at, tensors, strict=True):
             leaves[i] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, spec)
-        return implementation(*args, **kwargs)
+        return (KERNELS if name in KERNELS else REFERENCES)[name](*args, **kwargs)
 
+    if name not in KERNELS:
+        return _trace(torch.func.functionalize(call), values)
     # Here and not above: the passes work where Triton is missing.
     from mhc_compile.kernels import common, embedded, supports
 
