@@ -505,6 +505,13 @@ def storage_of(tensor: torch.Tensor) -> Any:
     return tensor.untyped_storage()._cdata
 
 
+def same_strides(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors have one shape, one dtype and the same strides where these matter."""
+    alike = left.shape == right.shape and left.dtype == right.dtype
+    strides = zip(left.shape, left.stride(), right.stride(), strict=False)
+    return alike and (left.numel() == 0 or all(a == b for size, a, b in strides if size > 1))
+
+
 def aliased(node: fx.Node) -> list[fx.Node]:
     """The arguments that an ATen call returns a view of, by its schema."""
     if not isinstance(node.target, OpOverload):

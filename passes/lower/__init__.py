@@ -1,7 +1,8 @@
 """Stage 7, lower: operator calls of the graph after grad become what they consist of.
 
 On CUDA that is their kernels' launches, as nodes of the graph: Inductor plans their memory, launches them from its own
-wrapper without a dispatch through Python, and may compile them ahead of time. A call that cannot be taken apart stays.
+wrapper without a dispatch through Python, and may compile them ahead of time. On CPU it is what `cpu` says. A call
+that cannot be taken apart stays.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from torch.utils import _pytree as pytree
 
 from mhc_compile import compat
 from mhc_compile.ops._register import KERNELS, REFERENCES
-from mhc_compile.passes.fuse.joint import calls, items
+from mhc_compile.passes.fuse.joint import arguments, calls, items
+from mhc_compile.passes.lower import cpu
 
 log = logging.getLogger(__name__)
 
@@ -97,12 +99,14 @@ def _body(node: fx.Node, name: str, bodies: Bodies, in_place: bool) -> fx.GraphM
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
     values = [compat.example(leaves[i]) for i in at]
     # A size that is not known could only be branched on with a guard, for which it is too late.
-    if not all(map(_is_static, values)) or not all(value.is_cuda and value.numel() for value in values):
+    if not all(map(_is_static, values)) or not all(value.numel() for value in values):
         return None
     scalars = tuple(None if isinstance(leaf, fx.Node) else leaf for leaf in leaves)
     key = (name, in_place, tuple(map(_layout, values)), scalars, str(spec))
     if key not in bodies:
-        implementation, context = _implementation(name, values, in_place)
+        implementation, context = _implementation(node, name, values, in_place)
+        if implementation is None:
+            return None
 
         def call(*tensors: torch.Tensor) -> Any:
             for i, tensor in zip(at, tensors, strict=True):
@@ -112,21 +116,26 @@ def _body(node: fx.Node, name: str, bodies: Bodies, in_place: bool) -> fx.GraphM
 
         with context:
             bodies[key] = _trace(call, values)
+        _check(bodies[key], node)
     return bodies[key]
 
 
-def _implementation(name: str, values: list[torch.Tensor], in_place: bool) -> tuple[Callable[..., Any], Any]:
-    """What to trace for an operator with these tensors, and in which context.
-
-    Raises ValueError where there are no kernels for them.
-    """
+def _implementation(
+    node: fx.Node, name: str, values: list[torch.Tensor], in_place: bool
+) -> tuple[Callable[..., Any] | None, Any]:
+    """What to trace for an operator with these tensors, if anything, and in which context."""
+    context: Any = contextlib.nullcontext()
     if name not in KERNELS:
-        return torch.func.functionalize(REFERENCES[name]), contextlib.nullcontext()
+        return torch.func.functionalize(REFERENCES[name]), context
+    if all(value.device.type == "cpu" for value in values):
+        given = arguments(node)
+        streams = compat.example(given["x"]) if "x" in given else None
+        return None if streams is None else cpu.parts(name, streams, given.get("needs", ())), context
     # Here and not above: the passes work where Triton is missing.
     from mhc_compile.kernels import common, embedded, expand_combine, supports
 
-    if torch.version.hip is not None or not supports(*values):
-        raise ValueError("there are no kernels for this device and these dtypes")
+    if torch.version.hip is not None or not all(value.is_cuda for value in values) or not supports(*values):
+        return None, context
     implementation = functools.partial(expand_combine.backward, in_place=True) if in_place else KERNELS[name]
     return implementation, common.recorded(embedded.record)
 
@@ -135,6 +144,15 @@ def _trace(call: Callable[..., Any], values: list[torch.Tensor]) -> fx.GraphModu
     with compat.fake_mode_of(values[0]), torch.no_grad():
         body: fx.GraphModule = make_fx(call, compat.inductor_decompositions())(*values)
     return body
+
+
+def _check(body: fx.GraphModule, node: fx.Node) -> None:
+    """Raise ValueError unless body returns tensors as node does, which is what their readers were compiled for."""
+    (output,) = body.graph.find_nodes(op="output")
+    results = [compat.example(result) for result in pytree.tree_leaves(output.args[0])]
+    expected = pytree.tree_leaves(compat.example(node))
+    if len(results) != len(expected) or not all(map(compat.same_strides, results, expected)):
+        raise ValueError("its parts would return tensors laid out otherwise")
 
 
 def _layout(value: Any) -> Any:
