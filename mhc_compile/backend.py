@@ -100,20 +100,21 @@ class LowerPass(compat.CustomGraphPass):
 
 
 class _Chain(compat.CustomGraphPass):
-    """A user's own pass, then ours."""
+    """A user's own pass, then ours. What Inductor tells passes that ask for it, whether gradients follow, goes on."""
 
-    def __init__(self, first: Callable[[fx.Graph], None], second: compat.CustomGraphPass) -> None:
-        self.first = first
-        self.second = second
+    def __init__(self, first: Callable[..., None], second: compat.CustomGraphPass) -> None:
+        self.passes = (first, second)
 
-    def __call__(self, graph: fx.Graph) -> None:
+    def __call__(self, graph: fx.Graph, **known: Any) -> None:
         module = graph.owning_module
-        self.first(graph)
-        self.second(module.graph if module is not None else graph)
+        for one in self.passes:
+            one(graph, **(known if compat.is_inference_aware(one) else {}))
+            graph = module.graph if module is not None else graph
 
     def uuid(self) -> Any:
-        first = self.first.uuid() if isinstance(self.first, compat.CustomGraphPass) else None
-        return None if first is None else (first, self.second.uuid())
+        first, second = self.passes
+        own = first.uuid() if isinstance(first, compat.CustomGraphPass) else None
+        return None if own is None else (own, second.uuid())
 
 
 def _sources() -> list[str]:
@@ -151,7 +152,7 @@ def mhc(
     - "mhc.lower" (bool): False leaves operators whole in the compiled graph, each a call of its own from Python
       (`mhc_compile.passes.lower`).
 
-    Raises ValueError for an unknown "mhc." option, and for a value of "mhc.recompute" that is none of these.
+    Raises ValueError for an unknown "mhc." option, and for a value that is none of these.
     """
     own, rest = _split(options or {})
     patches = {hook: _chained(hook, rest.pop(hook, None), make(own)) for hook, make in _HOOKS.items()}
@@ -167,6 +168,8 @@ def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     for key in own:
         if key not in OPTIONS:
             raise ValueError(f"options: unknown option {key!r}; expected one of {', '.join(sorted(OPTIONS))}")
+        if isinstance(OPTIONS[key], bool) and not isinstance(own[key], bool):
+            raise ValueError(f"options: {key!r} is {own[key]!r}; expected True or False")
     check_layers(own.get("mhc.recompute"), "options: 'mhc.recompute'")
     return own, {key: value for key, value in options.items() if key not in own}
 
@@ -182,7 +185,8 @@ def _chained(hook: str, given: Any, own: compat.CustomGraphPass) -> compat.Custo
     configured = given if given is not None else getattr(compat.inductor_config(), hook)
     for first in reversed(compat.as_list(configured)):
         if not isinstance(first, (MhcPass, FusePass, LowerPass)):
-            own = _Chain(first, own)
+            chain = compat.inference_aware(_Chain) if any(map(compat.is_inference_aware, (first, own))) else _Chain
+            own = chain(first, own)
     return own
 
 

@@ -349,6 +349,20 @@ def as_list(custom_passes: Any) -> list[Any]:
     return list(custom_passes) if isinstance(custom_passes, (list, tuple)) else [custom_passes]
 
 
+def is_inference_aware(custom_pass: Any) -> bool:
+    """Whether Inductor tells a pass after grad if the graph is for inference. torch 2.11 has no such passes."""
+    from torch._inductor import custom_graph_pass
+
+    return isinstance(custom_pass, getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", ()))
+
+
+def inference_aware(kind: type) -> type:
+    """The same class of passes, of those that Inductor tells."""
+    from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass
+
+    return type(kind.__name__, (kind, CustomInferenceAwareGraphPass), {})
+
+
 def compile_with_inductor(
     gm: fx.GraphModule,
     example_inputs: Any,

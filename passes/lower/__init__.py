@@ -84,7 +84,8 @@ class Memory:
         group = self._groups[tensor]
         if any(alias.op != "call_function" for alias in group):
             return False
-        if sum(source in group for source in node.all_input_nodes) > 1:
+        given = pytree.tree_leaves((node.args, node.kwargs))
+        if sum(isinstance(leaf, fx.Node) and leaf in group for leaf in given) > 1:
             return False
         # Nodes that came to the graph since are parts of operators before this one.
         return all(self._position.get(user, 0) <= self._position[node] for alias in group for user in alias.users)
