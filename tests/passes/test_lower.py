@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-from collections.abc import Callable
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,16 +19,25 @@ from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import mhc_compile
 from mhc_compile import backend, compat, kernels, passes
 from mhc_compile.testing.float64 import Float64Reference
-from tests.passes.fused import Stack
+from tests.passes.fused import Stack, Sublayer
 from tests.zoo import check
 from tests.zoo.common import STREAMS, WIDTH
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "fresh_cache")
 
 mhc = torch.ops.mhc
+ROOT = Path(__file__).parents[2]
 LAUNCH = "triton_kernel_wrapper_mutation"
+
+
+@pytest.fixture
+def fresh_cache() -> Iterator[None]:
+    """A graph that is found in a cache is not lowered again."""
+    with compat.fresh_inductor_cache():
+        yield
 
 
 @pytest.fixture
@@ -39,13 +53,12 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> FakeTensorMode:
     return FakeTensorMode()
 
 
-def _arguments(mode: FakeTensorMode, tokens: int = 64, width: int = 256, device: str = "cuda") -> dict[str, Tensor]:
+def _arguments(mode: FakeTensorMode, tokens: int = 64, width: int = 256, device: str = "cuda:0") -> dict[str, Tensor]:
     n, rows = 4, 24
-    with mode if device == "cuda" else contextlib.nullcontext():
-        made = {"x": (tokens, n, width), "f": (tokens, width), "phi": (rows, n * width), "scale": (3,), "bias": (rows,)}
-        made |= {"post": (tokens, n), "res": (tokens, n, n)}
-        return {name: torch.randn(shape).to(device) if device == "cpu" else torch.empty(shape, device="cuda:0")
-                for name, shape in made.items()}  # fmt: skip
+    shapes = {"x": (tokens, n, width), "f": (tokens, width), "phi": (rows, n * width), "scale": (3,), "bias": (rows,)}
+    shapes |= {"post": (tokens, n), "res": (tokens, n, n)}
+    with mode:
+        return {name: torch.empty(shape, device=device) for name, shape in shapes.items()}
 
 
 def _graph(function: Callable[..., Any], values: dict[str, Tensor]) -> fx.Graph:
@@ -218,15 +231,10 @@ def test_float64_has_no_kernels(fakes: FakeTensorMode) -> None:
     assert not passes.lower(graph).lowered
 
 
-def test_symbolic_sizes_stay(fakes: FakeTensorMode) -> None:
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    shape_env = ShapeEnv()
-    mode = FakeTensorMode(shape_env=shape_env)
-    values = _arguments(mode, device="cpu")
-    x = make_fx(lambda x: mhc.contract(x), tracing_mode="symbolic")(values["x"]).graph
-    assert not passes.lower(x).lowered
-    assert _operators(x) == ["mhc.contract.default"]
+def test_symbolic_sizes_stay() -> None:
+    graph = make_fx(lambda x: mhc.contract(x), tracing_mode="symbolic")(torch.randn(3, 4, 8)).graph
+    assert not passes.lower(graph).lowered
+    assert _operators(graph) == ["mhc.contract.default"]
 
 
 # On CPU, through Inductor.
@@ -259,3 +267,183 @@ def test_on_cpu(fuse: bool) -> None:
     for name, error in errors[True].items():
         # Other roundings of the same sums, some of few numbers; wrong terms would be of the order of 1.
         assert error <= max(4 * errors[False][name], 32 * torch.finfo(torch.float32).eps), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_operators_left_on_cpu(dtype: torch.dtype) -> None:
+    """What sums over columns or tokens stays an operator: a token's bits depend on no other token."""
+    mode = FakeTensorMode()
+    arguments = _arguments(mode, device="cpu")
+    with mode:
+        arguments |= {name: arguments[name].to(dtype) for name in "xf"}
+
+    def function(x: Tensor, f: Tensor, phi: Tensor, scale: Tensor, bias: Tensor, **rest: Tensor) -> Any:
+        u, post, res, _, _ = mhc.generate_mix_and_aggregate(x, phi, scale, bias)
+        y = mhc.expand_combine(u, f[0], post, x, res)
+        return u, y, mhc.expand_combine_backward(y, f, None, post, x, res, [True] * 5)
+
+    graph = _graph(function, arguments)
+    lowered = passes.lower(graph).lowered
+    graph.lint()
+    left = _operators(graph)
+    assert left == ["mhc.generate_mix.default", "mhc.expand_combine_backward.default"]
+    assert lowered["expand_combine"] == lowered["generate_mix_and_aggregate"] == 1
+    # in bfloat16 the whole operator is faster
+    assert lowered["expand_combine_backward"] == (dtype == torch.float32)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7])
+def test_tokens_on_cpu_do_not_depend_on_each_other(tokens: int) -> None:
+    """The forward pass of some of the tokens, compiled for as many, has the bits of all of them together."""
+    model, x = Stack(layers=2).requires_grad_(False), torch.randn(9, STREAMS, WIDTH)
+    for sublayer in model.sublayers:
+        sublayer.layer = torch.nn.Identity()  # type: ignore[assignment]  # an operator of others may choose by the batch
+    compiled = torch.compile(model, backend="mhc", dynamic=False)
+    (whole,) = compiled(x)
+    assert backend.last_report is not None
+    assert backend.last_report.lowered["boundary"] == 1
+    assert torch.equal(compiled(x[:tokens].clone())[0], whole[:tokens])
+
+
+def test_option() -> None:
+    assert backend.LowerPass().uuid() != backend.LowerPass({"mhc.lower": False}).uuid()
+    with pytest.raises(Exception, match=r"'mhc.lower' is 'no'; expected True or False"):
+        torch.compile(Stack(1), backend="mhc", options={"mhc.lower": "no"})(torch.randn(2, STREAMS, WIDTH))
+
+
+@pytest.mark.parametrize("aware", [False, True])
+def test_a_users_own_pass_comes_first(aware: bool) -> None:
+    """Also one that Inductor tells whether the graph is for inference, where there are such."""
+    from torch._inductor import custom_graph_pass
+
+    kind = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", None)
+    if aware and kind is None:
+        pytest.skip("this torch has no passes that are told whether a graph is for inference")
+    seen: list[tuple[bool, dict[str, Any]]] = []
+
+    def look(self: Any, graph: fx.Graph, **known: Any) -> None:
+        seen.append(("mhc.boundary.default" in _operators(graph), known))
+
+    base = kind if aware else custom_graph_pass.CustomGraphPass
+    own = type("Own", (base,), {"__call__": look, "uuid": lambda self: "own"})()
+    with torch._inductor.config.patch(post_grad_custom_post_pass=own), torch.no_grad():
+        torch.compile(Stack(2), backend="mhc")(torch.randn(2, STREAMS, WIDTH))
+    assert seen == [(True, {"is_inference": True} if aware else {})]
+    assert backend.last_report is not None
+    assert backend.last_report.lowered["boundary"] == 1
+
+
+# Compiled for a GPU that need not exist.
+
+
+def test_kernels_compile_to_what_a_launch_compiles_to() -> None:
+    """In Inductor's code, for many tokens and for one: no operator is left, and every kernel has the instructions of a
+    launch, so neither Inductor's idea of an argument nor the number of tokens decides a result's bits."""
+    pytest.importorskip("triton")
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.passes.compile_lowered", "64", "1"],
+        cwd=ROOT, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    wrappers = [row["wrapper"] for row in rows if "wrapper" in row]
+    assert len(wrappers) == 2
+    for wrapper in wrappers:
+        assert "torch.ops.mhc" not in wrapper
+        assert wrapper.count(".run(") == 9
+    compiled = [row for row in rows if "kernel" in row]
+    assert len(compiled) == 18
+    many = {row["kernel"]: row["launched"] for row in compiled if row["tokens"] == 64}
+    for row in compiled:
+        found = row["embedded"]
+        # A float arrives in 64 bits and is rounded once; nothing else is done in them.
+        found.pop("cvt.rn.f32.f64", None)
+        assert found == row["launched"] == many[row["kernel"]], row["kernel"]
+
+
+# On a GPU.
+
+
+class Chain(torch.nn.Module):
+    """Sublayers whose layer is an identity: with the operators' kernels deterministic, so is all of it."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.sublayers = torch.nn.ModuleList(Sublayer(width=width) for _ in range(layers))
+        for sublayer in self.sublayers:
+            sublayer.layer = torch.nn.Identity()  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        for sublayer in self.sublayers:
+            x = sublayer(x)
+        return (x,)
+
+
+def _chain(dtype: torch.dtype, tokens: int = 200, width: int = 256) -> tuple[Chain, Tensor]:
+    return Chain(4, width).cuda(), torch.randn(tokens, STREAMS, width, device="cuda", dtype=dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 37, 256, 4096])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bitwise_as_whole_operators(dtype: torch.dtype, tokens: int) -> None:
+    model, x = _chain(dtype, tokens)
+    whole = _evaluate(torch.compile(model, backend="mhc", options={"mhc.lower": False}, dynamic=False), model, x)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="mhc", dynamic=False)
+    values = _evaluate(compiled, model, x)
+    assert backend.last_report is not None
+    assert backend.last_report.lowered["boundary"] == 3
+    for name, value in values.items():
+        assert torch.equal(value, whole[name]), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_on_a_gpu(mode: str | None) -> None:
+    """A training step against float64, with two token counts, the mode's in CUDA graphs; no operator is called."""
+    model, x = _chain(torch.float32)
+    reference = Float64Reference(model)
+    compiled = torch.compile(model, backend="mhc", mode=mode, dynamic=False)
+    for part in (x, x[:77]):
+        exact = _evaluate(reference, reference.module, part.double())
+        eager = _evaluate(model, model, part)
+        for _ in range(3):  # CUDA graphs warm up, record and replay
+            torch.compiler.cudagraph_mark_step_begin()
+            values, code = run_and_get_code(_evaluate, compiled, model, part)
+            assert not any("torch.ops.mhc" in text for text in code)
+        for name, value in exact.items():
+            error, limit = check.error(values[name], value), check.error(eager[name], value)
+            assert error <= max(2 * limit, 32 * torch.finfo(torch.float32).eps), name
+
+
+@pytest.mark.gpu
+def test_ahead_of_time() -> None:
+    """AOTInductor runs the passes by `enable`, and needs no Python to call a kernel."""
+    model, x = _chain(torch.bfloat16)
+    model.requires_grad_(False)
+    expected = model(x)[0]
+    with tempfile.TemporaryDirectory() as folder, mhc_compile.enable():
+        exported = torch.export.export(model, (x,))
+        package = torch._inductor.aoti_compile_and_package(exported, package_path=f"{folder}/chain.pt2")
+        (out,) = torch._inductor.aoti_load_package(package)(x)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.gpu
+def test_gradients_of_streams_save_memory() -> None:
+    """Without the fused boundary, a chain's backward keeps one gradient of streams fewer than it would."""
+    width, tokens = 1024, 4096
+    options = {"mhc.fuse.boundary": False, "mhc.fuse.boundary_backward": False}
+    peaks = []
+    for lower in (False, True):
+        torch._dynamo.reset()
+        model, x = _chain(torch.bfloat16, tokens, width)
+        compiled = torch.compile(model, backend="mhc", options=options | {"mhc.lower": lower}, dynamic=False)
+        _evaluate(compiled, model, x)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        _evaluate(compiled, model, x)
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert peaks[1] <= peaks[0]
