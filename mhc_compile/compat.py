@@ -515,8 +515,16 @@ def is_kernel_launch(node: fx.Node) -> bool:
 
 
 def storage_of(tensor: torch.Tensor) -> Any:
-    """What tensors that share memory have in common, fake ones too."""
-    return tensor.untyped_storage()._cdata
+    """What tensors that share memory have in common, fake ones too; None for those without plain memory."""
+    return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else None
+
+
+def is_made_here(node: fx.Node) -> bool:
+    """Whether a node is the result of an operator, or one of its results: not an input, and of no nested graph."""
+    if node.target is operator.getitem:
+        # Nodes that were taken out of the graph have no arguments any more.
+        return not node.args or isinstance(node.args[0].target, OpOverload)  # type: ignore[union-attr]
+    return node.op == "call_function" and isinstance(node.target, OpOverload)
 
 
 def same_strides(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -98,7 +98,12 @@ def fuse(
 def lower(graph: fx.Graph) -> Report:
     """Lower the operators of a graph after grad in place, those that can be; the report holds the counts."""
     begin = time.perf_counter()
-    report = Report(lowered=lowering.lower(graph))
+    report = Report()
+    try:
+        report.lowered = lowering.lower(graph)
+    except Exception as error:  # a compile must never fail because of us; operators that are left still run
+        log.exception("lowering failed; operators are left as they are")
+        report.errors.append(f"{type(error).__name__}: {error}")
     report.seconds = time.perf_counter() - begin
     if report.lowered:
         log.info("lowered: %s", ", ".join(f"{count} x {name}" for name, count in report.lowered.items()))

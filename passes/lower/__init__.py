@@ -67,8 +67,9 @@ class Memory:
         first: dict[Any, fx.Node] = {}
         for node in graph.nodes:
             value = compat.example(node)
-            if isinstance(value, torch.Tensor):
-                self.join(first.setdefault(compat.storage_of(value), node), node)
+            storage = compat.storage_of(value) if isinstance(value, torch.Tensor) else None
+            if storage is not None:
+                self.join(first.setdefault(storage, node), node)
             for source in compat.aliased(node):
                 self.join(source, node)
 
@@ -82,7 +83,7 @@ class Memory:
     def is_free_after(self, node: fx.Node, tensor: Any) -> bool:
         """Whether node may overwrite this argument: made by the graph, by nobody read later, nor by node twice."""
         group = self._groups[tensor]
-        if any(alias.op != "call_function" for alias in group):
+        if not all(map(compat.is_made_here, group)):
             return False
         given = pytree.tree_leaves((node.args, node.kwargs))
         if sum(isinstance(leaf, fx.Node) and leaf in group for leaf in given) > 1:

@@ -224,6 +224,16 @@ def test_what_cannot_be_lowered_stays(fakes: FakeTensorMode, monkeypatch: pytest
     assert str(graph) == before
 
 
+def test_a_failure_elsewhere_is_reported(fakes: FakeTensorMode, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*given: Any) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(passes.lowering, "Memory", broken)
+    report = passes.lower(_graph(_step, _arguments(fakes)))
+    assert report.errors == ["RuntimeError: planted"]
+    assert not report.lowered
+
+
 def test_float64_has_no_kernels(fakes: FakeTensorMode) -> None:
     with fakes:
         values = {name: value.double() for name, value in _arguments(fakes).items()}
