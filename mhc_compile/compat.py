@@ -522,8 +522,7 @@ def storage_of(tensor: torch.Tensor) -> Any:
 def is_made_here(node: fx.Node) -> bool:
     """Whether a node is the result of an operator, or one of its results: not an input, and of no nested graph."""
     if node.target is operator.getitem:
-        # Nodes that were taken out of the graph have no arguments any more.
-        return not node.args or isinstance(node.args[0].target, OpOverload)  # type: ignore[union-attr]
+        return isinstance(node.args[0].target, OpOverload)  # type: ignore[union-attr]
     return node.op == "call_function" and isinstance(node.target, OpOverload)
 
 

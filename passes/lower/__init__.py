@@ -80,6 +80,11 @@ class Memory:
             one |= other
             self._groups |= dict.fromkeys(other, one)
 
+    def replace(self, old: fx.Node, new: fx.Node) -> None:
+        """Note that a node takes the place of another, which leaves the graph."""
+        self.join(new, old)
+        self._groups.pop(old).discard(old)
+
     def is_free_after(self, node: fx.Node, tensor: Any) -> bool:
         """Whether node may overwrite this argument: made by the graph, by nobody read later, nor by node twice."""
         group = self._groups[tensor]
@@ -209,7 +214,7 @@ def _replace(node: fx.Node, results: Any, memory: Memory) -> None:
     """Let the readers of node read these results, and take node out."""
     replaced = [(node, results)] if isinstance(results, fx.Node) else [(item, results[i]) for i, item in items(node)]
     for old, new in replaced:
-        memory.join(new, old)
+        memory.replace(old, new)
         old.replace_all_uses_with(new)
         if old is not node:
             node.graph.erase_node(old)
