@@ -1,6 +1,7 @@
 """The "mhc" backend: the passes, put into Inductor's own hooks.
 
-One works on each Dynamo graph before autograd, one on each joint graph after it. Both are a `CustomGraphPass` with a
+One works on each Dynamo graph before autograd, one on each joint graph after it, one on each graph that Inductor is
+about to compile. All are a `CustomGraphPass` with a
 `uuid` that covers the sources of operators, kernels and passes and the options, so compiled graphs are cached by
 Inductor as ever, and cached ones go stale when any of those change.
 """
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 _PREFIX = "mhc."
 _FUSE = "mhc.fuse."
 OPTIONS: dict[str, Any] = {"mhc.strict": False} | {_FUSE + name: True for name in FUSIONS}
-OPTIONS["mhc.recompute"] = None
+OPTIONS |= {"mhc.recompute": None, "mhc.lower": True}
 
 last_report: Report | None = None
 
@@ -82,21 +83,38 @@ class FusePass(compat.CustomGraphPass):
         return (_sources_hash(), tuple(sorted(self.options.items())))
 
 
-class _Chain(compat.CustomGraphPass):
-    """A user's own pass, then ours."""
+class LowerPass(compat.CustomGraphPass):
+    """The post-grad pass: takes operators apart, and adds to the report of the graph."""
 
-    def __init__(self, first: Callable[[fx.Graph], None], second: compat.CustomGraphPass) -> None:
-        self.first = first
-        self.second = second
+    def __init__(self, options: dict[str, Any] | None = None) -> None:
+        self.options = OPTIONS | (options or {})
 
     def __call__(self, graph: fx.Graph) -> None:
-        module = graph.owning_module
-        self.first(graph)
-        self.second(module.graph if module is not None else graph)
+        if self.options["mhc.lower"]:
+            report = passes.lower(graph)
+            if last_report is not None:
+                last_report.add(report)
 
     def uuid(self) -> Any:
-        first = self.first.uuid() if isinstance(self.first, compat.CustomGraphPass) else None
-        return None if first is None else (first, self.second.uuid())
+        return (_sources_hash(), tuple(sorted(self.options.items())))
+
+
+class _Chain(compat.CustomGraphPass):
+    """A user's own pass, then ours. What Inductor tells passes that ask for it, whether gradients follow, goes on."""
+
+    def __init__(self, first: Callable[..., None], second: compat.CustomGraphPass) -> None:
+        self.passes = (first, second)
+
+    def __call__(self, graph: fx.Graph, **known: Any) -> None:
+        module = graph.owning_module
+        for one in self.passes:
+            one(graph, **(known if compat.is_inference_aware(one) else {}))
+            graph = module.graph if module is not None else graph
+
+    def uuid(self) -> Any:
+        first, second = self.passes
+        own = first.uuid() if isinstance(first, compat.CustomGraphPass) else None
+        return None if own is None else (own, second.uuid())
 
 
 def _sources() -> list[str]:
@@ -130,9 +148,11 @@ def mhc(
       (`mhc_compile.passes.fuse`);
     - "mhc.recompute" ("auto", a number of layers, or None): of so many layers keep one set of streams for the backward
       pass and compute the others again there; a layer is one sublayer with its hyper-connection, "auto" takes the
-      square root of n L / (n + 2) for a chain of L layers (`mhc_compile.passes.fuse.recompute`).
+      square root of n L / (n + 2) for a chain of L layers (`mhc_compile.passes.fuse.recompute`);
+    - "mhc.lower" (bool): False leaves operators whole in the compiled graph, each a call of its own from Python
+      (`mhc_compile.passes.lower`).
 
-    Raises ValueError for an unknown "mhc." option, and for a value of "mhc.recompute" that is none of these.
+    Raises ValueError for an unknown "mhc." option, and for a value that is none of these.
     """
     own, rest = _split(options or {})
     patches = {hook: _chained(hook, rest.pop(hook, None), make(own)) for hook, make in _HOOKS.items()}
@@ -148,6 +168,8 @@ def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     for key in own:
         if key not in OPTIONS:
             raise ValueError(f"options: unknown option {key!r}; expected one of {', '.join(sorted(OPTIONS))}")
+        if isinstance(OPTIONS[key], bool) and not isinstance(own[key], bool):
+            raise ValueError(f"options: {key!r} is {own[key]!r}; expected True or False")
     check_layers(own.get("mhc.recompute"), "options: 'mhc.recompute'")
     return own, {key: value for key, value in options.items() if key not in own}
 
@@ -155,14 +177,16 @@ def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 _HOOKS: dict[str, Callable[[dict[str, Any]], compat.CustomGraphPass]] = {
     "pre_grad_custom_pass": MhcPass,
     "joint_custom_pre_pass": FusePass,
+    "post_grad_custom_post_pass": LowerPass,
 }
 
 
 def _chained(hook: str, given: Any, own: compat.CustomGraphPass) -> compat.CustomGraphPass:
     configured = given if given is not None else getattr(compat.inductor_config(), hook)
     for first in reversed(compat.as_list(configured)):
-        if not isinstance(first, (MhcPass, FusePass)):
-            own = _Chain(first, own)
+        if not isinstance(first, (MhcPass, FusePass, LowerPass)):
+            chain = compat.inference_aware(_Chain) if any(map(compat.is_inference_aware, (first, own))) else _Chain
+            own = chain(first, own)
     return own
 
 

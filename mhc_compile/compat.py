@@ -6,6 +6,7 @@ Dynamo and Inductor are imported where they are needed: the operators import thi
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import warnings
 from collections.abc import Callable, Iterator
@@ -348,6 +349,20 @@ def as_list(custom_passes: Any) -> list[Any]:
     return list(custom_passes) if isinstance(custom_passes, (list, tuple)) else [custom_passes]
 
 
+def is_inference_aware(custom_pass: Any) -> bool:
+    """Whether Inductor tells a pass after grad if the graph is for inference. torch 2.11 has no such passes."""
+    from torch._inductor import custom_graph_pass
+
+    return isinstance(custom_pass, getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", ()))
+
+
+def inference_aware(kind: type) -> type:
+    """The same class of passes, of those that Inductor tells."""
+    from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass
+
+    return type(kind.__name__, (kind, CustomInferenceAwareGraphPass), {})
+
+
 def compile_with_inductor(
     gm: fx.GraphModule,
     example_inputs: Any,
@@ -485,3 +500,89 @@ def sort_topologically(graph: fx.Graph) -> None:
     from torch._inductor.pattern_matcher import stable_topological_sort
 
     stable_topological_sort(graph)
+
+
+def inductor_decompositions() -> Any:
+    """What Inductor takes operators apart with before it lowers them."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
+def is_kernel_launch(node: fx.Node) -> bool:
+    """Whether a node launches a Triton kernel."""
+    return is_higher_order(node) and str(node.target) == "triton_kernel_wrapper_mutation"
+
+
+def storage_of(tensor: torch.Tensor) -> Any:
+    """What tensors that share memory have in common, fake ones too; None for those without plain memory."""
+    return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else None
+
+
+def is_made_here(node: fx.Node) -> bool:
+    """Whether a node is the result of an operator, or one of its results: not an input, and of no nested graph."""
+    if node.target is operator.getitem:
+        return isinstance(node.args[0].target, OpOverload)  # type: ignore[union-attr]
+    return node.op == "call_function" and isinstance(node.target, OpOverload)
+
+
+def same_strides(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors have one shape, one dtype and the same strides where these matter."""
+    alike = left.shape == right.shape and left.dtype == right.dtype
+    strides = zip(left.shape, left.stride(), right.stride(), strict=False)
+    return alike and (left.numel() == 0 or all(a == b for size, a, b in strides if size > 1))
+
+
+def aliased(node: fx.Node) -> list[fx.Node]:
+    """The arguments that an ATen call returns a view of, by its schema."""
+    if not isinstance(node.target, OpOverload):
+        return []
+    values = zip(node.target._schema.arguments, node.args, strict=False)
+    return [value for argument, value in values if argument.alias_info is not None and isinstance(value, fx.Node)]
+
+
+_analysed_once: dict[int, Any] = {}  # by id, because a kernel's hash is that of its source
+
+
+def analyse_once(node: fx.Node) -> None:
+    """Have Inductor look through this launch's kernel for what it writes once, not twice for each of its launches.
+
+    That look takes as long as a tenth of compiling the kernel, and a model launches each of them in every layer.
+    """
+    from torch._higher_order_ops import triton_kernel_wrap
+
+    kernel = triton_kernel_wrap.kernel_side_table.get_kernel(node.kwargs["kernel_idx"])  # type: ignore[arg-type]
+    for one in (kernel, _jit_function(kernel)):
+        _analysed_once[id(one)] = one
+    for name in ("identify_accessed_tensors", "identify_mutated_tensors"):
+        analyse = getattr(triton_kernel_wrap, name, None)
+        if analyse is not None and not hasattr(analyse, "__wrapped__"):
+            setattr(triton_kernel_wrap, name, _remembering(analyse))
+
+
+def _remembering(analyse: Callable[..., Any]) -> Callable[..., Any]:
+    known: dict[Any, Any] = {}
+
+    @functools.wraps(analyse)
+    def wrapped(kernel: Any, kwargs: dict[str, Any], *rest: Any) -> Any:
+        if id(kernel) not in _analysed_once:
+            return analyse(kernel, kwargs, *rest)
+        function = _jit_function(kernel)
+        constants = {param.name for param in function.params if param.is_constexpr}
+        key = (id(function), *((name, _kind(value, name in constants)) for name, value in sorted(kwargs.items())))
+        if key not in known:
+            known[key] = analyse(kernel, kwargs, *rest)
+        return known[key]
+
+    return wrapped
+
+
+def _jit_function(kernel: Any) -> Any:
+    return kernel if hasattr(kernel, "params") else kernel.fn  # of an Autotuner, which holds num_warps
+
+
+def _kind(value: Any, constant: bool) -> Any:
+    """What of an argument decides what a kernel does with it: of tensors the type, of numbers nothing."""
+    if constant or value is None:
+        return type(value), value
+    return getattr(value, "dtype", type(value))

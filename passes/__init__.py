@@ -1,7 +1,7 @@
-"""How graphs change: the stages from a Dynamo graph to one with registered operators, and from there to fused ones.
+"""How graphs change: from a Dynamo graph to one with registered operators, then to fused ones, then to their kernels.
 
 functional -> shadow -> recognise -> plan -> rewrite -> report, before autograd; fuse, on the joint graph of forward
-and backward
+and backward; lower, on each of the two once they are apart
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import fx
 from mhc_compile import compat
 from mhc_compile.forms import Sinkhorn
 from mhc_compile.passes import fuse as fusing
+from mhc_compile.passes import lower as lowering
 from mhc_compile.passes import plan as planning
 from mhc_compile.passes import shadow as shadowing
 from mhc_compile.passes.functional import functional
@@ -94,6 +95,21 @@ def fuse(
     return report
 
 
+def lower(graph: fx.Graph) -> Report:
+    """Lower the operators of a graph after grad in place, those that can be; the report holds the counts."""
+    begin = time.perf_counter()
+    report = Report()
+    try:
+        report.lowered = lowering.lower(graph)
+    except Exception as error:  # a compile must never fail because of us; operators that are left still run
+        log.exception("lowering failed; operators are left as they are")
+        report.errors.append(f"{type(error).__name__}: {error}")
+    report.seconds = time.perf_counter() - begin
+    if report.lowered:
+        log.info("lowered: %s", ", ".join(f"{count} x {name}" for name, count in report.lowered.items()))
+    return report
+
+
 def run_recursively(module: fx.GraphModule) -> Report:
     """Rewrite a graph module in place, with the bodies of its checkpoint regions and other nested graphs."""
     total = Report()
@@ -161,4 +177,4 @@ def _sinkhorn(form: Sinkhorn) -> str:
     return steps + (", log domain" if form.log_domain else f", eps {form.eps:g}{' clamped' if form.clamp else ''}")
 
 
-__all__ = ["Location", "Report", "SiteReport", "fuse", "run", "run_recursively"]
+__all__ = ["Location", "Report", "SiteReport", "fuse", "lower", "run", "run_recursively"]

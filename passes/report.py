@@ -49,7 +49,7 @@ class Report:
 
     sites lists every site in program order, rewritten the accepted and declined the refused ones. graphs counts the
     graphs looked at, errors the messages of internal failures, after which a graph was left as it was. fusions counts,
-    by name, what was fused in joint graphs.
+    by name, what was fused in joint graphs, lowered the operators that Inductor compiled as parts of a graph.
     """
 
     sites: list[SiteReport] = field(default_factory=list)
@@ -57,6 +57,7 @@ class Report:
     seconds: float = 0.0
     errors: list[str] = field(default_factory=list)
     fusions: Counter[str] = field(default_factory=Counter)
+    lowered: Counter[str] = field(default_factory=Counter)
 
     @property
     def rewritten(self) -> list[SiteReport]:
@@ -72,6 +73,7 @@ class Report:
         self.seconds += other.seconds
         self.errors += other.errors
         self.fusions += other.fusions
+        self.lowered += other.lowered
 
     def __str__(self) -> str:
         lines = [
@@ -85,6 +87,7 @@ class Report:
             lines.append(f"  declined: {site.op} at {site.location}  {site.location.code}")
             lines.append(f"      {site.reason}")
         lines += [f"  fused: {count} x {name}" for name, count in self.fusions.items()]
+        lines += [f"  lowered: {count} x {name}" for name, count in self.lowered.items()]
         lines += [f"  error: {message}" for message in self.errors]
         if not self.sites and not self.errors:
             lines.append("  no hyper-connection code was found")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -97,14 +98,32 @@ def laid_out_as(t: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | No
 
 def on_device(t: torch.Tensor) -> AbstractContextManager[object]:
     """The context in which kernels launch on t's device; free of cost when that is the current one."""
-    if not t.is_cuda or t.device.index == torch.cuda.current_device():
+    if not t.is_cuda or _recorder.get() is not None or t.device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(t.device)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Start a Triton kernel on these programs; every launch of the package goes through here."""
-    kernel[grid](*args, **options)
+    record = _recorder.get()
+    if record is None:
+        kernel[grid](*args, **options)
+    else:
+        record(kernel, grid, args, options)
+
+
+Recorder = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
+_recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
+
+
+@contextlib.contextmanager
+def recorded(recorder: Recorder) -> Iterator[None]:
+    """Hand every `launch` of this thread to recorder(kernel, grid, args, options) in place of the GPU."""
+    token = _recorder.set(recorder)
+    try:
+        yield
+    finally:
+        _recorder.reset(token)
 
 
 @functools.cache

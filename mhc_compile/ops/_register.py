@@ -29,6 +29,10 @@ _PREFIXES = {"rms": "rms_", "gates": "", "sinkhorn": "sinkhorn_"}
 
 Scalars = dict[str, Any]
 
+# What operators do on the two kinds of devices, by name: what lowering traces.
+REFERENCES: dict[str, Callable[..., Any]] = {}
+KERNELS: dict[str, Callable[..., Any]] = {}
+
 
 def scalars(*forms: str, prefixed: bool = True) -> str:
     """The flat scalars of these forms as they stand in a schema, with the defaults of `mhc_compile.forms`."""
@@ -119,6 +123,7 @@ def define(
     positional_defaults = tuple(argument.default_value for argument in arguments if not argument.kwarg_only)
     scalar_defaults = {argument.name: argument.default_value for argument in arguments if argument.kwarg_only}
 
+    REFERENCES[name] = implementation
     if kernel is not None:
 
         def cuda_implementation(*given: Any, **given_scalars: Any) -> Any:
@@ -129,6 +134,7 @@ def define(
                 return reference(*args, **grouped)
 
         operator.register_kernel("cuda")(cuda_implementation)
+        KERNELS[name] = cuda_implementation
     return operator
 
 

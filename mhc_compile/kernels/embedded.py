@@ -1,0 +1,68 @@
+"""Kernels as parts of a graph that Inductor compiles.
+
+Inductor writes a kernel's source into the code that it generates and compiles it there, with `@triton.jit` and nothing
+else: what the kernel asked not to be specialised on, Inductor specialises on. An integer that is 1 becomes a constant,
+which has none of a value's methods, and one that 16 divides decides how tiles lie in registers, thus in what order they
+are summed, thus a token's last bits, by the number of tokens in the batch. So the values that may vary with the batch
+pass through an instruction that says nothing about its result. And a float is of 64 bits there, which would make all
+that is computed with it so. With both undone, the same machine code comes out as from a launch.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from typing import Any
+
+import torch
+import triton
+from torch.library import wrap_triton
+from triton.runtime.jit import JITFunction
+
+_OPTIONS = ("num_warps", "num_stages")
+_MOVE = 'tl.inline_asm_elementwise("mov.b{bits} $0, $1;", "={letter},{letter}", [{value}], tl.int{bits}, True, 1)'
+
+
+def record(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """What `launch` does while a graph is traced: the launch becomes a node of the graph."""
+    values = dict(zip(kernel.arg_names, args, strict=False))
+    values |= {name: value for name, value in options.items() if name not in _OPTIONS}
+    special = tuple((name, options[name]) for name in _OPTIONS if name in options)
+    wide = frozenset(name for name, value in values.items() if type(value) is int and not -(1 << 31) <= value < 1 << 31)
+    kinds = tuple((name, type(value)) for name, value in values.items() if not isinstance(value, torch.Tensor))
+    wrap_triton(_embedded(kernel, kinds, wide, special))[grid](**values)
+
+
+@functools.cache
+def _embedded(
+    kernel: Any, kinds: tuple[tuple[str, type], ...], wide: frozenset[str], options: tuple[tuple[str, Any], ...]
+) -> Any:
+    """kernel for arguments of these kinds, tensors where none is named; equal ones are one object, compiled once."""
+    if not isinstance(kernel, JITFunction):
+        raise TypeError(f"{kernel} is not compiled by Triton, but interpreted")
+    lines, kind_of = [], dict(kinds)
+    for param in kernel.params:
+        name, kind = param.name, kind_of.get(param.name, torch.Tensor)
+        if param.is_constexpr or kind is type(None):
+            continue
+        if kind is torch.Tensor and param.do_not_specialize_on_alignment:
+            lines.append(f"{name} += {_MOVE.format(bits=32, letter='r', value='tl.full((), 0, tl.int32)')}")
+        elif kind is int and param.do_not_specialize:
+            bits, letter = (64, "l") if name in wide else (32, "r")
+            lines.append(f"{name} = {_MOVE.format(bits=bits, letter=letter, value=name)}")
+        elif kind is float:
+            lines.append(f"{name} = {name}.to(tl.float32)")
+    changed = triton.jit(kernel.fn)
+    changed._unsafe_update_src(_with_first_lines(kernel.src, lines))
+    return triton.autotune([triton.Config({}, **dict(options))], key=[])(changed)
+
+
+def _with_first_lines(source: str, lines: list[str]) -> str:
+    """A function's source with these lines before its first statement, behind the docstring."""
+    function = ast.parse(source).body[0]
+    assert isinstance(function, ast.FunctionDef)
+    statement = function.body[1 if ast.get_docstring(function) is not None else 0]
+    text = source.splitlines(keepends=True)
+    at = statement.lineno - 1
+    text[at:at] = [" " * statement.col_offset + line + "\n" for line in lines]
+    return "".join(text)

@@ -1,0 +1,224 @@
+"""Stage 7, lower: operator calls of the graph after grad become what they consist of.
+
+On CUDA that is their kernels' launches, as nodes of the graph: Inductor plans their memory, launches them from its own
+wrapper without a dispatch through Python, and may compile them ahead of time. On CPU it is what `cpu` says. A call
+that cannot be taken apart stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from mhc_compile import compat
+from mhc_compile.ops._register import KERNELS, REFERENCES
+from mhc_compile.passes.fuse.joint import arguments, calls, items
+from mhc_compile.passes.lower import cpu
+
+log = logging.getLogger(__name__)
+
+_IN_PLACE = "expand_combine_backward"  # its first argument, d_x_new, can become its result dx
+_DX = 3
+
+Bodies = dict[Any, fx.GraphModule]
+
+
+def lower(graph: fx.Graph) -> Counter[str]:
+    """Lower the operators of a graph after grad in place; returns how many of each were.
+
+    "in place" counts the gradients of streams that took the memory of those they come from. What cannot be lowered
+    stays as it is, and is logged.
+    """
+    counts: Counter[str] = Counter()
+    bodies: Bodies = {}
+    memory = Memory(graph)
+    for node in calls(graph):
+        name = str(node.target._opname)  # type: ignore[union-attr]
+        try:
+            body = _body(node, name, bodies, name == _IN_PLACE and memory.is_free_after(node, node.args[0]))
+            if body is None:
+                continue
+            with compat.fake_mode_of(compat.example(node.all_input_nodes[0])):
+                results = _inline(node, body)
+        except Exception as error:  # an operator that stays costs time, never a result
+            log.info("%s is not lowered: %s: %s", name, type(error).__name__, error)
+            continue
+        counts[name] += 1
+        counts["in place"] += name == _IN_PLACE and results[_DX] is node.args[0]
+        _replace(node, results, memory)
+    return +counts
+
+
+class Memory:
+    """Which nodes of a graph may share memory, and until when it is read."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._position = {node: i for i, node in enumerate(graph.nodes)}
+        self._groups: dict[fx.Node, set[fx.Node]] = {node: {node} for node in graph.nodes}
+        first: dict[Any, fx.Node] = {}
+        for node in graph.nodes:
+            value = compat.example(node)
+            storage = compat.storage_of(value) if isinstance(value, torch.Tensor) else None
+            if storage is not None:
+                self.join(first.setdefault(storage, node), node)
+            for source in compat.aliased(node):
+                self.join(source, node)
+
+    def join(self, left: fx.Node, right: fx.Node) -> None:
+        """Note that two nodes share memory."""
+        one, other = (self._groups.setdefault(node, {node}) for node in (left, right))
+        if one is not other:
+            one |= other
+            self._groups |= dict.fromkeys(other, one)
+
+    def replace(self, old: fx.Node, new: fx.Node) -> None:
+        """Note that a node takes the place of another, which leaves the graph."""
+        self.join(new, old)
+        self._groups.pop(old).discard(old)
+
+    def is_free_after(self, node: fx.Node, tensor: Any) -> bool:
+        """Whether node may overwrite this argument: made by the graph, by nobody read later, nor by node twice."""
+        group = self._groups[tensor]
+        if not all(map(compat.is_made_here, group)):
+            return False
+        given = pytree.tree_leaves((node.args, node.kwargs))
+        if sum(isinstance(leaf, fx.Node) and leaf in group for leaf in given) > 1:
+            return False
+        # Nodes that came to the graph since are parts of operators before this one.
+        return all(self._position.get(user, 0) <= self._position[node] for alias in group for user in alias.users)
+
+
+def _body(node: fx.Node, name: str, bodies: Bodies, in_place: bool) -> fx.GraphModule | None:
+    """The operator's implementation as a graph of the tensors among its arguments; None where it has to stay.
+
+    Layers that are alike are traced once.
+    """
+    leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
+    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
+    values = [compat.example(leaves[i]) for i in at]
+    # A size that is not known could only be branched on with a guard, for which it is too late.
+    if not all(map(_is_static, values)) or not all(value.numel() for value in values):
+        return None
+    scalars = tuple(None if isinstance(leaf, fx.Node) else leaf for leaf in leaves)
+    key = (name, in_place, tuple(map(_layout, values)), scalars, str(spec))
+    if key not in bodies:
+        implementation, context = _implementation(node, name, values, in_place)
+        if implementation is None:
+            return None
+
+        def call(*tensors: torch.Tensor) -> Any:
+            for i, tensor in zip(at, tensors, strict=True):
+                leaves[i] = tensor
+            args, kwargs = pytree.tree_unflatten(leaves, spec)
+            return implementation(*args, **kwargs)
+
+        with context:
+            bodies[key] = _trace(call, values)
+        _check(bodies[key], node)
+    return bodies[key]
+
+
+def _implementation(
+    node: fx.Node, name: str, values: list[torch.Tensor], in_place: bool
+) -> tuple[Callable[..., Any] | None, Any]:
+    """What to trace for an operator with these tensors, if anything, and in which context."""
+    context: Any = contextlib.nullcontext()
+    if name not in KERNELS:
+        return torch.func.functionalize(REFERENCES[name]), context
+    if all(value.device.type == "cpu" for value in values):
+        given = arguments(node)
+        streams = compat.example(given["x"]) if "x" in given else None
+        return None if streams is None else cpu.parts(name, streams, given.get("needs", ())), context
+    # Here and not above: the passes work where Triton is missing.
+    from mhc_compile.kernels import common, embedded, expand_combine, supports
+
+    if torch.version.hip is not None or not all(value.is_cuda for value in values) or not supports(*values):
+        return None, context
+    implementation = functools.partial(expand_combine.backward, in_place=True) if in_place else KERNELS[name]
+    return implementation, common.recorded(embedded.record)
+
+
+def _trace(call: Callable[..., Any], values: list[torch.Tensor]) -> fx.GraphModule:
+    with compat.fake_mode_of(values[0]), torch.no_grad():
+        body: fx.GraphModule = make_fx(call, compat.inductor_decompositions())(*values)
+    return body
+
+
+def _check(body: fx.GraphModule, node: fx.Node) -> None:
+    """Raise ValueError unless body returns tensors as node does, which is what their readers were compiled for."""
+    (output,) = body.graph.find_nodes(op="output")
+    results = [compat.example(result) for result in pytree.tree_leaves(output.args[0])]
+    expected = pytree.tree_leaves(compat.example(node))
+    if len(results) != len(expected) or not all(map(compat.same_strides, results, expected)):
+        raise ValueError("its parts would return tensors laid out otherwise")
+
+
+def _layout(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return None
+    return tuple(value.shape), value.stride(), value.storage_offset(), value.dtype, value.device
+
+
+def _is_static(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and all(
+        isinstance(size, int) for size in (*value.shape, *value.stride(), value.storage_offset())
+    )
+
+
+def _inline(node: fx.Node, body: fx.GraphModule) -> Any:
+    """Put copies of the nodes of body, a graph of the tensors that node takes, before it; returns the results."""
+    graph = node.graph
+    given = iter([leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, fx.Node)])
+    copies: dict[fx.Node, fx.Node] = {}
+    made: list[fx.Node] = []
+    try:
+        for inner in body.graph.nodes:
+            if inner.op == "placeholder":
+                copies[inner] = next(given)
+            elif inner.op == "call_function":
+                with graph.inserting_before(node):
+                    copies[inner] = graph.node_copy(inner, lambda n: copies[n])
+                made.append(copies[inner])
+                _describe(copies[inner], node)
+    except Exception:
+        for new in reversed(made):
+            graph.erase_node(new)
+        raise
+    (output,) = body.graph.find_nodes(op="output")
+    return fx.node.map_arg(output.args[0], lambda n: copies[n])
+
+
+def _describe(new: fx.Node, old: fx.Node) -> None:
+    """Give a copied node what Inductor reads of it; its value is new, because that tells memory apart."""
+    args, kwargs = fx.node.map_arg((new.args, new.kwargs), lambda n: n.meta["val"])
+    new.meta = {"stack_trace": old.meta["stack_trace"]} if "stack_trace" in old.meta else {}
+    if compat.is_kernel_launch(new):
+        compat.analyse_once(new)
+        # Inductor gives a kernel exactly the strides of these, which the launch has as numbers.
+        new.meta["eager_input_vals"] = (args, kwargs)
+        new.meta["val"] = None
+    else:
+        new.meta["val"] = new.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _replace(node: fx.Node, results: Any, memory: Memory) -> None:
+    """Let the readers of node read these results, and take node out."""
+    replaced = [(node, results)] if isinstance(results, fx.Node) else [(item, results[i]) for i, item in items(node)]
+    for old, new in replaced:
+        memory.replace(old, new)
+        old.replace_all_uses_with(new)
+        if old is not node:
+            node.graph.erase_node(old)
+    node.graph.erase_node(node)
+    for result in pytree.tree_leaves(results):
+        if not result.users and result.op == "call_function":
+            node.graph.erase_node(result)

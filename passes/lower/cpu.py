@@ -1,0 +1,160 @@
+"""What operators consist of on a CPU: the parts that Inductor makes faster, and operators for the rest.
+
+Only products and sums over streams are taken apart. Inductor neither reorders nor contracts them, so a token's bits
+still depend on no other token; its sums over columns and its exponentials would not keep that. What sums over columns
+or tokens stays an operator, and so does Sinkhorn, whose unrolled loop takes long to compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mhc_compile.ops._checks import accumulation_dtype
+
+_MAX_UNROLLED = 8  # streams; the products below are spelled out
+
+
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def aggregate(x: Tensor, h_pre: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
+    """out = sum_i h_pre[i] * x[i]."""
+    dtype = accumulation_dtype(x)
+    wide, weights = x.to(dtype), h_pre.to(dtype)
+    out = _sum([weights[..., i, None] * wide[..., i, :] for i in range(x.shape[-2])])
+    return out.to(out_dtype or x.dtype)
+
+
+def expand_combine(
+    f: Tensor,
+    layer_bias: Tensor | None,
+    h_post: Tensor,
+    x: Tensor,
+    h_res: Tensor | None,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """x'[o] = h_post[o] * (f + layer_bias) + sum_i h_res[i, o] * x[i]."""
+    dtype = accumulation_dtype(x)
+    wide, rows = x.to(dtype), f.to(dtype)
+    rows = rows if layer_bias is None else rows + layer_bias.to(dtype)
+    mixed = wide
+    if h_res is not None:
+        res = h_res.to(dtype)
+        mixed = _sum([res[..., i, :, None] * wide[..., i, None, :] for i in range(x.shape[-2])])
+    return (mixed + h_post.to(dtype)[..., None] * rows[..., None, :]).to(out_dtype or x.dtype)
+
+
+def expand_combine_backward(
+    d_x_new: Tensor,
+    f: Tensor,
+    layer_bias: Tensor | None,
+    h_post: Tensor,
+    x: Tensor,
+    h_res: Tensor | None,
+    needs: Sequence[bool],
+    d_x: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """df = sum_o h_post[o] * dx'[o] and dx[i] = sum_o h_res[i, o] * dx'[o] + d_x[i]; the operator has the rest."""
+    dtype, streams = accumulation_dtype(x), range(x.shape[-2])
+    sums = [False, needs[1], needs[2], False, needs[4]]
+    df, d_bias, d_post, dx, d_res = torch.ops.mhc.expand_combine_backward(
+        d_x_new, f, layer_bias, h_post, x, h_res, sums
+    )
+    wide = d_x_new.to(dtype)
+    if needs[0]:
+        post = h_post.to(dtype)
+        df = _sum([post[..., o, None] * wide[..., o, :] for o in streams]).to(f.dtype)
+    if needs[3]:
+        mixed = wide
+        if h_res is not None:
+            res = h_res.to(dtype)
+            mixed = _sum([res[..., o, None] * wide[..., o, None, :] for o in streams])
+        dx = (mixed if d_x is None else mixed + d_x.to(dtype)).to(x.dtype)
+    return df, d_bias, d_post, dx, d_res
+
+
+def generate_mix_and_aggregate(
+    x: Tensor, *parameters: Any, out_dtype: torch.dtype | None = None, **scalars: Any
+) -> tuple[Tensor, ...]:
+    """The gates by `mhc::generate_mix`, and the aggregate with them."""
+    h_pre, *rest = torch.ops.mhc.generate_mix(x, *parameters, **scalars)
+    return aggregate(x, h_pre, out_dtype=out_dtype), *rest
+
+
+def boundary(
+    f: Tensor,
+    layer_bias: Tensor | None,
+    h_post: Tensor,
+    x: Tensor,
+    h_res: Tensor | None,
+    *parameters: Any,
+    streams_dtype: torch.dtype | None = None,
+    **scalars: Any,
+) -> tuple[Tensor, ...]:
+    """expand_combine, and generate_mix_and_aggregate of what it returns."""
+    x_new = expand_combine(f, layer_bias, h_post, x, h_res, out_dtype=streams_dtype)
+    return x_new, *generate_mix_and_aggregate(x_new, *parameters, **scalars)
+
+
+def boundary_backward(
+    d_x_new: Tensor | None,
+    d_layer_input: Tensor | None,
+    d_next_post: Tensor | None,
+    d_next_res: Tensor | None,
+    d_h: Tensor | None,
+    d_ms: Tensor | None,
+    f: Tensor,
+    layer_bias: Tensor | None,
+    h_post: Tensor,
+    x: Tensor,
+    h_res: Tensor | None,
+    phi: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    norm_weight: Tensor | None,
+    x_new: Tensor,
+    h: Tensor,
+    ms: Tensor,
+    needs: Sequence[bool],
+    **scalars: Any,
+) -> tuple[Tensor, ...]:
+    """The gradient of x' by the operator of the mix, and from it those of expand_combine."""
+    gradients = (d_layer_input, d_next_post, d_next_res, d_h, d_ms)
+    parameters = (phi, scale, bias, norm_weight)
+    d_new, *d_parameters = torch.ops.mhc.generate_mix_and_aggregate_backward(
+        *gradients, x_new, *parameters, h, ms, [True, *needs[5:]], d_x_new, **scalars
+    )
+    return *expand_combine_backward(d_new, f, layer_bias, h_post, x, h_res, needs[:5]), *d_parameters
+
+
+_FORWARD: dict[str, Callable[..., Any]] = {
+    "aggregate": aggregate,
+    "expand_combine": expand_combine,
+    "generate_mix_and_aggregate": generate_mix_and_aggregate,
+    "boundary": boundary,
+}
+_BACKWARD: dict[str, Callable[..., Any]] = {
+    "expand_combine_backward": expand_combine_backward,
+    "boundary_backward": boundary_backward,
+}
+
+
+def parts(name: str, x: Tensor, needs: Sequence[bool]) -> Callable[..., Any] | None:
+    """What an operator on streams x consists of, None where it is better left whole; needs: of a backward."""
+    if x.shape[-2] > _MAX_UNROLLED:
+        return None
+    if name in _FORWARD:
+        return _FORWARD[name]
+    # With 1,024 tokens of 4 x 1,024 the fused loops are faster by a quarter in float32, slower by as much in bfloat16;
+    # without df and dx there is nothing to fuse.
+    fused = x.dtype in (torch.float32, torch.float64) and (needs[0] or needs[3])
+    return _BACKWARD.get(name) if fused else None

@@ -1,0 +1,461 @@
+"""Lowering: operators of the graph after grad become what they consist of, and nothing of a result changes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch._inductor.utils import run_and_get_code
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import mhc_compile
+from mhc_compile import backend, compat, kernels, passes
+from mhc_compile.testing.float64 import Float64Reference
+from tests.passes.fused import Stack, Sublayer
+from tests.zoo import check
+from tests.zoo.common import STREAMS, WIDTH
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "fresh_cache")
+
+mhc = torch.ops.mhc
+ROOT = Path(__file__).parents[2]
+LAUNCH = "triton_kernel_wrapper_mutation"
+
+
+@pytest.fixture
+def fresh_cache() -> Iterator[None]:
+    """A graph that is found in a cache is not lowered again."""
+    with compat.fresh_inductor_cache():
+        yield
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> FakeTensorMode:
+    """Fake tensors on an H100 that need not exist."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(kernels, "_has_tensor_cores", lambda index: True)
+    for name in ("common", "aggregate", "expand_combine", "mix", "projection"):
+        module = importlib.import_module(f"mhc_compile.kernels.{name}")
+        for function, value in (("processors", 132), ("capability", 90)):
+            if hasattr(module, function):
+                monkeypatch.setattr(module, function, lambda device, value=value: value)
+    return FakeTensorMode()
+
+
+def _arguments(mode: FakeTensorMode, tokens: int = 64, width: int = 256, device: str = "cuda:0") -> dict[str, Tensor]:
+    n, rows = 4, 24
+    shapes = {"x": (tokens, n, width), "f": (tokens, width), "phi": (rows, n * width), "scale": (3,), "bias": (rows,)}
+    shapes |= {"post": (tokens, n), "res": (tokens, n, n)}
+    with mode:
+        return {name: torch.empty(shape, device=device) for name, shape in shapes.items()}
+
+
+def _graph(function: Callable[..., Any], values: dict[str, Tensor]) -> fx.Graph:
+    """The graph of a function of these tensors, whose results are one flat tuple."""
+    names = list(values)
+
+    def flat(*tensors: Tensor) -> list[Tensor]:
+        leaves = torch.utils._pytree.tree_leaves(function(**dict(zip(names, tensors, strict=True))))
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+    with compat.fake_mode_of(values["x"]):
+        graph = make_fx(flat)(*values.values()).graph
+    graph.eliminate_dead_code()
+    return graph
+
+
+def _operators(graph: fx.Graph) -> list[str]:
+    return [str(node.target) for node in graph.nodes if str(node.target).startswith("mhc.")]
+
+
+def _launches(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if str(node.target) == LAUNCH]
+
+
+def _step(x: Tensor, f: Tensor, phi: Tensor, scale: Tensor, bias: Tensor, post: Tensor, res: Tensor) -> Any:
+    u, *gates, h, ms = mhc.generate_mix_and_aggregate(x, phi, scale, bias)
+    y = mhc.expand_combine(f, None, gates[0], x, gates[1])
+    saved = (x, phi, scale, bias, None, h, ms, [True, True, True, True, False])
+    return u, y, mhc.generate_mix_and_aggregate_backward(u, post, res, None, None, *saved)
+
+
+def test_operators_become_launches(fakes: FakeTensorMode) -> None:
+    graph = _graph(_step, _arguments(fakes))
+    layouts = [value.meta["val"] for value in graph.find_nodes(op="output")[0].args[0]]
+    report = passes.lower(graph)
+    graph.lint()
+    assert report.lowered == {
+        "generate_mix_and_aggregate": 1, "expand_combine": 1, "generate_mix_and_aggregate_backward": 1,
+    }  # fmt: skip
+    assert "lowered: 1 x expand_combine" in str(report)
+    assert _operators(graph) == []
+    # project and mix; combine; pre_gradient, mix_backward, products and reduce
+    assert len(_launches(graph)) == 7
+    results = graph.find_nodes(op="output")[0].args[0]
+    for result, before in zip(results, layouts, strict=True):
+        value = result.meta["val"]
+        assert (value.shape, value.stride(), value.dtype, value.device) == (
+            before.shape, before.stride(), before.dtype, before.device
+        )  # fmt: skip
+
+
+def test_no_copies_are_left(fakes: FakeTensorMode) -> None:
+    """Of contiguous arguments: memory, launches, and nothing beside them."""
+    graph = _graph(_step, _arguments(fakes))
+    passes.lower(graph)
+    targets = {str(node.target) for node in graph.nodes if node.op == "call_function"}
+    assert targets == {"aten.empty.memory_format", LAUNCH}
+
+
+def test_launches_get_the_strides_that_they_were_given(fakes: FakeTensorMode) -> None:
+    values = _arguments(fakes)
+    with fakes:
+        values["x"] = torch.empty(64, 256, 4, device="cuda:0").transpose(1, 2)
+    graph = _graph(_step, values)
+    passes.lower(graph)
+    project = _launches(graph)[0]
+    given, fake = project.kwargs["kwargs"], project.meta["eager_input_vals"][1]["kwargs"]
+    assert [given[f"stride_{axis}"] for axis in "mnc"] == list(fake["x"].stride()) == [1024, 1, 4]
+
+
+def test_layers_that_are_alike_are_traced_once(fakes: FakeTensorMode, monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[None] = []
+    trace = passes.lowering._trace
+    monkeypatch.setattr(passes.lowering, "_trace", lambda *given: (traced.append(None), trace(*given))[1])
+
+    def layers(x: Tensor, f: Tensor, post: Tensor, res: Tensor, **rest: Tensor) -> Tensor:
+        for _ in range(3):
+            x = mhc.expand_combine(f, None, post, x, res)
+        return x
+
+    graph = _graph(layers, _arguments(fakes))
+    assert passes.lower(graph).lowered == {"expand_combine": 3}
+    assert len(traced) == 1
+    made = graph.find_nodes(op="call_function", target=torch.ops.aten.empty.memory_format)
+    assert len({compat.storage_of(node.meta["val"]) for node in made}) == 3
+
+
+def _gradients(layers: int, observe: Callable[[int, Tensor], list[Tensor]]) -> Callable[..., Any]:
+    def function(x: Tensor, f: Tensor, post: Tensor, res: Tensor, **rest: Tensor) -> Any:
+        seen, d = [], 2 * x
+        for layer in range(layers):
+            df, _, d_post, d, d_res = mhc.expand_combine_backward(d, f, None, post, x, res, [True] * 5)
+            seen += [df, d_post, d_res, *observe(layer, d)]
+        return seen, d
+
+    return function
+
+
+def _in_place(fakes: FakeTensorMode, function: Callable[..., Any], layers: int) -> list[bool]:
+    graph = _graph(function, _arguments(fakes))
+    report = passes.lower(graph)
+    graph.lint()
+    kernels = [node.kwargs["kwargs"] for node in _launches(graph) if "d_out" in node.kwargs["kwargs"]]
+    assert len(kernels) == layers
+    found = [kernel["d_out"] is kernel["dx"] for kernel in kernels]
+    assert report.lowered["in place"] == sum(found)
+    return found
+
+
+def test_gradients_of_streams_take_over_memory(fakes: FakeTensorMode) -> None:
+    assert _in_place(fakes, _gradients(3, lambda layer, d: []), 3) == [True] * 3
+
+
+@pytest.mark.parametrize(
+    "observe",
+    [
+        lambda d: [d.view(-1)],  # returned, as a view
+        lambda d: [d.transpose(0, 1).narrow(0, 1, 1).sum()],  # read once more, through views
+        lambda d: [d + 1],
+    ],
+)
+def test_gradients_that_are_read_again_keep_their_memory(
+    fakes: FakeTensorMode, observe: Callable[[Tensor], list[Tensor]]
+) -> None:
+    """The gradient behind the second layer is read after the third: the third may not write over it."""
+    kept: list[Tensor] = []
+
+    def function(**values: Tensor) -> Any:
+        kept.clear()
+        gradients = _gradients(4, lambda layer, d: kept.append(d) or [] if layer == 1 else [])(**values)  # type: ignore[func-returns-value]
+        return gradients, observe(kept[0])
+
+    assert _in_place(fakes, function, 4) == [True, True, False, True]
+
+
+def test_inputs_are_not_written_to(fakes: FakeTensorMode) -> None:
+    def function(x: Tensor, f: Tensor, post: Tensor, res: Tensor, **rest: Tensor) -> Any:
+        d = rest["phi"].view(-1).narrow(0, 0, x.numel()).view(x.shape)
+        return mhc.expand_combine_backward(d, f, None, post, x, res, [True] * 5)
+
+    values = _arguments(fakes, tokens=4)
+    graph = _graph(function, values)
+    assert passes.lower(graph).lowered == {"expand_combine_backward": 1}
+
+
+def test_a_gradient_that_is_also_the_streams_is_not_written_to(fakes: FakeTensorMode) -> None:
+    def function(x: Tensor, f: Tensor, post: Tensor, res: Tensor, **rest: Tensor) -> Any:
+        d = x + 1
+        return mhc.expand_combine_backward(d, f, None, post, d, res, [True] * 5)
+
+    graph = _graph(function, _arguments(fakes))
+    assert passes.lower(graph).lowered == {"expand_combine_backward": 1}
+
+
+def test_what_cannot_be_lowered_stays(fakes: FakeTensorMode, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*given: Any) -> None:
+        raise RuntimeError("planted")
+
+    graph = _graph(_step, _arguments(fakes))
+    monkeypatch.setattr(passes.lowering, "_describe", broken)
+    before = str(graph)
+    assert not passes.lower(graph).lowered
+    assert str(graph) == before
+
+
+def test_a_failure_elsewhere_is_reported(fakes: FakeTensorMode, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*given: Any) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(passes.lowering, "Memory", broken)
+    report = passes.lower(_graph(_step, _arguments(fakes)))
+    assert report.errors == ["RuntimeError: planted"]
+    assert not report.lowered
+
+
+def test_float64_has_no_kernels(fakes: FakeTensorMode) -> None:
+    with fakes:
+        values = {name: value.double() for name, value in _arguments(fakes).items()}
+    graph = _graph(_step, values)
+    assert not passes.lower(graph).lowered
+
+
+def test_symbolic_sizes_stay() -> None:
+    graph = make_fx(lambda x: mhc.contract(x), tracing_mode="symbolic")(torch.randn(3, 4, 8)).graph
+    assert not passes.lower(graph).lowered
+    assert _operators(graph) == ["mhc.contract.default"]
+
+
+# On CPU, through Inductor.
+
+
+def _evaluate(call: Callable[..., Any], model: torch.nn.Module, x: Tensor) -> dict[str, Tensor]:
+    x = x.clone().requires_grad_()
+    model.zero_grad()
+    (y, *_) = call(x)
+    (y.sin().sum()).backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}  # type: ignore[union-attr]
+    return {"y": y.detach(), "dx": x.grad} | gradients  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_on_cpu(fuse: bool) -> None:
+    """Outputs and gradients are as near to float64 as with operators left whole."""
+    model, x = Stack(layers=3), torch.randn(2, 9, STREAMS, WIDTH)
+    options = {} if fuse else {"mhc.fuse.boundary": False, "mhc.fuse.boundary_backward": False}
+    reference = Float64Reference(model)
+    exact = _evaluate(reference, reference.module, x.double())
+    errors = {}
+    for lower in (False, True):
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="mhc", options=options | {"mhc.lower": lower})
+        values = _evaluate(compiled, model, x)
+        errors[lower] = {name: check.error(values[name], exact[name]) for name in exact}
+        assert backend.last_report is not None
+        assert bool(backend.last_report.lowered) == lower
+    for name, error in errors[True].items():
+        # Other roundings of the same sums, some of few numbers; wrong terms would be of the order of 1.
+        assert error <= max(4 * errors[False][name], 32 * torch.finfo(torch.float32).eps), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_operators_left_on_cpu(dtype: torch.dtype) -> None:
+    """What sums over columns or tokens stays an operator: a token's bits depend on no other token."""
+    mode = FakeTensorMode()
+    arguments = _arguments(mode, device="cpu")
+    with mode:
+        arguments |= {name: arguments[name].to(dtype) for name in "xf"}
+
+    def function(x: Tensor, f: Tensor, phi: Tensor, scale: Tensor, bias: Tensor, **rest: Tensor) -> Any:
+        u, post, res, _, _ = mhc.generate_mix_and_aggregate(x, phi, scale, bias)
+        y = mhc.expand_combine(u, f[0], post, x, res)
+        return u, y, mhc.expand_combine_backward(y, f, None, post, x, res, [True] * 5)
+
+    graph = _graph(function, arguments)
+    lowered = passes.lower(graph).lowered
+    graph.lint()
+    left = _operators(graph)
+    assert left == ["mhc.generate_mix.default", "mhc.expand_combine_backward.default"]
+    assert lowered["expand_combine"] == lowered["generate_mix_and_aggregate"] == 1
+    # in bfloat16 the whole operator is faster
+    assert lowered["expand_combine_backward"] == (dtype == torch.float32)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7])
+def test_tokens_on_cpu_do_not_depend_on_each_other(tokens: int) -> None:
+    """The forward pass of some of the tokens, compiled for as many, has the bits of all of them together."""
+    model, x = Stack(layers=2).requires_grad_(False), torch.randn(9, STREAMS, WIDTH)
+    for sublayer in model.sublayers:
+        sublayer.layer = torch.nn.Identity()  # type: ignore[assignment]  # an operator of others may choose by the batch
+    compiled = torch.compile(model, backend="mhc", dynamic=False)
+    (whole,) = compiled(x)
+    assert backend.last_report is not None
+    assert backend.last_report.lowered["boundary"] == 1
+    assert torch.equal(compiled(x[:tokens].clone())[0], whole[:tokens])
+
+
+def test_option() -> None:
+    assert backend.LowerPass().uuid() != backend.LowerPass({"mhc.lower": False}).uuid()
+    with pytest.raises(Exception, match=r"'mhc.lower' is 'no'; expected True or False"):
+        torch.compile(Stack(1), backend="mhc", options={"mhc.lower": "no"})(torch.randn(2, STREAMS, WIDTH))
+
+
+@pytest.mark.parametrize("aware", [False, True])
+def test_a_users_own_pass_comes_first(aware: bool) -> None:
+    """Also one that Inductor tells whether the graph is for inference, where there are such."""
+    from torch._inductor import custom_graph_pass
+
+    kind = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", None)
+    if aware and kind is None:
+        pytest.skip("this torch has no passes that are told whether a graph is for inference")
+    seen: list[tuple[bool, dict[str, Any]]] = []
+
+    def look(self: Any, graph: fx.Graph, **known: Any) -> None:
+        seen.append(("mhc.boundary.default" in _operators(graph), known))
+
+    base = kind if aware else custom_graph_pass.CustomGraphPass
+    own = type("Own", (base,), {"__call__": look, "uuid": lambda self: "own"})()
+    with torch._inductor.config.patch(post_grad_custom_post_pass=own), torch.no_grad():
+        torch.compile(Stack(2), backend="mhc")(torch.randn(2, STREAMS, WIDTH))
+    assert seen == [(True, {"is_inference": True} if aware else {})]
+    assert backend.last_report is not None
+    assert backend.last_report.lowered["boundary"] == 1
+
+
+# Compiled for a GPU that need not exist.
+
+
+def test_kernels_compile_to_what_a_launch_compiles_to() -> None:
+    """In Inductor's code, for many tokens and for one: no operator is left, and every kernel has the instructions of a
+    launch, so neither Inductor's idea of an argument nor the number of tokens decides a result's bits."""
+    pytest.importorskip("triton")
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.passes.compile_lowered", "64", "1"],
+        cwd=ROOT, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    wrappers = [row["wrapper"] for row in rows if "wrapper" in row]
+    assert len(wrappers) == 2
+    for wrapper in wrappers:
+        assert "torch.ops.mhc" not in wrapper
+        assert wrapper.count(".run(") == 9
+    compiled = [row for row in rows if "kernel" in row]
+    assert len(compiled) == 18
+    many = {row["kernel"]: row["launched"] for row in compiled if row["tokens"] == 64}
+    for row in compiled:
+        found = row["embedded"]
+        # A float arrives in 64 bits and is rounded once; nothing else is done in them.
+        found.pop("cvt.rn.f32.f64", None)
+        assert found == row["launched"] == many[row["kernel"]], row["kernel"]
+
+
+# On a GPU.
+
+
+class Chain(torch.nn.Module):
+    """Sublayers whose layer is an identity: with the operators' kernels deterministic, so is all of it."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.sublayers = torch.nn.ModuleList(Sublayer(width=width) for _ in range(layers))
+        for sublayer in self.sublayers:
+            sublayer.layer = torch.nn.Identity()  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        for sublayer in self.sublayers:
+            x = sublayer(x)
+        return (x,)
+
+
+def _chain(dtype: torch.dtype, tokens: int = 200, width: int = 256) -> tuple[Chain, Tensor]:
+    return Chain(4, width).cuda(), torch.randn(tokens, STREAMS, width, device="cuda", dtype=dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 37, 256, 4096])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bitwise_as_whole_operators(dtype: torch.dtype, tokens: int) -> None:
+    model, x = _chain(dtype, tokens)
+    whole = _evaluate(torch.compile(model, backend="mhc", options={"mhc.lower": False}, dynamic=False), model, x)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="mhc", dynamic=False)
+    values = _evaluate(compiled, model, x)
+    assert backend.last_report is not None
+    assert backend.last_report.lowered["boundary"] == 3
+    for name, value in values.items():
+        assert torch.equal(value, whole[name]), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_on_a_gpu(mode: str | None) -> None:
+    """A training step against float64, with two token counts, the mode's in CUDA graphs; no operator is called."""
+    model, x = _chain(torch.float32)
+    reference = Float64Reference(model)
+    compiled = torch.compile(model, backend="mhc", mode=mode, dynamic=False)
+    for part in (x, x[:77]):
+        exact = _evaluate(reference, reference.module, part.double())
+        eager = _evaluate(model, model, part)
+        _, code = run_and_get_code(_evaluate, compiled, model, part)
+        assert code
+        assert not any("torch.ops.mhc" in text for text in code)
+        for _ in range(3):  # CUDA graphs warm up, record and replay
+            torch.compiler.cudagraph_mark_step_begin()
+            values = _evaluate(compiled, model, part)
+        for name, value in exact.items():
+            error, limit = check.error(values[name], value), check.error(eager[name], value)
+            assert error <= max(2 * limit, 32 * torch.finfo(torch.float32).eps), name
+
+
+@pytest.mark.gpu
+def test_ahead_of_time() -> None:
+    """AOTInductor runs the passes by `enable`, and needs no Python to call a kernel."""
+    model, x = _chain(torch.bfloat16)
+    model.requires_grad_(False)
+    expected = model(x)[0]
+    with tempfile.TemporaryDirectory() as folder, mhc_compile.enable():
+        exported = torch.export.export(model, (x,))
+        package = torch._inductor.aoti_compile_and_package(exported, package_path=f"{folder}/chain.pt2")
+        (out,) = torch._inductor.aoti_load_package(package)(x)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.gpu
+def test_gradients_of_streams_save_memory() -> None:
+    """Without the fused boundary, a chain's backward keeps one gradient of streams fewer than it would."""
+    width, tokens = 1024, 4096
+    options = {"mhc.fuse.boundary": False, "mhc.fuse.boundary_backward": False}
+    peaks = []
+    for lower in (False, True):
+        torch._dynamo.reset()
+        model, x = _chain(torch.bfloat16, tokens, width)
+        compiled = torch.compile(model, backend="mhc", options=options | {"mhc.lower": lower}, dynamic=False)
+        _evaluate(compiled, model, x)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        _evaluate(compiled, model, x)
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert peaks[1] <= peaks[0]
