@@ -86,7 +86,7 @@ def judge(trusted: Errors, errors: Errors, names: list[str], group: str) -> list
     times what the trusted error is there or usually is, whichever is larger.
 
     A gradient that vanishes but for rounding has no size of its own: beneath a millionth of the group's root mean
-    square, errors are relative to that.
+    square, errors are relative to that, and such a tensor is judged alone.
     """
     numbers = sum(errors.numbers[name] for name in names)
     least = 1e-6 * math.sqrt(sum(trusted.reference[name] for name in names) / max(1, numbers))
@@ -102,14 +102,10 @@ def judge(trusted: Errors, errors: Errors, names: list[str], group: str) -> list
 
     compare(f"all {group}", names, trusted.relative(*names), errors.relative(*names), room(names))
     few = [name for name in names if errors.numbers[name] < FEW]
-    if len(few) > 1:
-        compare(
-            f"{len(few)} small {group}",
-            few,
-            _mean(trusted, few, least),
-            _mean(errors, few, least),
-            max(1.25, room(few)),
-        )
+    sized = [name for name in few if trusted.reference[name] >= trusted.numbers[name] * least**2]
+    if len(sized) > 1:
+        wanted, found = _mean(trusted, sized, least), _mean(errors, sized, least)
+        compare(f"{len(sized)} small {group}", sized, wanted, found, max(1.25, room(sized)))
     for name in names:
         alone = trusted.relative(name, least=least)
         if name in few:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ from expecttest import assert_expected_inline
 import mhc_compile
 from mhc_compile.testing import capture, graph_text
 from mhc_compile.testing.float64 import Float64Reference
+from mhc_compile.testing.judging import Errors, judge
 from tests.e2e.deepseek_models import Stack, deepseek
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -73,36 +73,17 @@ def test_training_is_as_accurate_as_eager() -> None:
     model = deepseek(layers=1)
     reference = Float64Reference(model)
     runs = {"eager": model, "mhc": torch.compile(model, backend="mhc")}
-    squares: dict[str, dict[str, float]] = {run: {} for run in ("exact", *runs)}
-    for _ in range(6):
+    errors = {run: Errors() for run in runs}
+    for _ in range(20):
         ids = _tokens()
         exact = _step(reference, reference.module, ids)
-        for name, want in exact.items():
-            squares["exact"][name] = squares["exact"].get(name, 0.0) + float(want.norm() ** 2)
         for run, call in runs.items():
-            found = _step(call, model, ids)
-            assert found.keys() == exact.keys()
-            for name, want in exact.items():
-                error = float((found[name].double() - want).norm() ** 2)
-                squares[run][name] = squares[run].get(name, 0.0) + error
-    relative = {
-        run: {name: (squares[run][name] / squares["exact"][name]) ** 0.5 for name in squares["exact"]} for run in runs
-    }
-    usual = statistics.median(relative["eager"].values())
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters() if name in relative["eager"]}
-    few = [name for name, size in sizes.items() if size < 1000]
-    for name in sizes:
-        # Both are float32 evaluations whose roundings differ. The error of few numbers, all of which came through the
-        # same gates, is a handful of draws: alone such a tensor may be unlucky, together they may not.
-        own = relative["eager"][name]
-        limit = 4.0 * max(own, usual) if name in few else 1.2 * own
-        assert relative["mhc"][name] <= limit, (name, own, relative["mhc"][name])
-    together = {run: statistics.fmean(relative[run][name] ** 2 for name in few) ** 0.5 for run in runs}
-    assert together["mhc"] <= 1.25 * together["eager"]
-    total = {run: sum(squares[run][n] for n in squares[run] if n not in ("logits", "loss")) ** 0.5 for run in runs}
-    # Over all gradients together, and over the many logits, luck averages out.
-    assert total["mhc"] <= 1.1 * total["eager"]
-    assert relative["mhc"]["logits"] <= 1.1 * relative["eager"]["logits"]
+            errors[run].add(_step(call, model, ids), exact)
+    gradients = [name for name in errors["mhc"].numbers if name not in ("logits", "loss")]
+    findings = judge(errors["eager"], errors["mhc"], ["logits", "loss"], "outputs")
+    findings += judge(errors["eager"], errors["mhc"], gradients, "gradients")
+    assert len(gradients) > 20
+    assert [str(finding) for finding in findings if not finding.ok] == []
 
 
 def _step(run: Callable[..., Any], module: torch.nn.Module, ids: torch.Tensor) -> dict[str, torch.Tensor]:
