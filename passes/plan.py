@@ -22,8 +22,9 @@ from mhc_compile.passes.recognise.gates import Gate, Mixing, Sigmoid
 from mhc_compile.passes.recognise.layout import is_movement, keeps_order
 from mhc_compile.passes.recognise.projection import Projection
 from mhc_compile.passes.recognise.terms import TOGETHER
+from mhc_compile.passes.record import storage_key
 from mhc_compile.passes.report import location
-from mhc_compile.passes.shadow import Shadow, Value, storage_key, tensors_of
+from mhc_compile.passes.shadow import Shadow, Value, tensors_of
 
 
 def said(node: fx.Node) -> str:

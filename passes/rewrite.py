@@ -29,7 +29,8 @@ from mhc_compile.passes.recognise import Weight
 from mhc_compile.passes.recognise.contraction import StreamsView
 from mhc_compile.passes.recognise.layout import Dim, Layout, NotALayout, Steps, keeps_order, tiles
 from mhc_compile.passes.recognise.projection import Projection
-from mhc_compile.passes.shadow import Shadow, Value, storage_key, tensors_of
+from mhc_compile.passes.record import storage_key
+from mhc_compile.passes.shadow import Shadow, Value, tensors_of
 
 
 def rewrite(shadow: Shadow, plan: Plan) -> fx.Graph:

@@ -229,7 +229,7 @@ _HANDLERS: dict[str, Callable[[AffineWalk, shadow.Op], Affine | None]] = {
 
 def _swapped(op: Op) -> Op:
     """rsub(a, b) read as sub(b, a)."""
-    return Op(op.target, (op.args[1], op.args[0], *op.args[2:]), op.kwargs, op.node, op.outs)
+    return replace(op, args=(op.args[1], op.args[0], *op.args[2:]))
 
 
 def token_indices(rows: Layout, layout: Layout, row_count: int) -> list[int] | None:

@@ -9,7 +9,7 @@ import torch
 from mhc_compile.forms import Sinkhorn
 from mhc_compile.passes.recognise import sinkhorn
 from mhc_compile.passes.recognise.affine import Affine, AffineWalk
-from mhc_compile.passes.recognise.region import Region, region, same_gradient, sample_shape
+from mhc_compile.passes.recognise.region import Region, Signature, region, same_gradient, sample_shape
 from mhc_compile.passes.shadow import Op, Value
 
 # Region and candidate are float64 and at most a few operations long.
@@ -58,7 +58,7 @@ class NotAGate:
     streams: tuple[Value, ...] = ()
 
 
-Known = dict[str, "Sigmoid | Mixing | str"]
+Known = dict[Signature, "Sigmoid | Mixing | str"]
 
 
 def identify(value: Value, walk: AffineWalk, known: Known) -> Gate | NotAGate:

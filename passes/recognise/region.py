@@ -10,9 +10,13 @@ import torch
 
 from mhc_compile import compat
 from mhc_compile.passes.recognise.layout import is_movement
-from mhc_compile.passes.shadow import Op, Value, map_leaves
+from mhc_compile.passes.record import map_leaves
+from mhc_compile.passes.shadow import Op, Value
 
 _LIMIT = 600
+
+Signature = tuple[tuple[int, ...], tuple[tuple[int, ...], ...], int]
+"""The leaf's shape, each operator's kind with the numbers of the values it reads, and which value is the result."""
 
 
 @dataclass(frozen=True)
@@ -40,19 +44,15 @@ class Region:
         numbers = {abs(leaf) for leaf in self._numbers() if isinstance(leaf, (int, float))}
         return sorted(2.0 * number for number in numbers if 50 < number < 1e30)
 
-    def signature(self) -> str:
+    def signature(self) -> Signature:
         """Equal for regions that compute the same: layers of a model need to be understood once."""
-        numbers: dict[Value, int] = {self.leaf: 0}
-
-        def describe(leaf: Any) -> Any:
-            return f"%{numbers[leaf]}" if isinstance(leaf, Value) else leaf
-
-        lines = [str(sample_shape(self.leaf))]
+        numbers = {self.leaf: 0}
+        lines: list[tuple[int, ...]] = []
         for op in self.ops:
-            lines.append(f"{op.target} {map_leaves(describe, (op.args, op.kwargs))}")
+            lines.append((op.kind, *[numbers[source] for source in op.sources]))
             for value in op.outs:
                 numbers[value] = len(numbers)
-        return "\n".join([*lines, str(numbers[self.out])])
+        return sample_shape(self.leaf), tuple(lines), numbers[self.out]
 
     def run(self, leaf: torch.Tensor) -> torch.Tensor:
         """Evaluate in float64: every float cast of the program is read as a cast to float64."""
