@@ -56,10 +56,18 @@ class Value:
 
 
 @dataclass(eq=False, repr=False, slots=True)
-class Op:
-    """One ATen call, made by a Dynamo node. `target` is None where the node was not looked into.
+class Kind:
+    """What calls have in common that differ in nothing but the tensors they read: one object for all of them."""
 
-    kind is equal for calls that differ in nothing but the tensors they read, whose order is that of `sources`.
+    # Whether a size takes part as a number; None until somebody asks.
+    reads_size: bool | None = None
+
+
+@dataclass(eq=False, repr=False, slots=True)
+class Op:
+    """One ATen call, made by a Dynamo node; sources are the tensors it reads, in the order of its arguments.
+
+    `target` is None where the node was not looked into.
     """
 
     target: Any
@@ -67,12 +75,10 @@ class Op:
     kwargs: dict[str, Any]
     node: fx.Node
     # The operator without its overload, such as "mul"; "" if opaque.
-    name: str = ""
-    sources: tuple[Value, ...] = ()
-    kind: int = -1
+    name: str
+    sources: tuple[Value, ...]
+    kind: Kind
     outs: list[Value] = field(default_factory=list)
-    # Whether a size takes part as a number; None until somebody asks.
-    reads_size: bool | None = None
 
     @property
     def out(self) -> Value:
@@ -145,9 +151,8 @@ class _Tracer:
         self.values: dict[fx.Node, Any] = {}
         self.writes: list[tuple[fx.Node, frozenset[int]]] = []
         self.recorded: dict[tuple[Any, ...], _Recorded | None] = {}
-        # Numbers for what is compared often: the kinds of tensors, by their identity, and of calls.
-        self.tensor_kinds: dict[int, int] = {}
-        self.kinds: dict[Any, int] = {}
+        self.tensor_kinds: dict[int, Kind] = {}
+        self.kinds: dict[str, Kind] = {}
         self.autocasts: list[Any] = []
         # Dynamo restores at the end of a graph what it found at the beginning.
         changes = [n for n in graph.nodes if compat.changes_global_state(n) and compat.state_change(n) == "grad"]
@@ -309,7 +314,7 @@ class _Tracer:
         else:
             key += (kind, str(leaf))
 
-    def _tensor_kind(self, meta: torch.Tensor) -> int:
+    def _tensor_kind(self, meta: torch.Tensor) -> Kind:
         # Every tensor asked for is held by a value, so that no two ever have one identity.
         found = self.tensor_kinds.get(id(meta))
         if found is None:
@@ -318,8 +323,8 @@ class _Tracer:
             self.tensor_kinds[id(meta)] = found
         return found
 
-    def _kind(self, text: str) -> int:
-        return self.kinds.setdefault(text, len(self.kinds))
+    def _kind(self, text: str) -> Kind:
+        return self.kinds.setdefault(text, Kind())
 
     def _resolve(self, arguments: Any) -> Any:
         return fx.node.map_arg(arguments, lambda n: self.values.get(n, compat.example(n)))
@@ -333,7 +338,7 @@ class _Tracer:
     def _op(self, target: Any, args: Any, kwargs: Any, node: fx.Node) -> Op:
         sources = tuple(_values((args, kwargs)))
         if target is None:
-            return Op(None, args, kwargs, node, "", sources)
+            return Op(None, args, kwargs, node, "", sources, Kind())
         kind = self._kind(call_text(target, args, kwargs, Value))
         return Op(target, args, kwargs, node, str(target._opname), sources, kind)
 
@@ -356,10 +361,10 @@ class _Tracer:
 
 @dataclass(frozen=True)
 class _Recorded:
-    """A recording, the numbers of its calls' kinds and the shapes of its tensors."""
+    """A recording, its calls' kinds and the shapes of its tensors."""
 
     recording: Recording
-    kinds: list[int]
+    kinds: list[Kind]
     shapes: list[tuple[int, ...]]
 
 

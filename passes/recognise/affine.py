@@ -22,7 +22,7 @@ from mhc_compile.passes.recognise.layout import (
 )
 from mhc_compile.passes.recognise.projection import Projection
 from mhc_compile.passes.recognise.rms import RmsFactor
-from mhc_compile.passes.recognise.terms import Reader
+from mhc_compile.passes.recognise.terms import Reader, moves_elements
 from mhc_compile.passes.shadow import Op, Value
 
 
@@ -84,6 +84,7 @@ class AffineWalk:
         self.reader = reader
         self._seen: dict[Value, Affine | None] = {}
         self._factors: dict[tuple[Value, bool], RmsFactor | None] = {}
+        self._affine: set[Value] = set()
 
     def describe(self, value: Value) -> Affine | None:
         if value not in self._seen:
@@ -93,6 +94,28 @@ class AffineWalk:
             except NotALayout:
                 self._seen[value] = None
         return self._seen[value]
+
+    def is_affine(self, value: Value) -> bool:
+        """Whether `describe` has something to say: a look-up, since all such values are found at once."""
+        if not self._affine:
+            self._find_affine()
+        return value in self._affine
+
+    def _find_affine(self) -> None:
+        """From the projection onwards: what is affine is made from what is, or put together from views of it."""
+        seen: set[Value] = set()
+        pending = [self.projection.out]
+        while pending:
+            value = pending.pop()
+            if value in seen:
+                continue
+            seen.add(value)
+            if self.describe(value) is not None:
+                self._affine.add(value)
+            elif value.op is None or not moves_elements(value.op):
+                continue
+            for user in value.users:
+                pending += user.outs
 
     def rms_factor(self, value: Value, *, divides: bool) -> RmsFactor | None:
         key = (value, divides)

@@ -63,7 +63,7 @@ Known = dict[Signature, "Sigmoid | Mixing | str"]
 
 def identify(value: Value, walk: AffineWalk, known: Known) -> Gate | NotAGate:
     """The gate that `value` holds; `known` remembers what regions compute, or the reason why that is unclear."""
-    found = region(value, lambda v: walk.describe(v) is not None)
+    found = region(value, walk.is_affine)
     if found is None:
         return NotAGate(value, "is not computed from one slice of the projection alone")
     logits = walk.describe(found.leaf)

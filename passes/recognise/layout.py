@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -47,11 +48,7 @@ class Layout:
 
     @staticmethod
     def contiguous(shape: Sequence[int]) -> Layout:
-        dims, stride = [], 1
-        for size in reversed(shape):
-            dims.append(_tidy(((size, stride),)))
-            stride *= size
-        return Layout(tuple(reversed(dims)))
+        return _contiguous(tuple(shape))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -126,6 +123,15 @@ class Layout:
         extents: dict[int, int] = {}
         dims = tuple(_tidy(steps.translate(dim, extents)) for dim in self.dims)
         return Layout(dims, steps.at(self.offset, extents) + inner.offset)
+
+
+@lru_cache(4096)
+def _contiguous(shape: tuple[int, ...]) -> Layout:
+    dims, stride = [], 1
+    for size in reversed(shape):
+        dims.append(_tidy(((size, stride),)))
+        stride *= size
+    return Layout(tuple(reversed(dims)))
 
 
 class Steps:

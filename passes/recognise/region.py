@@ -11,11 +11,11 @@ import torch
 from mhc_compile import compat
 from mhc_compile.passes.recognise.layout import is_movement
 from mhc_compile.passes.record import map_leaves
-from mhc_compile.passes.shadow import Op, Value
+from mhc_compile.passes.shadow import Kind, Op, Value
 
 _LIMIT = 600
 
-Signature = tuple[tuple[int, ...], tuple[tuple[int, ...], ...], int]
+Signature = tuple[tuple[int, ...], tuple[tuple[Kind | int, ...], ...], int]
 """The leaf's shape, each operator's kind with the numbers of the values it reads, and which value is the result."""
 
 
@@ -47,7 +47,7 @@ class Region:
     def signature(self) -> Signature:
         """Equal for regions that compute the same: layers of a model need to be understood once."""
         numbers = {self.leaf: 0}
-        lines: list[tuple[int, ...]] = []
+        lines: list[tuple[Kind | int, ...]] = []
         for op in self.ops:
             lines.append((op.kind, *[numbers[source] for source in op.sources]))
             for value in op.outs:
@@ -148,13 +148,13 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 def _reads_a_size(op: Op) -> bool:
     """Whether a symbolic size takes part as a number: what is computed then differs from call to call."""
-    if op.reads_size is None:
+    if op.kind.reads_size is None:
         arguments = [*op.args, *op.kwargs.values()]
         if op.name in _FACTORIES:
             arguments = [argument for argument in arguments if not isinstance(argument, (list, tuple))]
         sized = any(isinstance(leaf, torch.SymInt) for leaf in _leaves(arguments))
-        op.reads_size = sized and not is_movement(op)
-    return op.reads_size
+        op.kind.reads_size = sized and not is_movement(op)
+    return op.kind.reads_size
 
 
 def sample_shape(value: Value) -> tuple[int, ...]:

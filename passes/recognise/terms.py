@@ -359,6 +359,13 @@ def put_together(op: Op) -> Together | None:
 
 TOGETHER = {"cat", "stack", "select_scatter", "slice_scatter"}
 _GATHERS = {*TOGETHER, "index_select", "repeat"}
+
+
+def moves_elements(op: Op) -> bool:
+    """Whether an operator's result is made of elements of what it reads, and of nothing else."""
+    return op.name in _GATHERS or is_movement(op)
+
+
 _HANDLERS: dict[str, Callable[[Reader, Op], Terms | None]] = {
     "mul": Reader.mul,
     "div": Reader.div,
