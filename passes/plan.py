@@ -518,11 +518,13 @@ def _check_surroundings(shadow: Shadow, site: Site) -> None:
         if type(value.meta).__name__ not in ("FakeTensor", "Parameter", "Tensor"):
             raise Decline(f"a {type(value.meta).__name__} takes part, a tensor subclass")
     nodes = _extent(site)
-    for node in nodes:
-        if any(tensor.dtype == torch.float64 for tensor in tensors_of(node)):
-            raise Decline(f"{said(node)} computes in float64; the operators would compute that in float32")
+    doubles = sorted(nodes & shadow.doubles, key=shadow.position.__getitem__)
+    if doubles:
+        raise Decline(f"{said(doubles[0])} computes in float64; the operators would compute that in float32")
     if len({shadow.states[node] for node in nodes}) > 1:
         raise Decline("grad mode or autocast changes between its parts")
+    if not shadow.writes:
+        return
     first, last = min(shadow.position[n] for n in nodes), max(shadow.position[n] for n in nodes)
     touched = {storage_key(t) for node in nodes for t in _held(node)}
     touched |= {storage_key(t) for v in sources for node in v.nodes for t in tensors_of(node)}

@@ -85,7 +85,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        inputs = self.slots((args, kwargs))
+        read, options = self.slots((args, kwargs))
         written = [t for a, arg in zip(args, func._schema.arguments, strict=False) if _writes(arg) for t in tensors(a)]
         if "batch_norm" in func._opname:
             written += tensors(args[3:5])  # the running statistics, which no schema says
@@ -95,9 +95,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in written:
             # an intermediate of this node, updated in place: from here on its name means the new value
             self.known.pop(id(tensor), None)
-        sources = tuple(slot.index for slot in _slots(inputs))
+        sources = tuple(slot.index for slot in _slots((read, options)))
         made = tuple(_slots(map_leaves(self._name, result)))
-        self.calls.append(Call(func, str(func._opname), *inputs, sources, made))
+        self.calls.append(Call(func, str(func._opname), read, options, sources, made))
         return result
 
     def slots(self, tree: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from mhc_compile import compat
+from mhc_compile.passes.copies import Copies, is_barrier
 from mhc_compile.passes.plan import (
     AggregateSite,
     CombineSite,
@@ -29,7 +30,7 @@ from mhc_compile.passes.recognise import Weight
 from mhc_compile.passes.recognise.contraction import StreamsView
 from mhc_compile.passes.recognise.layout import Dim, Layout, NotALayout, Steps, keeps_order, tiles
 from mhc_compile.passes.recognise.projection import Projection
-from mhc_compile.passes.record import storage_key
+from mhc_compile.passes.record import map_leaves, storage_key
 from mhc_compile.passes.shadow import Shadow, Value, tensors_of
 
 
@@ -38,24 +39,24 @@ def rewrite(shadow: Shadow, plan: Plan) -> fx.Graph:
 
     Raises Decline if a site cannot be expressed after all; its message names what is missing.
     """
-    graph, copies = compat.copy_graph(shadow.graph)
-    _Rewriter(graph, copies, shadow).run(plan.sites)
-    graph.lint()
-    return graph
+    targets = {node for site in plan.sites for value in _replaced(site) for node in value.nodes}
+    copies = Copies(shadow, targets, (node for site in plan.sites for value in site.sources() for node in value.nodes))
+    _Rewriter(copies, shadow).run(plan.sites)
+    copies.graph.lint()
+    return copies.graph
 
 
 class _Rewriter:
-    def __init__(self, graph: fx.Graph, copies: dict[fx.Node, fx.Node], shadow: Shadow) -> None:
-        self.graph = graph
+    def __init__(self, copies: Copies, shadow: Shadow) -> None:
+        self.graph = copies.graph
         self.copies = copies
         self.shadow = shadow
-        self.replaced: dict[fx.Node, fx.Node] = {}
         self.gates: dict[Value, tuple[fx.Node, bool]] = {}
         self.streams: dict[Value, tuple[StreamsView, fx.Node, list[int]]] = {}
         self.anchor: fx.Node | None = None
         self.operands: list[fx.Node] = []
         self.calls: list[tuple[fx.Node, Site]] = []
-        self.epochs = _epochs(graph)
+        self.examples: dict[Any, Any] = {}
 
     def run(self, sites: Sequence[Site]) -> None:
         """Sites in program order, so that a later one finds the results of an earlier one in place."""
@@ -99,7 +100,7 @@ class _Rewriter:
             kwargs |= site.gates.as_kwargs() | site.sinkhorn.as_kwargs()
         if site.aggregate is not None:
             kwargs |= self._out_dtype(surface(site.aggregate.out), x)
-        call = self._call(getattr(torch.ops.mhc, site.op).default, *tensors, **kwargs)
+        call = self._operator(site.op, *tensors, **kwargs)
         self.calls.append((call, site))
         first = self._item(call, 0)
         if site.aggregate is not None:
@@ -139,7 +140,7 @@ class _Rewriter:
         if c.layer_bias is not None:
             bias = self._shaped(self._visible(c.layer_bias), (c.streams.channels,))
         kwargs = self._out_dtype(target, x)
-        new = self._call(torch.ops.mhc.expand_combine.default, f, bias, post, x, res, **kwargs)
+        new = self._operator(site.op, f, bias, post, x, res, **kwargs)
         self.calls.append((new, site))
         written = c.outer.out_view
         if target.dtype == c.out.dtype or target is not c.out:
@@ -151,7 +152,7 @@ class _Rewriter:
         self.anchor = self.copies[self._node(target)]
         x, dims = self._streams(a.x, a.streams)
         gate = self._gate_operand(a.gate, a.gate_layout, (*_example(x).shape[:-2], a.streams.n))
-        new = self._call(torch.ops.mhc.aggregate.default, x, gate, **self._out_dtype(target, x))
+        new = self._operator(site.op, x, gate, **self._out_dtype(target, x))
         self.calls.append((new, site))
         self._replace(target, self._laid_out(new, dims, a.out_layout, None))
 
@@ -163,7 +164,7 @@ class _Rewriter:
         if m.transposed:
             logits = self._call("transpose", logits, -1, -2)
         form = {name.removeprefix("sinkhorn_"): value for name, value in m.form.as_kwargs().items()}
-        new = self._call(torch.ops.mhc.sinkhorn.default, logits, **form)
+        new = self._operator(site.op, logits, **form)
         self.calls.append((new, site))
         self._gate(target, new, m.transposed)
         if not target.nodes:
@@ -418,8 +419,7 @@ class _Rewriter:
         while pending:
             current = pending.pop(0)
             if current.nodes:
-                node: fx.Node = self.copies[self._node(current)]
-                return current, self.replaced.get(node, node)
+                return current, self.copies.current(self._node(current))
             pending += [op.out for op in current.users if keeps_order(op)]
         raise Decline("an operand is not a value of its own in the program")
 
@@ -456,7 +456,21 @@ class _Rewriter:
     def _item(self, call: fx.Node, index: int) -> fx.Node:
         return self._call(operator.getitem, call, index)
 
-    def _call(self, target: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> fx.Node:
+    def _operator(self, name: str, first: fx.Node, *others: fx.Node | None, **kwargs: Any) -> fx.Node:
+        """Call one of our operators. Checking its arguments takes long, so it is done once for all calls alike."""
+        target = getattr(torch.ops.mhc, name).default
+        args = (first, *others)
+        key = (name, str(kwargs), tuple(_kind(_example(arg)) if arg is not None else None for arg in args))
+        known = self.examples.get(key)
+        if known is None:
+            node = self._call(target, *args, **kwargs)
+            self.examples[key] = _example(node)
+            return node
+        with compat.fake_mode_of(_example(first)):
+            made = map_leaves(_another, known)
+        return self._call(target, *args, **kwargs, example=made)
+
+    def _call(self, target: Callable[..., Any] | str, *args: Any, example: Any = None, **kwargs: Any) -> fx.Node:
         """Insert a call in front of the anchor, with the example value that later stages rely on."""
         assert self.anchor is not None
         with self.graph.inserting_before(self.anchor):
@@ -464,15 +478,16 @@ class _Rewriter:
                 node = self.graph.call_method(target, args, kwargs)
             else:
                 node = self.graph.call_function(target, args, kwargs)
-        values, options = fx.node.map_arg((args, kwargs), _example)
-        with torch.enable_grad(), compat.fake_mode_of(_example(self.anchor)):
-            example = (
-                getattr(values[0], target)(*values[1:], **options)
-                if isinstance(target, str)
-                else target(*values, **options)
-            )
+        if example is None:
+            values, options = fx.node.map_arg((args, kwargs), _example)
+            with torch.enable_grad(), compat.fake_mode_of(_example(self.anchor)):
+                example = (
+                    getattr(values[0], target)(*values[1:], **options)
+                    if isinstance(target, str)
+                    else target(*values, **options)
+                )
         node.meta[compat.example_key(self.anchor)] = example
-        self.epochs[node] = self.epochs[self.anchor]
+        self.copies.epochs[node] = self.copies.epochs[self.anchor]
         for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
             if key in self.anchor.meta:
                 node.meta[key] = self.anchor.meta[key]
@@ -490,7 +505,7 @@ class _Rewriter:
             if _example(fitted).stride() != example.stride():
                 fitted = self._restrided(fitted, example, node)
             node.replace_all_uses_with(fitted)
-            self.replaced[node] = fitted
+            self.copies.replaced[node] = fitted
 
     def _restrided(self, node: fx.Node, like: torch.Tensor, old: fx.Node) -> fx.Node:
         """A copy with the strides of `like`, a tensor whose dimensions are dense in some order."""
@@ -548,8 +563,8 @@ class _Rewriter:
                         order.append(node)
         epoch = 0
         for node in order:
-            epoch += _is_barrier(node)
-            if self.epochs[node] != epoch:
+            epoch += is_barrier(node)
+            if self.copies.epochs[node] != epoch:
                 self._blame(
                     node,
                     f"an operand is computed at {said(node)} behind something that writes in place, sets global state "
@@ -579,12 +594,12 @@ class _Rewriter:
 
     def _erase_dead(self) -> None:
         """Remove what the replaced nodes alone needed; nothing that could have an effect of its own."""
-        pending = list(self.replaced)
+        pending = [*self.copies.replaced, *self.copies.on_demand]
         while pending:
             node = pending.pop()
             if node.users or node.op not in ("call_function", "call_method") or node._erased:
                 continue
-            if _is_barrier(node):
+            if is_barrier(node):
                 continue
             sources = node.all_input_nodes
             self.graph.erase_node(node)
@@ -616,8 +631,22 @@ def _step_of(stride: int, dim: Dim) -> int:
     return next(k for k, (size, step) in enumerate(dim) if step <= stride < step * size)
 
 
+def _replaced(site: Site) -> Iterator[Value]:
+    """All values in whose place a site's results go."""
+    if isinstance(site, MixSite):
+        if site.aggregate is not None:
+            yield surface(site.aggregate.out)
+        for gate in (site.pre if site.aggregate is None else None, site.post, site.res):
+            if gate is not None:
+                yield gate.value
+    elif isinstance(site, SinkhornSite) and site.matrices.out.nodes:
+        yield site.matrices.out
+    else:
+        yield surface(next(site.targets()))
+
+
 def _outputs(site: Site) -> list[Value]:
-    """The visible values that a site replaces."""
+    """The visible values that tell where a site is."""
     if isinstance(site, (CombineSite, AggregateSite, SinkhornSite)):
         return [surface(next(site.targets()))]
     found = [surface(site.aggregate.out)] if site.aggregate is not None else []
@@ -627,20 +656,16 @@ def _outputs(site: Site) -> list[Value]:
     return found
 
 
+def _kind(tensor: torch.Tensor) -> str:
+    about = (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, type(tensor), tensor.requires_grad)
+    return str(about)
+
+
+def _another(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor like this one that shares no memory with it."""
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return made.requires_grad_(tensor.requires_grad)
+
+
 def _example(node: fx.Node) -> Any:
     return compat.example(node)
-
-
-def _epochs(graph: fx.Graph) -> dict[fx.Node, int]:
-    """The number of nodes before each node that write, set global state or draw random numbers."""
-    epochs: dict[fx.Node, int] = {}
-    epoch = 0
-    for node in graph.nodes:
-        if _is_barrier(node):
-            epoch += 1
-        epochs[node] = epoch
-    return epochs
-
-
-def _is_barrier(node: fx.Node) -> bool:
-    return compat.may_mutate(node) or compat.changes_global_state(node) or compat.draws_random_numbers(node)

@@ -96,7 +96,8 @@ class Shadow:
     """The ATen record of one graph.
 
     ops are in program order. states holds the grad mode and autocast under which each node runs, as far as the graph
-    sets them. writes lists, for each node that mutates, the storages it may write.
+    sets them. writes lists, for each node that mutates, the storages it may write. doubles are the nodes that hold a
+    float64 tensor.
     """
 
     graph: fx.Graph
@@ -105,6 +106,14 @@ class Shadow:
     position: dict[fx.Node, int]
     states: dict[fx.Node, str]
     writes: list[tuple[fx.Node, frozenset[int]]]
+    doubles: set[fx.Node]
+
+    def release(self) -> None:
+        """Take the record apart: the garbage collector would need longer than all the passes for its cycles."""
+        for op in self.ops:
+            for value in op.outs:
+                value.op = None
+                value.users.clear()
 
 
 def trace(graph: fx.Graph) -> Shadow:
@@ -150,6 +159,7 @@ class _Tracer:
         self.ops: list[Op] = []
         self.values: dict[fx.Node, Any] = {}
         self.writes: list[tuple[fx.Node, frozenset[int]]] = []
+        self.doubles: set[fx.Node] = set()
         self.recorded: dict[tuple[Any, ...], _Recorded | None] = {}
         self.tensor_kinds: dict[int, Kind] = {}
         self.kinds: dict[str, Kind] = {}
@@ -174,7 +184,7 @@ class _Tracer:
             self.autocasts.pop().__exit__(None, None, None)
         for value in _values(self.graph_outputs):
             value.is_output = True
-        return Shadow(self.graph, self.ops, self.values, position, states, self.writes)
+        return Shadow(self.graph, self.ops, self.values, position, states, self.writes, self.doubles)
 
     def _fake_mode(self) -> Any:
         for node in self.graph.nodes:
@@ -207,6 +217,9 @@ class _Tracer:
             self.graph_outputs = self._resolve(node.args)
             return
         example = compat.example(node)
+        held = (example,) if isinstance(example, torch.Tensor) else tuple(tensors(example))
+        if any(tensor.dtype == torch.float64 for tensor in held):
+            self.doubles.add(node)
         if node.op not in ("call_function", "call_method"):
             self._bind(node, map_leaves(self._fresh, example))
             return
@@ -221,7 +234,7 @@ class _Tracer:
             result = map_leaves(self._fresh, example)
             self._add(self._op(function, self._resolve(node.args[2:]), {}, node), result)
             self._bind(node, result)
-        elif not compat.is_plain_call(node) or not any(True for _ in tensors(example)):
+        elif not compat.is_plain_call(node) or not held:
             self._opaque(node, example)
         else:
             self._look_into(node, example)
@@ -293,7 +306,7 @@ class _Tracer:
 
     def _describe(self, tree: Any, inputs: dict[Value, int], key: list[Any]) -> None:
         """Extend `key` by what tells this argument of a call from others: a tensor's kind, and which of `inputs`."""
-        leaf = self.values.get(tree) if isinstance(tree, fx.Node) else tree
+        leaf: Any = self.values.get(tree) if isinstance(tree, fx.Node) else tree
         kind = type(leaf)
         if kind is Value:
             key += (inputs.setdefault(leaf, len(inputs)), self._tensor_kind(leaf.meta))

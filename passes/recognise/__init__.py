@@ -18,7 +18,7 @@ from mhc_compile.passes.recognise.contraction import StreamsView
 from mhc_compile.passes.recognise.gates import Gate, Matrices, NotAGate
 from mhc_compile.passes.recognise.layout import Layout, NotALayout, origin, tidy
 from mhc_compile.passes.recognise.projection import Projection, projections, token_factor, weight_axes
-from mhc_compile.passes.recognise.terms import Reader
+from mhc_compile.passes.recognise.terms import TOGETHER, Reader
 from mhc_compile.passes.shadow import Op, Shadow, Value
 
 log = logging.getLogger(__name__)
@@ -88,10 +88,12 @@ def recognise(shadow: Shadow) -> Findings:
     for op in shadow.ops:
         if op.name not in _WIDE or not op.outs:
             continue
-        found = projections(reader, op, readings)
-        if found:
-            readings[op.out] = found
-        if op.name in _SUMS:
+        terms = reader.terms(op.out)
+        if op.name in TOGETHER or any(term.summed for term in terms):
+            found = projections(reader, op, readings)
+            if found:
+                readings[op.out] = found
+        if op.name in _SUMS and len(terms) > 1:
             combines += combine.combines(reader, op.out)
         for out in op.outs:
             aggregates += aggregate.aggregates(reader, out)
@@ -175,6 +177,7 @@ def _understand(
 ) -> tuple[Mixture | None, list[NotAGate]]:
     """The first reading of the projection under which a gate is normalised exactly once; else why not."""
     missed: list[NotAGate] = []
+    affine: AffineWalk | None = None
     for reading in readings:
         explained, before = _normalised_before(reading, reader)
         if not explained:
@@ -182,7 +185,7 @@ def _understand(
             missed += [NotAGate(value, strange) for value in candidates]
             continue
         found: dict[Normed, Mixture] = {}
-        affine = AffineWalk(reading, reader)
+        affine = AffineWalk(reading, reader, affine)
         for value in candidates:
             gate = gates.identify(value, affine, known)
             if isinstance(gate, NotAGate):

@@ -63,7 +63,7 @@ Known = dict[Signature, "Sigmoid | Mixing | str"]
 
 def identify(value: Value, walk: AffineWalk, known: Known) -> Gate | NotAGate:
     """The gate that `value` holds; `known` remembers what regions compute, or the reason why that is unclear."""
-    found = region(value, walk.is_affine)
+    found = walk.region(value)
     if found is None:
         return NotAGate(value, "is not computed from one slice of the projection alone")
     logits = walk.describe(found.leaf)
@@ -73,7 +73,7 @@ def identify(value: Value, walk: AffineWalk, known: Known) -> Gate | NotAGate:
         return NotAGate(value, "is the projection itself, before any gate")
     if rows is None or len(set(rows)) != len(rows) or found.leaf.numel != value.numel:
         return NotAGate(value, "does not keep the projection's elements one to one")
-    signature = found.signature()
+    signature = found.signature
     if signature not in known:
         known[signature] = _kind(found, len(rows))
     kind = known[signature]
@@ -117,7 +117,7 @@ def matrices(value: Value, known: Known) -> Matrices | str | None:
             break
         found = region(value, lambda v, leaf=leaf: v is leaf)  # type: ignore[misc]
         if found is not None and found.leaf is leaf and tuple(leaf.shape) == tuple(value.shape):
-            signature = found.signature()
+            signature = found.signature
             if signature not in known:
                 answer = sinkhorn.identify(found, side)
                 known[signature] = answer if isinstance(answer, str) else Mixing(*answer)
