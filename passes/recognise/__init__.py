@@ -17,8 +17,9 @@ from mhc_compile.passes.recognise.combine import Combine
 from mhc_compile.passes.recognise.contraction import StreamsView
 from mhc_compile.passes.recognise.gates import Gate, Matrices, NotAGate
 from mhc_compile.passes.recognise.layout import Layout, NotALayout, origin, tidy
+from mhc_compile.passes.recognise.pieces import TOGETHER
 from mhc_compile.passes.recognise.projection import Projection, projections, token_factor, weight_axes
-from mhc_compile.passes.recognise.terms import TOGETHER, Reader
+from mhc_compile.passes.recognise.reader import Reader
 from mhc_compile.passes.shadow import Op, Shadow, Value
 
 log = logging.getLogger(__name__)

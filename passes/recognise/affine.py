@@ -21,9 +21,9 @@ from mhc_compile.passes.recognise.layout import (
     refine,
 )
 from mhc_compile.passes.recognise.projection import Projection
+from mhc_compile.passes.recognise.reader import Reader, moves_elements
 from mhc_compile.passes.recognise.region import Region, region
 from mhc_compile.passes.recognise.rms import RmsFactor
-from mhc_compile.passes.recognise.terms import Reader, moves_elements
 from mhc_compile.passes.shadow import Op, Value
 
 

@@ -15,8 +15,8 @@ from mhc_compile.passes.recognise.contraction import exact
 from mhc_compile.passes.recognise.layout import Factor as Step
 from mhc_compile.passes.recognise.layout import Layout, is_movement, keeps_order, tidy, walk
 from mhc_compile.passes.recognise.projection import Projection
+from mhc_compile.passes.recognise.reader import Reader
 from mhc_compile.passes.recognise.region import Region, region, same_gradient, sample_shape
-from mhc_compile.passes.recognise.terms import Reader
 from mhc_compile.passes.shadow import Op, Value
 
 # Evaluation and candidate are both float64 and a few operations long; a 1e-12 clamp differs from a 1e-12 summand by
