@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from mhc_compile import compat
 from mhc_compile.passes.plan import (
     AggregateSite,
     CombineSite,
@@ -20,7 +21,6 @@ from mhc_compile.passes.plan import (
 )
 from mhc_compile.passes.recognise.layout import Layout, NotALayout
 from mhc_compile.passes.rewrite.copies import Copies
-from mhc_compile.passes.rewrite.editor import example_of
 from mhc_compile.passes.rewrite.order import erase_dead, sort
 from mhc_compile.passes.rewrite.vectors import Vectors
 from mhc_compile.passes.shadow import Shadow, Value
@@ -109,7 +109,7 @@ class _Rewriter(Vectors):
         self.anchor = self.copies[self._node(target)]
         c = site.combine
         x, dims = self._streams(c.x, c.streams)
-        tokens, n = example_of(x).shape[:-2], c.streams.n
+        tokens, n = compat.example(x).shape[:-2], c.streams.n
         f = self._shaped(self._arranged(c.outer.f, c.outer.f_layout), (*tokens, c.streams.channels))
         post = self._gate_operand(c.outer.post, c.outer.post_layout, (*tokens, n))
         if c.outer.const != 1.0:
@@ -134,7 +134,7 @@ class _Rewriter(Vectors):
         a, target = site.aggregate, surface(site.aggregate.out)
         self.anchor = self.copies[self._node(target)]
         x, dims = self._streams(a.x, a.streams)
-        gate = self._gate_operand(a.gate, a.gate_layout, (*example_of(x).shape[:-2], a.streams.n))
+        gate = self._gate_operand(a.gate, a.gate_layout, (*compat.example(x).shape[:-2], a.streams.n))
         new = self._operator(site.op, x, gate, **self._out_dtype(target, x))
         self.calls.append((new, site))
         self._replace(target, self._laid_out(new, dims, a.out_layout, None))
@@ -168,7 +168,7 @@ class _Rewriter(Vectors):
         return self._shaped(self._arranged(value, layout), shape)
 
     def _out_dtype(self, target: Value, x: fx.Node) -> dict[str, torch.dtype]:
-        return {} if target.dtype == example_of(x).dtype else {"out_dtype": target.dtype}
+        return {} if target.dtype == compat.example(x).dtype else {"out_dtype": target.dtype}
 
 
 def _replaced(site: Site) -> Iterator[Value]:

@@ -55,7 +55,7 @@ class Editor:
             return value
 
     def _shaped(self, node: fx.Node, shape: Sequence[Any]) -> fx.Node:
-        have = example_of(node).shape
+        have = compat.example(node).shape
         if len(have) == len(shape) and all(compat.same_size(a, b) for a, b in zip(have, shape, strict=True)):
             return node
         symbolic = [d for d, size in enumerate(shape) if not isinstance(size, int)]
@@ -85,13 +85,13 @@ class Editor:
         """Call one of our operators. Checking its arguments takes long, so it is done once for all calls alike."""
         target = getattr(torch.ops.mhc, name).default
         args = (first, *others)
-        key = (name, str(kwargs), tuple(_kind(example_of(arg)) if arg is not None else None for arg in args))
+        key = (name, str(kwargs), tuple(_kind(compat.example(arg)) if arg is not None else None for arg in args))
         known = self.examples.get(key)
         if known is None:
             node = self._call(target, *args, **kwargs)
-            self.examples[key] = example_of(node)
+            self.examples[key] = compat.example(node)
             return node
-        with compat.fake_mode_of(example_of(first)):
+        with compat.fake_mode_of(compat.example(first)):
             made = map_leaves(_another, known)
         return self._call(target, *args, **kwargs, example=made)
 
@@ -104,8 +104,8 @@ class Editor:
             else:
                 node = self.graph.call_function(target, args, kwargs)
         if example is None:
-            values, options = fx.node.map_arg((args, kwargs), example_of)
-            with torch.enable_grad(), compat.fake_mode_of(example_of(self.anchor)):
+            values, options = fx.node.map_arg((args, kwargs), compat.example)
+            with torch.enable_grad(), compat.fake_mode_of(compat.example(self.anchor)):
                 example = (
                     getattr(values[0], target)(*values[1:], **options)
                     if isinstance(target, str)
@@ -122,12 +122,12 @@ class Editor:
         """Put `new` in the place of every node that holds the value, with that value's type, shape and strides."""
         for old in value.nodes:
             node = self.copies[old]
-            example = example_of(node)
+            example = compat.example(node)
             fitted = new
-            if example_of(fitted).dtype != example.dtype:
+            if compat.example(fitted).dtype != example.dtype:
                 fitted = self._call("to", fitted, example.dtype)
             fitted = self._shaped(fitted, example.shape)
-            if example_of(fitted).stride() != example.stride():
+            if compat.example(fitted).stride() != example.stride():
                 fitted = self._restrided(fitted, example, node)
             node.replace_all_uses_with(fitted)
             self.copies.replaced[node] = fitted
@@ -141,7 +141,7 @@ class Editor:
             node = self._call("permute", node, *back)
         else:
             node = self._call("contiguous", node)
-        if example_of(node).stride() == like.stride():
+        if compat.example(node).stride() == like.stride():
             return node
         if not like.is_contiguous() and self._leaves_the_graph(old):
             raise Decline("its result has strides that the operators do not produce")
@@ -170,7 +170,3 @@ def _another(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor like this one that shares no memory with it."""
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return made.requires_grad_(tensor.requires_grad)
-
-
-def example_of(node: fx.Node) -> Any:
-    return compat.example(node)

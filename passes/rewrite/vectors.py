@@ -8,6 +8,7 @@ from math import prod
 import torch
 from torch import fx
 
+from mhc_compile import compat
 from mhc_compile.passes.plan import (
     Decline,
     MixSite,
@@ -18,7 +19,6 @@ from mhc_compile.passes.recognise import Weight
 from mhc_compile.passes.recognise.contraction import StreamsView
 from mhc_compile.passes.recognise.layout import Layout, Steps, tiles
 from mhc_compile.passes.recognise.projection import Projection
-from mhc_compile.passes.rewrite.editor import example_of
 from mhc_compile.passes.rewrite.views import Views
 
 
@@ -48,7 +48,7 @@ class Vectors(Views):
             node = self._call("narrow", node, 0, offset, length)
         if steps == real and len(real) == 1:
             return node
-        rest = range(len(real), len(real) + example_of(node).dim() - 1)
+        rest = range(len(real), len(real) + compat.example(node).dim() - 1)
         if len(real) > 1:
             node = self._call("unflatten", node, 0, [size for size, _ in real])
             kept = [step for step in steps if step[1]]
@@ -60,7 +60,7 @@ class Vectors(Views):
         for d in repeated:
             node = self._call("unsqueeze", node, d)
         if repeated:
-            node = self._call("expand", node, *(size for size, _ in steps), *example_of(node).shape[len(steps) :])
+            node = self._call("expand", node, *(size for size, _ in steps), *compat.example(node).shape[len(steps) :])
         return node if len(steps) == 1 else self._call("flatten", node, 0, len(steps) - 1)
 
     def _phi_of(self, projection: Projection, streams: StreamsView) -> fx.Node:
@@ -137,7 +137,7 @@ class Vectors(Views):
 
     def _constant(self, number: float, size: int) -> fx.Node:
         assert self.anchor is not None
-        device = example_of(self.anchor).device
+        device = compat.example(self.anchor).device
         return self._call(torch.full, (size,), number, dtype=torch.float32, device=device)
 
 

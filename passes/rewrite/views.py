@@ -16,7 +16,7 @@ from mhc_compile.passes.plan import (
 from mhc_compile.passes.recognise.contraction import StreamsView
 from mhc_compile.passes.recognise.layout import Dim, Layout
 from mhc_compile.passes.rewrite.copies import Copies
-from mhc_compile.passes.rewrite.editor import Editor, example_of
+from mhc_compile.passes.rewrite.editor import Editor
 from mhc_compile.passes.shadow import Shadow, Value
 
 
@@ -43,7 +43,7 @@ class Views(Editor):
                 node = self._call("flatten", node, at, at + len(group) - 1)
             elif not group:
                 node = self._call("unsqueeze", node, at)
-        inner = zip(example_of(node).shape[-2:], (streams.n, streams.channels), strict=True)
+        inner = zip(compat.example(node).shape[-2:], (streams.n, streams.channels), strict=True)
         if not all(compat.same_size(have, size) for have, size in inner):
             raise Decline("the number of streams or of channels is not a constant of the program")
         return node, groups[0]

@@ -42,7 +42,9 @@ def _graph(sublayers: int) -> fx.Graph:
         graphs.append(gm.graph)
         return gm.forward
 
-    model = nn.Sequential(*(HyperConnection(_Gain(), dim=WIDTH, form=Form.deepseek_v4(iterations=4)) for _ in range(sublayers)))
+    model = nn.Sequential(
+        *(HyperConnection(_Gain(), dim=WIDTH, form=Form.deepseek_v4(iterations=4)) for _ in range(sublayers))
+    )
     torch._dynamo.reset()
     torch.compile(model, backend=keep, fullgraph=True)(torch.randn(2, 3, 4, WIDTH))
     return graphs[0]
