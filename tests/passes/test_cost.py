@@ -1,4 +1,4 @@
-"""What finding and planning costs: layers alike are understood once, and the rest grows with the graph and no faster."""
+"""What the passes cost: layers alike are understood once, and all else grows with the graph and no faster."""
 
 from __future__ import annotations
 
