@@ -81,7 +81,7 @@ class Editor:
     def _item(self, call: fx.Node, index: int) -> fx.Node:
         return self._call(operator.getitem, call, index)
 
-    def _operator(self, name: str, first: fx.Node, *others: fx.Node | None, **kwargs: Any) -> fx.Node:
+    def _operator(self, name: str, first: fx.Node, /, *others: fx.Node | None, **kwargs: Any) -> fx.Node:
         """Call one of our operators. Checking its arguments takes long, so it is done once for all calls alike."""
         target = getattr(torch.ops.mhc, name).default
         args = (first, *others)
@@ -95,7 +95,7 @@ class Editor:
             made = map_leaves(_another, known)
         return self._call(target, *args, **kwargs, example=made)
 
-    def _call(self, target: Callable[..., Any] | str, *args: Any, example: Any = None, **kwargs: Any) -> fx.Node:
+    def _call(self, target: Callable[..., Any] | str, /, *args: Any, example: Any = None, **kwargs: Any) -> fx.Node:
         """Insert a call in front of the anchor, with the example value that later stages rely on."""
         assert self.anchor is not None
         with self.graph.inserting_before(self.anchor):
