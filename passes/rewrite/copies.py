@@ -37,11 +37,13 @@ class Copies(dict[fx.Node, fx.Node]):
         self.on_demand: list[fx.Node] = []
         self.epochs: dict[fx.Node, int] = {}
         self._old_epochs: dict[fx.Node, int] = {}
-        stubs = {node for node in targets if _is_erasable(node)}
-        doomed = _only_for(stubs, set(sources))
+        barriers = {node for node in old.nodes if is_barrier(node)}
+        kept = {node for node in old.nodes if node.op not in ("call_function", "call_method")} | barriers
+        stubs = set(targets) - kept
+        doomed = _only_for(stubs, kept.union(sources))
         epoch = 0
         for node in old.nodes:
-            epoch += is_barrier(node)
+            epoch += node in barriers
             self._old_epochs[node] = epoch
             if node in stubs:
                 self._note(node, self.graph.create_node(node.op, node.target, (), {}, node.name, node.type))
@@ -87,10 +89,6 @@ def is_barrier(node: fx.Node) -> bool:
     return compat.may_mutate(node) or compat.changes_global_state(node) or compat.draws_random_numbers(node)
 
 
-def _is_erasable(node: fx.Node) -> bool:
-    return node.op in ("call_function", "call_method") and not is_barrier(node)
-
-
 def _only_for(nodes: set[fx.Node], kept: set[fx.Node]) -> set[fx.Node]:
     """The nodes, and those whose results serve them alone."""
     found, pending = set(nodes), list(nodes)
@@ -98,7 +96,7 @@ def _only_for(nodes: set[fx.Node], kept: set[fx.Node]) -> set[fx.Node]:
         for source in pending.pop().all_input_nodes:
             if source in found or source in kept:
                 continue
-            if all(user in found for user in source.users) and _is_erasable(source):
+            if all(user in found for user in source.users):
                 found.add(source)
                 pending.append(source)
     return found
