@@ -10,6 +10,7 @@ import functools
 import operator
 import warnings
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -123,23 +124,37 @@ def registered_operators(namespace: str) -> set[str]:
 
 def is_higher_order(node: fx.Node) -> bool:
     """Whether the node calls a higher-order operator, such as a checkpoint region."""
-    return isinstance(node.target, HigherOrderOperator)
+    return _is_higher_order(node.target)
+
+
+@lru_cache(4096)
+def _is_higher_order(target: Any) -> bool:
+    return isinstance(target, HigherOrderOperator)
 
 
 def may_mutate(node: fx.Node) -> bool:
     """Whether a node may write into an argument, by its name or, for one with nested graphs, by what is in them."""
-    target = node.target
-    if node.op == "call_method":
-        name = str(target)
-        return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or "out" in node.kwargs
-    if node.op != "call_function":
-        return False
-    if is_higher_order(node):
+    if _named_as_mutating(node.op, node.target):
+        return True
+    if node.op == "call_function" and is_higher_order(node):
         bodies = _bodies(node)
         return not bodies or any(may_mutate(inner) for body in bodies for inner in body.graph.nodes)
-    if target in _IN_PLACE_OPERATORS or node.kwargs.get("out") is not None or node.kwargs.get("inplace"):
+    kwargs = node.kwargs
+    if not kwargs or node.op not in ("call_function", "call_method"):
+        return False
+    return "out" in kwargs if node.op == "call_method" else kwargs.get("out") is not None or bool(kwargs.get("inplace"))
+
+
+@lru_cache(4096)  # graphs of twenty thousand nodes hold a few dozen different targets
+def _named_as_mutating(op: str, target: Any) -> bool:
+    if op == "call_method":
+        name = str(target)
+        return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    if op != "call_function" or isinstance(target, HigherOrderOperator):
+        return False
+    if target in _IN_PLACE_OPERATORS:
         return True
-    name = _function_name(node)
+    name = getattr(target, "__name__", "")
     if name.endswith("_") and not name.endswith("__") and getattr(target, "__module__", None) != "_operator":
         return True  # torch.sigmoid_, torch._foreach_add_
     if str(getattr(target, "__module__", "")).startswith(("torch._dynamo", "numpy", "torch._numpy")):
@@ -204,12 +219,17 @@ def autograd_function(node: fx.Node) -> AutogradFunction | None:
 
 def is_plain_call(node: fx.Node) -> bool:
     """Whether a node may be run on fake tensors to see its ATen calls: Tensor methods and torch's own functions."""
-    if node.op == "call_method" or node.target is getattr or isinstance(node.target, (OpOverload, OpOverloadPacket)):
+    return node.op == "call_method" or _is_plain_function(node.target)
+
+
+@lru_cache(4096)
+def _is_plain_function(target: Any) -> bool:
+    if target is getattr or isinstance(target, (OpOverload, OpOverloadPacket)):
         return True
-    if changes_global_state(node) or is_higher_order(node):
+    if getattr(target, "__name__", "") in _STATE_CHANGES or isinstance(target, HigherOrderOperator):
         return False
-    module = getattr(node.target, "__module__", None)
-    owner = getattr(getattr(node.target, "__self__", None), "__name__", "")
+    module = getattr(target, "__module__", None)
+    owner = getattr(getattr(target, "__self__", None), "__name__", "")
     return (
         module in _PLAIN_MODULES
         or owner.startswith("_VariableFunctions")
@@ -410,7 +430,7 @@ def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     copies[old_output] = new.output(output)
     copies[old_output].meta = dict(old_output.meta)
     for old, copy in copies.items():
-        _copy_source(old, copy)
+        copy_source(old, copy)
     new.set_codegen(graph._codegen)  # an exported graph's arguments are a tree
     return new, copies
 
@@ -425,7 +445,7 @@ def example(node: fx.Node) -> Any:
     return node.meta.get(example_key(node))
 
 
-def _copy_source(old: fx.Node, new: fx.Node) -> None:
+def copy_source(old: fx.Node, new: fx.Node) -> None:
     """Dynamo notes on a placeholder where its value comes from; copies of a graph lose the note."""
     if hasattr(old, "_dynamo_source"):
         new._dynamo_source = old._dynamo_source

@@ -18,7 +18,8 @@ import torch
 from torch import fx
 
 from mhc_compile import compat
-from mhc_compile.passes.shadow import storage_key, tensors_of
+from mhc_compile.passes.record import storage_key
+from mhc_compile.passes.shadow import tensors_of
 
 _METHODS = {
     *("add_", "sub_", "mul_", "div_", "addcmul_", "addcdiv_", "neg_", "pow_", "square_", "sqrt_", "rsqrt_"),

@@ -13,19 +13,29 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mhc_compile import compat
+from mhc_compile.passes.record import (
+    Recording,
+    WritesInput,
+    call_text,
+    filled,
+    leaves,
+    map_leaves,
+    record,
+    storage_key,
+    tensors,
+)
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False, repr=False, slots=True)
 class Value:
     """A tensor of the program: its fake tensor, the operator that makes it and those that read it."""
 
@@ -45,24 +55,30 @@ class Value:
         return prod(self.shape)
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False, repr=False, slots=True)
+class Kind:
+    """What calls have in common that differ in nothing but the tensors they read: one object for all of them."""
+
+    # Whether a size takes part as a number; None until somebody asks.
+    reads_size: bool | None = None
+
+
+@dataclass(eq=False, repr=False, slots=True)
 class Op:
-    """One ATen call, made by a Dynamo node. `target` is None where the node was not looked into."""
+    """One ATen call, made by a Dynamo node; sources are the tensors it reads, in the order of its arguments.
+
+    `target` is None where the node was not looked into.
+    """
 
     target: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     node: fx.Node
-    outs: list[Value] = field(default_factory=list)
     # The operator without its overload, such as "mul"; "" if opaque.
-    name: str = ""
-    sources: tuple[Value, ...] = ()
-    # Whether a size takes part as a number; None until somebody asks.
-    reads_size: bool | None = None
-
-    def __post_init__(self) -> None:
-        self.name = "" if self.target is None else str(self.target._opname)
-        self.sources = tuple(_values((self.args, self.kwargs)))
+    name: str
+    sources: tuple[Value, ...]
+    kind: Kind
+    outs: list[Value] = field(default_factory=list)
 
     @property
     def out(self) -> Value:
@@ -80,7 +96,8 @@ class Shadow:
     """The ATen record of one graph.
 
     ops are in program order. states holds the grad mode and autocast under which each node runs, as far as the graph
-    sets them. writes lists, for each node that mutates, the storages it may write.
+    sets them. writes lists, for each node that mutates, the storages it may write. doubles are the nodes that hold a
+    float64 tensor.
     """
 
     graph: fx.Graph
@@ -89,19 +106,19 @@ class Shadow:
     position: dict[fx.Node, int]
     states: dict[fx.Node, str]
     writes: list[tuple[fx.Node, frozenset[int]]]
+    doubles: set[fx.Node]
+
+    def release(self) -> None:
+        """Take the record apart: the garbage collector would need longer than all the passes for its cycles."""
+        for op in self.ops:
+            for value in op.outs:
+                value.op = None
+                value.users.clear()
 
 
 def trace(graph: fx.Graph) -> Shadow:
     """Write down the ATen record of `graph`, whose nodes carry `meta["example_value"]`."""
     return _Tracer(graph).run()
-
-
-def storage_key(tensor: torch.Tensor) -> int | None:
-    """The identity of the memory behind a fake tensor, or None where it has none of its own (sparse tensors)."""
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):
-        return None
 
 
 class SizeModel:
@@ -142,7 +159,10 @@ class _Tracer:
         self.ops: list[Op] = []
         self.values: dict[fx.Node, Any] = {}
         self.writes: list[tuple[fx.Node, frozenset[int]]] = []
-        self.recorded: dict[Any, list[tuple[Any, Any, Any, Any]]] = {}
+        self.doubles: set[fx.Node] = set()
+        self.recorded: dict[tuple[Any, ...], _Recorded | None] = {}
+        self.tensor_kinds: dict[int, Kind] = {}
+        self.kinds: dict[str, Kind] = {}
         self.autocasts: list[Any] = []
         # Dynamo restores at the end of a graph what it found at the beginning.
         changes = [n for n in graph.nodes if compat.changes_global_state(n) and compat.state_change(n) == "grad"]
@@ -153,16 +173,18 @@ class _Tracer:
         position = {node: i for i, node in enumerate(self.graph.nodes)}
         states: dict[fx.Node, str] = {}
         with torch.no_grad(), compat.no_autocast_cache(), compat.quiet_shape_env(self.fake_mode):
+            state = self._state()
             for node in self.graph.nodes:
                 if compat.changes_global_state(node):
                     self._follow(node)
-                states[node] = f"{self.grad_mode} {self.inference_modes} {compat.autocast_state()}"
+                    state = self._state()
+                states[node] = state
                 self._visit(node)
         while self.autocasts:
             self.autocasts.pop().__exit__(None, None, None)
         for value in _values(self.graph_outputs):
             value.is_output = True
-        return Shadow(self.graph, self.ops, self.values, position, states, self.writes)
+        return Shadow(self.graph, self.ops, self.values, position, states, self.writes, self.doubles)
 
     def _fake_mode(self) -> Any:
         for node in self.graph.nodes:
@@ -170,6 +192,10 @@ class _Tracer:
             if mode is not None:
                 return mode
         return None
+
+    def _state(self) -> str:
+        self.autocast = compat.autocast_state()
+        return f"{self.grad_mode} {self.inference_modes} {self.autocast}"
 
     def _follow(self, node: fx.Node) -> None:
         """Keep track of global state. Casts that autocast makes show up only if nodes are run under it too."""
@@ -191,6 +217,9 @@ class _Tracer:
             self.graph_outputs = self._resolve(node.args)
             return
         example = compat.example(node)
+        held = (example,) if isinstance(example, torch.Tensor) else tuple(tensors(example))
+        if any(tensor.dtype == torch.float64 for tensor in held):
+            self.doubles.add(node)
         if node.op not in ("call_function", "call_method"):
             self._bind(node, map_leaves(self._fresh, example))
             return
@@ -202,98 +231,140 @@ class _Tracer:
         if compat.may_mutate(node):
             self._mutating(node, example)
         elif (function := compat.autograd_function(node)) is not None:
-            op = Op(function, self._resolve(node.args[2:]), {}, node)
             result = map_leaves(self._fresh, example)
-            self._add(op, result)
+            self._add(self._op(function, self._resolve(node.args[2:]), {}, node), result)
             self._bind(node, result)
-        elif not compat.is_plain_call(node) or not any(True for _ in _tensors(example)):
+        elif not compat.is_plain_call(node) or not held:
             self._opaque(node, example)
         else:
             self._look_into(node, example)
 
     def _mutating(self, node: fx.Node, example: Any) -> None:
-        keys = (storage_key(t) for t in _tensors(_examples((node.args, node.kwargs))))
+        keys = (storage_key(t) for t in tensors(_examples((node.args, node.kwargs))))
         self.writes.append((node, frozenset(k for k in keys if k is not None)))
         self._opaque(node, example)
 
     def _opaque(self, node: fx.Node, example: Any) -> None:
-        op = Op(None, self._resolve(node.args), self._resolve(node.kwargs), node)
-        self._add(op, map_leaves(self._fresh, example))
-
-    def _look_into(self, node: fx.Node, example: Any) -> None:
-        arguments = (self._resolve(node.args), self._resolve(node.kwargs))
-        inputs: list[Value] = list(dict.fromkeys(_values(arguments)))
-        key = (node.target, self._signature(arguments, inputs), compat.autocast_state())
-        if key not in self.recorded:
-            try:
-                self.recorded[key] = self._record(node, arguments, inputs)
-            except _WritesInput:
-                self.recorded[key] = _MUTATES
-            except Exception:  # whatever a node cannot be run on: it stays opaque, and so is never rewritten
-                self.recorded[key] = []
-        calls = self.recorded[key]
-        if calls is _MUTATES:
-            self._mutating(node, example)
-            return
-        if not calls:
-            self._opaque(node, example)
-            return
-        slots: dict[Any, Any] = {("in", i): v for i, v in enumerate(inputs)}
-        for target, args, kwargs, outs in calls[:-1]:
-            op = Op(target, _fill(args, slots), _fill(kwargs, slots), node)
-            self._add(op, map_leaves(lambda slot: self._slot(slot, slots), outs))
-        result = _fill(calls[-1][1], slots)
+        op = self._op(None, self._resolve(node.args), self._resolve(node.kwargs), node)
+        result = map_leaves(self._fresh, example)
+        self._add(op, result)
         self._bind(node, result)
 
-    def _slot(self, slot: Any, slots: dict[Any, Any]) -> Any:
-        if isinstance(slot, _Slot):
-            slots[slot.key] = self._fresh(slot.meta)
-            return slots[slot.key]
-        return slot
+    def _look_into(self, node: fx.Node, example: Any) -> None:
+        inputs: dict[Value, int] = {}
+        key: list[Any] = [node.op, node.target, self.autocast]
+        self._describe(node.args, inputs, key)
+        if node.kwargs:
+            self._describe(node.kwargs, inputs, key)
+        known = tuple(key)
+        if known not in self.recorded:
+            try:
+                self.recorded[known] = self._record(node, list(inputs))
+            except WritesInput:
+                self.recorded[known] = None
+            except Exception:  # whatever a node cannot be run on: it stays opaque, and so is never rewritten
+                self.recorded[known] = _UNREADABLE
+        found = self.recorded[known]
+        if found is None:
+            self._mutating(node, example)
+        elif found is _UNREADABLE:
+            self._opaque(node, example)
+        else:
+            self._bind(node, self._replay(found, node, list(inputs)))
 
-    def _record(self, node: fx.Node, arguments: Any, inputs: list[Value]) -> list[tuple[Any, Any, Any, Any]]:
-        """Run one node; the last entry of the result stands for the node's own return value."""
-        # Values of nodes that were copied share a fake tensor; here each must be told from the others.
-        stand_ins = {value: torch.ops.aten.alias.default(value.meta) for value in inputs}
-        args, kwargs = map_leaves(lambda leaf: stand_ins[leaf] if isinstance(leaf, Value) else leaf, arguments)
-        known = {id(t): _Slot(("in", i), t) for i, t in enumerate(stand_ins.values())}
-        with self.fake_mode or contextlib.nullcontext(), _Recorder(known) as recorder:
+    def _replay(self, found: _Recorded, node: fx.Node, values: list[Any]) -> Any:
+        """Ops and values for one node as its likes were recorded; what the node returns."""
+        values += [None] * (len(found.shapes) - len(values))
+        for call, kind in zip(found.recording.calls, found.kinds, strict=True):
+            sources = tuple([values[i] for i in call.sources])
+            args, kwargs = filled(call.args, values), filled(call.kwargs, values)
+            op = Op(call.target, args, kwargs, node, call.name, sources, kind)
+            for slot in call.made:
+                made = Value(slot.meta, found.shapes[slot.index], op)
+                values[slot.index] = made
+                op.outs.append(made)
+            self._add_use(op)
+        return filled(found.recording.result, values)
+
+    def _record(self, node: fx.Node, inputs: list[Value]) -> _Recorded:
+        """Run one node on fake tensors."""
+        places = {value: i for i, value in enumerate(inputs)}
+
+        def run(stand_ins: list[torch.Tensor]) -> Any:
+            resolved = (self._resolve(node.args), self._resolve(node.kwargs))
+            args, kwargs = map_leaves(
+                lambda leaf: stand_ins[places[leaf]] if isinstance(leaf, Value) else leaf, resolved
+            )
             if node.op == "call_method":
-                result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            else:
-                result = node.target(*args, **kwargs)  # type: ignore[operator]
-        calls: list[tuple[Any, Any, Any, Any]] = recorder.calls
-        return [*calls, (None, recorder.slots(result), None, None)]
+                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            return node.target(*args, **kwargs)  # type: ignore[operator]
 
-    def _signature(self, arguments: Any, inputs: list[Value]) -> str:
-        numbers = {id(value): i for i, value in enumerate(inputs)}
+        found = record(run, [value.meta for value in inputs], self.fake_mode or contextlib.nullcontext())
+        shapes = [value.shape for value in inputs]
+        shapes += [self._shape(tensor) for tensor in found.tensors]
+        return _Recorded(found, [self._kind(call.text) for call in found.calls], shapes)
 
-        def describe(leaf: Any) -> Any:
-            if isinstance(leaf, Value):
-                meta = leaf.meta
-                strides = tuple(meta.stride()) if meta.layout == torch.strided else None
-                return (numbers[id(leaf)], tuple(meta.shape), strides, meta.dtype, meta.device, type(meta))
-            return leaf
+    def _describe(self, tree: Any, inputs: dict[Value, int], key: list[Any]) -> None:
+        """Extend `key` by what tells this argument of a call from others: a tensor's kind, and which of `inputs`."""
+        leaf: Any = self.values.get(tree) if isinstance(tree, fx.Node) else tree
+        kind = type(leaf)
+        if kind is Value:
+            key += (inputs.setdefault(leaf, len(inputs)), self._tensor_kind(leaf.meta))
+        elif kind is int or kind is str or leaf is None:
+            key += (kind, leaf)
+        elif isinstance(leaf, (tuple, list)):
+            key += (kind, len(leaf))
+            for item in leaf:
+                self._describe(item, inputs, key)
+        elif isinstance(leaf, dict):
+            key += (kind, len(leaf), *leaf)
+            for item in leaf.values():
+                self._describe(item, inputs, key)
+        elif kind is slice:
+            key.append(kind)
+            for item in (leaf.start, leaf.stop, leaf.step):
+                self._describe(item, inputs, key)
+        else:
+            key += (kind, str(leaf))
 
-        return str(map_leaves(describe, arguments))
+    def _tensor_kind(self, meta: torch.Tensor) -> Kind:
+        # Every tensor asked for is held by a value, so that no two ever have one identity.
+        found = self.tensor_kinds.get(id(meta))
+        if found is None:
+            strides = tuple(meta.stride()) if meta.layout == torch.strided else None
+            found = self._kind(str((tuple(meta.shape), strides, meta.dtype, meta.device, type(meta))))
+            self.tensor_kinds[id(meta)] = found
+        return found
+
+    def _kind(self, text: str) -> Kind:
+        return self.kinds.setdefault(text, Kind())
 
     def _resolve(self, arguments: Any) -> Any:
         return fx.node.map_arg(arguments, lambda n: self.values.get(n, compat.example(n)))
 
+    def _shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        return tuple(self.sizes(s) for s in tensor.shape)
+
     def _fresh(self, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        return Value(leaf, tuple(self.sizes(s) for s in leaf.shape))
+        return Value(leaf, self._shape(leaf)) if isinstance(leaf, torch.Tensor) else leaf
+
+    def _op(self, target: Any, args: Any, kwargs: Any, node: fx.Node) -> Op:
+        sources = tuple(_values((args, kwargs)))
+        if target is None:
+            return Op(None, args, kwargs, node, "", sources, Kind())
+        kind = self._kind(call_text(target, args, kwargs, Value))
+        return Op(target, args, kwargs, node, str(target._opname), sources, kind)
 
     def _add(self, op: Op, result: Any) -> None:
-        self.ops.append(op)
         op.outs = list(_values(result))
         for value in op.outs:
             value.op = op
-        for value in dict.fromkeys(op.inputs()):
+        self._add_use(op)
+
+    def _add_use(self, op: Op) -> None:
+        self.ops.append(op)
+        for value in op.sources if len(op.sources) < 2 else dict.fromkeys(op.sources):
             value.users.append(op)
-        if op.target is None:
-            self._bind(op.node, result)
 
     def _bind(self, node: fx.Node, result: Any) -> None:
         self.values[node] = result
@@ -301,87 +372,21 @@ class _Tracer:
             result.nodes.append(node)
 
 
-class _WritesInput(Exception):
-    """The node writes into one of its inputs."""
-
-
-_MUTATES: list[Any] = [_WritesInput]
-
-
 @dataclass(frozen=True)
-class _Slot:
-    key: tuple[str, int]
-    meta: torch.Tensor = field(compare=False, hash=False)
+class _Recorded:
+    """A recording, its calls' kinds and the shapes of its tensors."""
+
+    recording: Recording
+    kinds: list[Kind]
+    shapes: list[tuple[int, ...]]
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down ATen calls; composite operators are taken apart, device queries left out."""
-
-    def __init__(self, known: dict[int, _Slot]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.known = known
-        self.input_storages = {storage_key(slot.meta) for slot in known.values()}
-        self.alive: list[torch.Tensor] = []
-        self.calls: list[tuple[Any, Any, Any, Any]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func.namespace == "prim":
-            return func(*args, **kwargs)
-        if compat.is_composite(func):
-            with self:
-                result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        inputs = self.slots((args, kwargs))
-        written = [t for a, arg in zip(args, func._schema.arguments, strict=False) if _writes(arg) for t in _tensors(a)]
-        if "batch_norm" in func._opname:
-            written += _tensors(args[3:5])  # the running statistics, which no schema says
-        if any(storage_key(tensor) in self.input_storages for tensor in written):
-            raise _WritesInput
-        result = func(*args, **kwargs)
-        for tensor in written:
-            # an intermediate of this node, updated in place: from here on its name means the new value
-            self.known.pop(id(tensor), None)
-        outs = map_leaves(self._name, result)
-        self.calls.append((func, *inputs, outs))
-        return result
-
-    def slots(self, tree: Any) -> Any:
-        return map_leaves(lambda t: self.known.get(id(t), t) if isinstance(t, torch.Tensor) else t, tree)
-
-    def _name(self, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        if id(leaf) not in self.known:
-            self.alive.append(leaf)
-            self.known[id(leaf)] = _Slot(("tmp", len(self.alive)), leaf)
-        return self.known[id(leaf)]
-
-
-def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply to every leaf of nested tuples, lists, dicts and slices. (pytree does more, at several times the cost.)"""
-    if isinstance(tree, (tuple, list)):
-        items = [map_leaves(function, item) for item in tree]
-        return items if type(tree) is list else tuple(items)
-    if isinstance(tree, dict):
-        return {key: map_leaves(function, item) for key, item in tree.items()}
-    if isinstance(tree, slice):
-        return slice(*(map_leaves(function, part) for part in (tree.start, tree.stop, tree.step)))
-    return function(tree)
+_UNREADABLE = _Recorded(Recording((), None, []), [], [])
 
 
 def tensors_of(node: fx.Node) -> Iterator[torch.Tensor]:
     """The fake tensors that a Dynamo node holds."""
-    return _tensors(compat.example(node))
-
-
-def _writes(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
-
-
-def _fill(tree: Any, slots: dict[Any, Any]) -> Any:
-    return map_leaves(lambda leaf: slots[leaf.key] if isinstance(leaf, _Slot) else leaf, tree)
+    return tensors(compat.example(node))
 
 
 def _examples(arguments: Any) -> Any:
@@ -389,19 +394,4 @@ def _examples(arguments: Any) -> Any:
 
 
 def _values(tree: Any) -> Iterator[Value]:
-    return (leaf for leaf in _leaves(tree) if isinstance(leaf, Value))
-
-
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in _leaves(tree) if isinstance(leaf, torch.Tensor))
-
-
-def _leaves(tree: Any) -> Iterator[Any]:
-    if isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from _leaves(item)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from _leaves(item)
-    else:
-        yield tree
+    return (leaf for leaf in leaves(tree) if isinstance(leaf, Value))

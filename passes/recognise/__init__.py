@@ -17,8 +17,9 @@ from mhc_compile.passes.recognise.combine import Combine
 from mhc_compile.passes.recognise.contraction import StreamsView
 from mhc_compile.passes.recognise.gates import Gate, Matrices, NotAGate
 from mhc_compile.passes.recognise.layout import Layout, NotALayout, origin, tidy
+from mhc_compile.passes.recognise.pieces import TOGETHER
 from mhc_compile.passes.recognise.projection import Projection, projections, token_factor, weight_axes
-from mhc_compile.passes.recognise.terms import Reader
+from mhc_compile.passes.recognise.reader import Reader
 from mhc_compile.passes.shadow import Op, Shadow, Value
 
 log = logging.getLogger(__name__)
@@ -88,19 +89,22 @@ def recognise(shadow: Shadow) -> Findings:
     for op in shadow.ops:
         if op.name not in _WIDE or not op.outs:
             continue
-        found = projections(reader, op, readings)
-        if found:
-            readings[op.out] = found
-        if op.name in _SUMS:
+        terms = reader.terms(op.out)
+        if op.name in TOGETHER or any(term.summed for term in terms):
+            found = projections(reader, op, readings)
+            if found:
+                readings[op.out] = found
+        if op.name in _SUMS and len(terms) > 1:
             combines += combine.combines(reader, op.out)
         for out in op.outs:
             aggregates += aggregate.aggregates(reader, out)
     aggregates = _final(aggregates)
+    weighing = _weighing(aggregates, combines)
     mixtures: list[Mixture] = []
     known: gates.Known = {}
     misses: dict[Value, NotAGate] = {}
     for found in readings.values():
-        candidates = _candidates(_cone(found[0]), aggregates, combines)
+        candidates = _candidates(_cone(found[0]), weighing)
         if not candidates:
             continue
         try:
@@ -131,33 +135,40 @@ def _final(aggregates: list[Aggregate]) -> list[Aggregate]:
     return [a for a in aggregates if a.out not in later or len(a.out.users) > 1 or a.out.is_output]
 
 
-def _cone(projection: Projection) -> set[Value]:
+def _cone(projection: Projection) -> dict[Value, None]:
     """The values computed from the projection, as far as they stay as small as it is."""
     limit = projection.out.numel
-    cone, pending = {projection.out}, [projection.out]
+    cone, pending = {projection.out: None}, [projection.out]
     while pending:
         for op in pending.pop().users:
             for out in op.outs:
-                if out.numel <= limit and out not in cone and op.target is not None:
-                    cone.add(out)
+                if out not in cone and op.target is not None and out.numel <= limit:
+                    cone[out] = None
                     pending.append(out)
     return cone
 
 
-def _candidates(cone: set[Value], aggregates: list[Aggregate], combines: list[Combine]) -> list[Value]:
-    """The values of the cone that something wide, or the caller of the graph, uses as a gate."""
-    found: dict[Value, None] = {}
+def _weighing(aggregates: list[Aggregate], combines: list[Combine]) -> dict[Value, int]:
+    """The values that something wide uses as a gate, numbered."""
+    found: dict[Value, int] = {}
     for a in aggregates:
-        found[a.gate] = None
+        found.setdefault(a.gate, len(found))
     for c in combines:
-        found[c.outer.post] = None
+        found.setdefault(c.outer.post, len(found))
         if c.mix is not None:
-            found[c.mix.res] = None
+            found.setdefault(c.mix.res, len(found))
+    return found
+
+
+def _candidates(cone: dict[Value, None], weighing: dict[Value, int]) -> list[Value]:
+    """The values of the cone that something wide, or the caller of the graph, uses as a gate."""
+    found = dict.fromkeys(sorted((value for value in cone if value in weighing), key=weighing.__getitem__))
     for value in cone:
         if value.is_output:
             found[origin(value)[0]] = None
+        size = value.numel
         for op in value.users:
-            if op.name == "mul" and op.out.numel > value.numel:
+            if op.name == "mul" and op.out.numel > size:
                 found[origin(value)[0]] = None
     return [value for value in found if value in cone]
 
@@ -167,6 +178,7 @@ def _understand(
 ) -> tuple[Mixture | None, list[NotAGate]]:
     """The first reading of the projection under which a gate is normalised exactly once; else why not."""
     missed: list[NotAGate] = []
+    affine: AffineWalk | None = None
     for reading in readings:
         explained, before = _normalised_before(reading, reader)
         if not explained:
@@ -174,7 +186,7 @@ def _understand(
             missed += [NotAGate(value, strange) for value in candidates]
             continue
         found: dict[Normed, Mixture] = {}
-        affine = AffineWalk(reading, reader)
+        affine = AffineWalk(reading, reader, affine)
         for value in candidates:
             gate = gates.identify(value, affine, known)
             if isinstance(gate, NotAGate):

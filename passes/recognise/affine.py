@@ -21,8 +21,9 @@ from mhc_compile.passes.recognise.layout import (
     refine,
 )
 from mhc_compile.passes.recognise.projection import Projection
+from mhc_compile.passes.recognise.reader import Reader, moves_elements
+from mhc_compile.passes.recognise.region import Region, region
 from mhc_compile.passes.recognise.rms import RmsFactor
-from mhc_compile.passes.recognise.terms import Reader
 from mhc_compile.passes.shadow import Op, Value
 
 
@@ -77,13 +78,20 @@ class Affine:
 
 
 class AffineWalk:
-    """Describes values as affine in one projection's result; remembers what it has found."""
+    """Describes values as affine in one projection's result; remembers what it has found.
 
-    def __init__(self, projection: Projection, reader: Reader) -> None:
+    before is the walk of another reading of the same projection, from which regions are taken over.
+    """
+
+    def __init__(self, projection: Projection, reader: Reader, before: AffineWalk | None = None) -> None:
         self.projection = projection
         self.reader = reader
         self._seen: dict[Value, Affine | None] = {}
         self._factors: dict[tuple[Value, bool], RmsFactor | None] = {}
+        self._affine = self._find_affine()
+        # A region depends on nothing but which values are affine, where it begins.
+        same = before is not None and before._affine == self._affine
+        self._regions: dict[Value, Region | None] = before._regions if before is not None and same else {}
 
     def describe(self, value: Value) -> Affine | None:
         if value not in self._seen:
@@ -93,6 +101,30 @@ class AffineWalk:
             except NotALayout:
                 self._seen[value] = None
         return self._seen[value]
+
+    def region(self, value: Value) -> Region | None:
+        """What is computed between an affine value and this one."""
+        if value not in self._regions:
+            self._regions[value] = region(value, self._affine.__contains__)
+        return self._regions[value]
+
+    def _find_affine(self) -> set[Value]:
+        """From the projection onwards: what is affine is made from what is, or put together from views of it."""
+        found: set[Value] = set()
+        seen: set[Value] = set()
+        pending = [self.projection.out]
+        while pending:
+            value = pending.pop()
+            if value in seen:
+                continue
+            seen.add(value)
+            if self.describe(value) is not None:
+                found.add(value)
+            elif value.op is None or not moves_elements(value.op):
+                continue
+            for user in value.users:
+                pending += user.outs
+        return found
 
     def rms_factor(self, value: Value, *, divides: bool) -> RmsFactor | None:
         key = (value, divides)
@@ -229,7 +261,7 @@ _HANDLERS: dict[str, Callable[[AffineWalk, shadow.Op], Affine | None]] = {
 
 def _swapped(op: Op) -> Op:
     """rsub(a, b) read as sub(b, a)."""
-    return Op(op.target, (op.args[1], op.args[0], *op.args[2:]), op.kwargs, op.node, op.outs)
+    return replace(op, args=(op.args[1], op.args[0], *op.args[2:]))
 
 
 def token_indices(rows: Layout, layout: Layout, row_count: int) -> list[int] | None:

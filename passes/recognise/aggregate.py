@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mhc_compile.passes.recognise.contraction import Contraction, StreamsView, by_stride, contractions, joined
 from mhc_compile.passes.recognise.layout import Layout, tidy, tiles
 from mhc_compile.passes.recognise.projection import MAX_ROWS
-from mhc_compile.passes.recognise.terms import Reader
+from mhc_compile.passes.recognise.reader import Reader
 from mhc_compile.passes.shadow import Op, Value
 
 

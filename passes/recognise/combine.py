@@ -16,7 +16,8 @@ from mhc_compile.passes.recognise.contraction import (
     joined,
 )
 from mhc_compile.passes.recognise.layout import Layout, NotALayout, Steps, merged, origin, refine, tidy, tiles
-from mhc_compile.passes.recognise.terms import Reader, Term
+from mhc_compile.passes.recognise.reader import Reader
+from mhc_compile.passes.recognise.terms import Term
 from mhc_compile.passes.shadow import Op, Value
 
 

@@ -9,7 +9,7 @@ import torch
 from mhc_compile.forms import Sinkhorn
 from mhc_compile.passes.recognise import sinkhorn
 from mhc_compile.passes.recognise.affine import Affine, AffineWalk
-from mhc_compile.passes.recognise.region import Region, region, same_gradient, sample_shape
+from mhc_compile.passes.recognise.region import Region, Signature, region, same_gradient, sample_shape
 from mhc_compile.passes.shadow import Op, Value
 
 # Region and candidate are float64 and at most a few operations long.
@@ -58,12 +58,12 @@ class NotAGate:
     streams: tuple[Value, ...] = ()
 
 
-Known = dict[str, "Sigmoid | Mixing | str"]
+Known = dict[Signature, "Sigmoid | Mixing | str"]
 
 
 def identify(value: Value, walk: AffineWalk, known: Known) -> Gate | NotAGate:
     """The gate that `value` holds; `known` remembers what regions compute, or the reason why that is unclear."""
-    found = region(value, lambda v: walk.describe(v) is not None)
+    found = walk.region(value)
     if found is None:
         return NotAGate(value, "is not computed from one slice of the projection alone")
     logits = walk.describe(found.leaf)
@@ -73,7 +73,7 @@ def identify(value: Value, walk: AffineWalk, known: Known) -> Gate | NotAGate:
         return NotAGate(value, "is the projection itself, before any gate")
     if rows is None or len(set(rows)) != len(rows) or found.leaf.numel != value.numel:
         return NotAGate(value, "does not keep the projection's elements one to one")
-    signature = found.signature()
+    signature = found.signature
     if signature not in known:
         known[signature] = _kind(found, len(rows))
     kind = known[signature]
@@ -117,7 +117,7 @@ def matrices(value: Value, known: Known) -> Matrices | str | None:
             break
         found = region(value, lambda v, leaf=leaf: v is leaf)  # type: ignore[misc]
         if found is not None and found.leaf is leaf and tuple(leaf.shape) == tuple(value.shape):
-            signature = found.signature()
+            signature = found.signature
             if signature not in known:
                 answer = sinkhorn.identify(found, side)
                 known[signature] = answer if isinstance(answer, str) else Mixing(*answer)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -17,6 +18,7 @@ from mhc_compile.passes.shadow import Op, Value
 
 Factor = tuple[int, int]
 Dim = tuple[Factor, ...]
+Row = tuple[int, int, tuple[int, ...]]
 
 _RESHAPES = {
     "view",
@@ -47,11 +49,7 @@ class Layout:
 
     @staticmethod
     def contiguous(shape: Sequence[int]) -> Layout:
-        dims, stride = [], 1
-        for size in reversed(shape):
-            dims.append(_tidy(((size, stride),)))
-            stride *= size
-        return Layout(tuple(reversed(dims)))
+        return _contiguous(tuple(shape))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -63,47 +61,14 @@ class Layout:
 
     def reshape(self, shape: Sequence[int]) -> Layout:
         """The same elements in row-major order, regrouped."""
-        pending = [factor for dim in self.dims for factor in dim][::-1]
-        dims: list[Dim] = []
-        for size in shape:
-            dim: list[Factor] = []
-            while size > 1:
-                if not pending:
-                    raise NotALayout
-                have, stride = pending.pop()
-                if not have:
-                    raise NotALayout
-                if size % have == 0:
-                    dim.append((have, stride))
-                    size //= have
-                elif have % size == 0:
-                    dim.append((size, stride * (have // size)))
-                    pending.append((have // size, stride))
-                    size = 1
-                else:
-                    raise NotALayout
-            if size == 0:
-                raise NotALayout
-            dims.append(_tidy(tuple(dim)))
-        if pending:
-            raise NotALayout
-        return Layout(tuple(dims), self.offset)
+        return _reshaped(self, tuple(shape))
 
     def permute(self, order: Sequence[int]) -> Layout:
         return Layout(tuple(self.dims[d] for d in order), self.offset)
 
     def expand(self, shape: Sequence[int]) -> Layout:
         """Broadcast to `shape`, new dimensions in front."""
-        missing = len(shape) - len(self.dims)
-        dims: list[Dim] = [_tidy(((size, 0),)) for size in shape[:missing]]
-        for dim, size in zip(self.dims, shape[missing:], strict=True):
-            if _size(dim) == size:
-                dims.append(dim)
-            elif _size(dim) == 1:
-                dims.append(_tidy(((size, 0),)))
-            else:
-                raise NotALayout
-        return Layout(tuple(dims), self.offset)
+        return _expanded(self, tuple(shape))
 
     def select(self, axis: int, start: int, length: int, step: int = 1) -> Layout:
         dim = self.dims[axis]
@@ -126,6 +91,59 @@ class Layout:
         extents: dict[int, int] = {}
         dims = tuple(_tidy(steps.translate(dim, extents)) for dim in self.dims)
         return Layout(dims, steps.at(self.offset, extents) + inner.offset)
+
+
+# The layers of a model ask the same questions again and again.
+@lru_cache(4096)
+def _contiguous(shape: tuple[int, ...]) -> Layout:
+    dims, stride = [], 1
+    for size in reversed(shape):
+        dims.append(_tidy(((size, stride),)))
+        stride *= size
+    return Layout(tuple(reversed(dims)))
+
+
+@lru_cache(4096)
+def _reshaped(layout: Layout, shape: tuple[int, ...]) -> Layout:
+    pending = [factor for dim in layout.dims for factor in dim][::-1]
+    dims: list[Dim] = []
+    for size in shape:
+        dim: list[Factor] = []
+        while size > 1:
+            if not pending:
+                raise NotALayout
+            have, stride = pending.pop()
+            if not have:
+                raise NotALayout
+            if size % have == 0:
+                dim.append((have, stride))
+                size //= have
+            elif have % size == 0:
+                dim.append((size, stride * (have // size)))
+                pending.append((have // size, stride))
+                size = 1
+            else:
+                raise NotALayout
+        if size == 0:
+            raise NotALayout
+        dims.append(_tidy(tuple(dim)))
+    if pending:
+        raise NotALayout
+    return Layout(tuple(dims), layout.offset)
+
+
+@lru_cache(4096)
+def _expanded(layout: Layout, shape: tuple[int, ...]) -> Layout:
+    missing = len(shape) - len(layout.dims)
+    dims: list[Dim] = [_tidy(((size, 0),)) for size in shape[:missing]]
+    for dim, size in zip(layout.dims, shape[missing:], strict=True):
+        if _size(dim) == size:
+            dims.append(dim)
+        elif _size(dim) == 1:
+            dims.append(_tidy(((size, 0),)))
+        else:
+            raise NotALayout
+    return Layout(tuple(dims), layout.offset)
 
 
 class Steps:
@@ -193,14 +211,15 @@ def tidy(dim: Sequence[Factor]) -> Dim:
     return _tidy(tuple(dim))
 
 
-def refine(*layouts: Layout) -> list[tuple[int, int, tuple[int, ...]]]:
+@lru_cache(4096)
+def refine(*layouts: Layout) -> tuple[Row, ...]:
     """Common factors of layouts of one shape: (dimension, size, stride in each), major to minor."""
-    rows: list[tuple[int, int, tuple[int, ...]]] = []
+    rows: list[Row] = []
     for d, dims in enumerate(zip(*(layout.dims for layout in layouts), strict=True)):
         if len({_size(dim) for dim in dims}) != 1 or _size(dims[0]) == 0:
             raise NotALayout
         pending = [list(dim) for dim in dims]
-        found: list[tuple[int, int, tuple[int, ...]]] = []
+        found: list[Row] = []
         while any(pending):
             size = min(p[-1][0] for p in pending)
             strides = []
@@ -213,12 +232,12 @@ def refine(*layouts: Layout) -> list[tuple[int, int, tuple[int, ...]]]:
                     p.append((have // size, stride * size))
             found.append((d, size, tuple(strides)))
         rows.extend(found[::-1])
-    return rows
+    return tuple(rows)
 
 
-def merged(rows: list[tuple[int, int, tuple[int, ...]]]) -> list[tuple[int, int, tuple[int, ...]]]:
+def merged(rows: Sequence[Row]) -> list[Row]:
     """Neighbouring rows of one dimension joined where every layout steps through them evenly."""
-    out: list[tuple[int, int, tuple[int, ...]]] = []
+    out: list[Row] = []
     for d, size, strides in rows:
         if out and out[-1][0] == d and all(a == size * b for a, b in zip(out[-1][2], strides, strict=True)):
             out[-1] = (d, out[-1][1] * size, strides)
@@ -337,7 +356,7 @@ def _part(op: Op, out: Value, layout: Layout) -> Layout:
 
 
 def _size(dim: Dim) -> int:
-    return prod(size for size, _ in dim)
+    return dim[0][0] if len(dim) == 1 else prod(size for size, _ in dim)
 
 
 def _tidy(dim: Dim) -> Dim:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from mhc_compile.passes.recognise.contraction import Contraction, by_stride, contractions, exact
 from mhc_compile.passes.recognise.layout import Dim, Layout, NotALayout, Steps, merged, origin, refine, tidy, tiles
-from mhc_compile.passes.recognise.terms import Reader, put_together
+from mhc_compile.passes.recognise.pieces import put_together
+from mhc_compile.passes.recognise.reader import Reader
 from mhc_compile.passes.shadow import Op, Value
 
 MAX_ROWS = 1024

@@ -15,15 +15,16 @@ from mhc_compile.passes.recognise.contraction import exact
 from mhc_compile.passes.recognise.layout import Factor as Step
 from mhc_compile.passes.recognise.layout import Layout, is_movement, keeps_order, tidy, walk
 from mhc_compile.passes.recognise.projection import Projection
+from mhc_compile.passes.recognise.reader import Reader
 from mhc_compile.passes.recognise.region import Region, region, same_gradient, sample_shape
-from mhc_compile.passes.recognise.terms import Reader
 from mhc_compile.passes.shadow import Op, Value
 
 # Evaluation and candidate are both float64 and a few operations long; a 1e-12 clamp differs from a 1e-12 summand by
 # far more than this where the squares are of that size.
 _TOLERANCE = 1e-13
-# A few times float32's smallest normal number, and its root, which has to be squared.
-_LEAST = {"inside": 1e-37, "outside": 1e-37, "clamp": 1e-19}
+# Below these the operators' dr / dms overflows float32 for some token, be it the smallest that has squares: it is up to
+# eps^-1.5 / 2 inside, eps^-2 / (2 sqrt(ms)) outside and eps^-3 / 2 clamped.
+_LEAST = {"inside": 1e-25, "outside": 1e-8, "clamp": 1.2e-13}
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def identify(value: Value, projection: Projection, reader: Reader, *, divides: b
         return None
     squares = _squares(found.leaf, projection, reader)
     assert squares is not None
-    key = (found.signature(), squares, projection.width, divides)
+    key = (found.signature, squares, projection.width, divides)
     if key not in reader.known:
         reader.known[key] = _fit(found, squares, projection.width, divides)
     factor: RmsFactor | None = reader.known[key]
@@ -139,7 +140,7 @@ def _fit(found: Region, squares: _Squares, width: int, divides: bool) -> RmsFact
             near = (value - wanted).abs() <= _TOLERANCE * 50 * wanted.abs()
             if bool((near | (value == wanted)).all()):  # without eps, a token of zeros is divided by nothing
                 if 0.0 < eps < _LEAST[mode]:
-                    return None  # float32 does not hold it, or what is divided by it
+                    return None
                 rms = Rms(eps, mode)
                 return RmsFactor(rms, const) if _same_gradient(found, rms, squares, width, const, divides) else None
     return None

@@ -6,6 +6,7 @@ half-step from a 38th; at large ones the iteration converges slowly and whole co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice, product
@@ -152,6 +153,12 @@ def _same_gradient(found: Region, candidate: _Start, steps: int, side: int, tran
     points = [torch.randn(shape, generator=generator, dtype=torch.float64) * spread for spread in (1.0, 4.0, 9.0)]
     # A mask on the size of logits may do nothing until all of them are large.
     points += [points[0] + 60.0, points[0] - 60.0]
+    # An eps counts where a whole row or column has sunk to its size: there the gradient of the shift shows, too.
+    for eps in (c for c in found.constants() if 0.0 < c < 0.1):
+        sunk = points[0].reshape(-1, side, side).clone()
+        sunk[:, 0] += math.log(eps)
+        sunk[:, :, -1] += math.log(eps)
+        points.append(sunk.reshape(shape))
 
     def ours(leaf: torch.Tensor) -> torch.Tensor:
         logits = leaf.reshape(-1, side, side)

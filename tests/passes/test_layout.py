@@ -71,7 +71,7 @@ def test_views_hold_the_elements_that_torch_says(data: st.DataObject) -> None:
 def test_refine_finds_common_factors() -> None:
     streams = Layout.contiguous((2, 12)).reshape((2, 3, 4)).permute((0, 2, 1)).reshape((2, 12))
     flat = Layout.contiguous((2, 12))
-    assert refine(flat, streams) == [(0, 2, (12, 12)), (1, 4, (3, 1)), (1, 3, (1, 4))]
+    assert refine(flat, streams) == ((0, 2, (12, 12)), (1, 4, (3, 1)), (1, 3, (1, 4)))
 
 
 def test_refine_refuses_other_shapes() -> None:

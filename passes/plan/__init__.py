@@ -1,0 +1,177 @@
+"""Stage 3, plan: which operator calls replace what, decided for the whole graph before anything is inserted.
+
+A site is accepted whole or declined with a reason. What a plan holds is still in terms of the record; `rewrite`
+turns it into nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import fx
+
+from mhc_compile.forms import Rms
+from mhc_compile.passes.plan.mix import mix_site
+from mhc_compile.passes.plan.reasons import near_misses, unused_rows
+from mhc_compile.passes.plan.roles import connections
+from mhc_compile.passes.plan.sites import (
+    AggregateSite,
+    CombineSite,
+    Decline,
+    Declined,
+    MixSite,
+    Rows,
+    SinkhornSite,
+    Site,
+    Vector,
+    said,
+    surface,
+)
+from mhc_compile.passes.plan.surroundings import check_surroundings
+from mhc_compile.passes.recognise import Findings, Mixture, Weight
+from mhc_compile.passes.recognise.aggregate import Aggregate
+from mhc_compile.passes.recognise.combine import Combine
+from mhc_compile.passes.recognise.gates import Mixing
+from mhc_compile.passes.recognise.layout import is_movement
+from mhc_compile.passes.recognise.pieces import TOGETHER
+from mhc_compile.passes.shadow import Shadow, Value
+
+
+@dataclass
+class Plan:
+    """All decisions for one graph."""
+
+    sites: list[Site]
+    declined: list[Declined]
+
+
+def plan(shadow: Shadow, findings: Findings) -> Plan:
+    """Compose what was recognised into sites, each accepted or declined."""
+    sites: list[Site] = []
+    declined: list[Declined] = []
+
+    def consider(what: str, node: fx.Node, *makers: Callable[[], Site]) -> bool:
+        """Accept the first of several sites that can be; the reason against the first is the one told."""
+        reasons: list[str] = []
+        for make in makers:
+            try:
+                site = make()
+                check_surroundings(shadow, site)
+            except Decline as reason:
+                reasons.append(str(reason))
+            else:
+                sites.append(site)
+                return True
+        declined.append(Declined(what, reasons[0], node))
+        return False
+
+    for mixtures in _by_streams(findings.mixtures):
+        if _is_hyper_connection(mixtures, findings):
+            for roles in connections(mixtures, findings):
+                node = next(g.value for g in roles.gates()).op.node  # type: ignore[union-attr]
+                consider(
+                    "generate_mix",
+                    node,
+                    lambda roles=roles: mix_site(roles, findings),  # type: ignore[misc]
+                    lambda roles=roles: mix_site(roles, findings, read=False),  # type: ignore[misc]
+                    lambda roles=roles: mix_site(roles.without_pre(), findings),  # type: ignore[misc]
+                )
+    known = {value for site in sites if isinstance(site, MixSite) for value in site.targets()}
+    claimed: set[Value] = set()
+    for combine in _last_first(findings.combines):
+        if combine.out in claimed:
+            continue
+        if combine.mix is None and combine.outer.post not in known:
+            continue
+        if consider("expand_combine", combine.op.node, lambda c=combine: CombineSite(c)):  # type: ignore[misc]
+            claimed |= _within(combine)
+    free = [a for a in findings.aggregates if a.out not in claimed]
+    _single_operators(findings, free, sites, consider)
+    misses = list(near_misses(findings, free, sites))
+    if not misses:
+        misses = unused_rows([site for site in sites if isinstance(site, MixSite)])
+    return Plan(sites, declined + misses)
+
+
+def _single_operators(
+    findings: Findings, aggregates: list[Aggregate], sites: list[Site], consider: Callable[..., bool]
+) -> None:
+    """What no larger operator has taken: sums over streams that are mixed elsewhere, and the matrices that mix them."""
+    taken = {value for site in sites for value in site.targets()}
+    combined = [site.combine for site in sites if isinstance(site, CombineSite)]
+    streams = {c.x for c in combined if c.mix is not None} | {c.out for c in combined if c.mix is not None}
+    streams |= {site.x for site in sites if isinstance(site, MixSite)}
+    for a in aggregates:
+        if a.out in taken or a.x not in streams or a.const != 1.0:
+            continue
+        if consider("aggregate", a.op.node, lambda a=a: AggregateSite(a)):
+            taken.add(a.out)
+    for c in combined:
+        found = findings.matrices.get(c.mix.res) if c.mix is not None else None
+        if found is not None and not isinstance(found, str) and found.out not in taken:
+            assert found.out.op is not None
+            if consider("sinkhorn", found.out.op.node, lambda m=found: SinkhornSite(m)):
+                taken.add(found.out)
+
+
+def _last_first(combines: list[Combine]) -> list[Combine]:
+    """Readings of later sums first, since they take in earlier ones; those of one sum in the order found."""
+    outs = list(dict.fromkeys(c.out for c in combines))[::-1]
+    return [c for out in outs for c in combines if c.out is out]
+
+
+_SUMMING = {*TOGETHER, "add", "sub", "addcmul", "mul", "sum", "mean", "neg", "div"}
+
+
+def _within(combine: Combine) -> set[Value]:
+    """The result of a combine, and the partial sums and products behind it that serve it alone."""
+    leaves = {combine.x, combine.outer.f, combine.outer.post, combine.layer_bias}
+    if combine.mix is not None:
+        leaves.add(combine.mix.res)
+    found, pending = {combine.out}, [combine.out]
+    while pending:
+        op = pending.pop().op
+        if op is not None and (op.name in _SUMMING or is_movement(op)):
+            inner = (v for v in op.inputs() if v not in found and v not in leaves)
+            fresh = [v for v in inner if len(v.users) == 1 and not v.is_output]
+            found.update(fresh)
+            pending += fresh
+    return found
+
+
+def _is_hyper_connection(mixtures: list[Mixture], findings: Findings) -> bool:
+    """Whether the gates act on the streams they come from: many layers norm, project and squash."""
+    x = mixtures[0].projection.x
+    gates = {value for mixture in mixtures for value in mixture.gates}
+    return (
+        any(a.x is x and a.gate in gates and a.gate_layout.is_identity() for a in findings.aggregates)
+        or any(c.x is x and c.outer.post in gates for c in findings.combines)
+        or any(isinstance(gate.kind, Mixing) for mixture in mixtures for gate in mixture.gates.values())
+    )
+
+
+def _by_streams(mixtures: list[Mixture]) -> list[list[Mixture]]:
+    """Mixtures of the same streams under the same normalisation belong together: pre, post and res projections."""
+    groups: dict[tuple[Value, Rms, Weight | None], list[Mixture]] = {}
+    for mixture in mixtures:
+        key = (mixture.projection.x, mixture.normed.rms, mixture.normed.weight)
+        groups.setdefault(key, []).append(mixture)
+    return list(groups.values())
+
+
+__all__ = [
+    "AggregateSite",
+    "CombineSite",
+    "Decline",
+    "Declined",
+    "MixSite",
+    "Plan",
+    "Rows",
+    "SinkhornSite",
+    "Site",
+    "Vector",
+    "plan",
+    "said",
+    "surface",
+]

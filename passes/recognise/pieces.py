@@ -1,0 +1,114 @@
+"""Tensors put together from pieces, by `cat`, `stack` or part by part, and which piece one looks into."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce
+from itertools import pairwise
+
+from mhc_compile.passes.recognise.layout import Layout, NotALayout, tidy
+from mhc_compile.passes.recognise.terms import Factor, Source
+from mhc_compile.passes.shadow import Op, Value
+
+TOGETHER = {"cat", "stack", "select_scatter", "slice_scatter"}
+
+
+@dataclass(frozen=True)
+class Together:
+    """Pieces that lie next to one another along `axis` of a value; stacked: each without that dimension."""
+
+    pieces: tuple[Value, ...]
+    axis: int
+    stacked: bool
+
+    def joined(self, factors: list[Factor]) -> Factor:
+        """What the pieces' factors are together."""
+        return _joined([self._raised(factor) for factor in factors], self.axis)
+
+    def _raised(self, factor: Factor) -> Factor:
+        if not self.stacked:
+            return factor
+        axis = self.axis
+        return tuple(
+            Source(s.base, Layout((*s.layout.dims[:axis], (), *s.layout.dims[axis:]), s.layout.offset)) for s in factor
+        )
+
+
+def put_together(op: Op) -> Together | None:
+    """The pieces of a `cat` or `stack`, or of a tensor that is written part by part until nothing is left of it."""
+    rank = len(op.out.shape)
+    if op.name in ("cat", "stack"):
+        # cat takes an empty vector beside pieces of any rank, as caches begin with one.
+        if len({len(piece.shape) for piece in op.args[0]}) > 1:
+            return None
+        return Together(tuple(op.args[0]), op.arg(1, "dim", 0) % rank, op.name == "stack")
+    name, axis = op.name, op.arg(2, "dim", 0) % rank
+    found: dict[int, Value] = {}
+    current: Op | None = op
+    while current is not None and current.name == name and current.arg(2, "dim", 0) % rank == axis:
+        size = current.out.shape[axis]
+        start = current.arg(3, "index" if name == "select_scatter" else "start", 0)
+        if not isinstance(start, int) or current.arg(5, "step", 1) != 1:
+            return None
+        found.setdefault(start % size, current.args[1])
+        current = current.args[0].op
+    end, pieces = 0, []
+    for start in sorted(found):
+        if start != end:
+            return None
+        pieces.append(found[start])
+        end += 1 if name == "select_scatter" else found[start].shape[axis]
+    whole = Together(tuple(pieces), axis, name == "select_scatter")
+    return whole if end == op.out.shape[axis] and len(pieces) > 1 else None
+
+
+def _joined(pieces: list[Factor], axis: int) -> Factor:
+    """What pieces of one base, next to one another along `axis`, are together."""
+    found = []
+    for source in pieces[0]:
+        layouts = [source.layout]
+        for piece in pieces[1:]:
+            layouts += [other.layout for other in piece if other.base is source.base][:1]
+        if len(layouts) == len(pieces) and (joined := _adjoined(layouts, axis)) is not None:
+            found.append(Source(source.base, joined))
+    return tuple(found)
+
+
+def _adjoined(layouts: list[Layout], axis: int) -> Layout | None:
+    first = layouts[0]
+    if any(a.dims[:axis] != first.dims[:axis] or a.dims[axis + 1 :] != first.dims[axis + 1 :] for a in layouts):
+        return None
+    gaps = {b.offset - a.offset for a, b in pairwise(layouts)}
+    dim = None
+    if len(gaps) <= 1 and all(a.dims[axis] == first.dims[axis] for a in layouts):
+        gap = gaps.pop() if gaps else 0
+        dim = tidy(((len(layouts), gap), *first.dims[axis])) if gap >= 0 else None
+    elif all(len(a.dims[axis]) == 1 for a in layouts) and len({a.dims[axis][0][1] for a in layouts}) == 1:
+        stride = first.dims[axis][0][1]
+        if all(b.offset - a.offset == a.dims[axis][0][0] * stride for a, b in pairwise(layouts)):
+            dim = tidy(((sum(a.dims[axis][0][0] for a in layouts), stride),))
+    return None if dim is None else Layout((*first.dims[:axis], dim, *first.dims[axis + 1 :]), first.offset)
+
+
+def piece_of(op: Op, source: Source) -> tuple[Value, Layout]:
+    """The piece of a value put together in which all that the layout reaches lies, and the layout over it."""
+    together = put_together(op)
+    if together is None:
+        raise NotALayout
+    shape, axis = source.base.shape, together.axis
+    inner = reduce(lambda a, b: a * b, shape[axis + 1 :], 1)
+    whole = shape[axis] * inner
+    lowest = highest = source.layout.offset % whole
+    for dim in source.layout.dims:
+        highest += sum((size - 1) * stride for size, stride in dim if stride % whole)
+    start = 0
+    for piece in together.pieces:
+        length = inner * (1 if together.stacked else piece.shape[axis])
+        if start <= lowest and highest < start + length:
+            dims = tuple(
+                tuple((size, stride if stride % whole else stride // whole * length) for size, stride in dim)
+                for dim in source.layout.dims
+            )
+            return piece, Layout(dims, source.layout.offset // whole * length + lowest - start)
+        start += length
+    raise NotALayout

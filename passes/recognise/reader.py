@@ -1,0 +1,392 @@
+"""Reads wide code in its one form: a value is a sum of terms, a term a constant times a product, summed.
+
+    out[i] = sum over terms of  const * sum over s of  factor_1[i, s] * factor_2[i, s] * ...
+
+matmul, einsum, broadcast-multiply-and-sum, addcmul and sums written stream by stream all become the same terms. A
+factor is known by every tensor that it is a view of: where `g` is a slice of `h`, both describe `g[..., 0]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+
+from mhc_compile.passes.recognise.layout import Layout, NotALayout, is_movement, move, tidy
+from mhc_compile.passes.recognise.pieces import TOGETHER, piece_of, put_together
+from mhc_compile.passes.recognise.terms import Factor, Source, Term, Terms, collected
+from mhc_compile.passes.shadow import Op, Value
+
+# The sum behind one combine of 16 streams, written out, has 17 terms a stream.
+_MAX_TERMS = 24
+
+
+class Reader:
+    """Reads values of one record as terms, and remembers them."""
+
+    def __init__(self) -> None:
+        self._views: dict[Value, Factor] = {}
+        self._terms: dict[Value, Terms] = {}
+        # What small regions compute, by their signatures: layers of a model need to be understood once.
+        self.known: dict[Any, Any] = {}
+
+    def views(self, value: Value) -> Factor:
+        """What `value` is a view of, itself first."""
+        if value not in self._views:
+            self._views[value] = self._find_views(value)
+        return self._views[value]
+
+    def terms(self, value: Value) -> Terms:
+        """The sum that `value` is: at least the one term that consists of it alone."""
+        if value not in self._terms:
+            found = self._find_terms(value) or (Term(1.0, (self.views(value),)),)
+            self._terms[value] = tuple(_trimmed(term, len(value.shape)) for term in found)
+        return self._terms[value]
+
+    def is_plain(self, value: Value) -> bool:
+        """Whether nothing is known of how the value is computed but what it is a view of."""
+        (first, *more) = self.terms(value)
+        return not more and first.const == 1.0 and len(first.factors) == 1 and not first.summed
+
+    def _find_views(self, value: Value) -> Factor:
+        here = Source(value, Layout.contiguous(value.shape))
+        op = value.op
+        if op is None:
+            return (here,)
+        if is_movement(op):
+            source = next(op.inputs())
+            return (here, *self._moved(self.views(source), len(source.shape), lambda lead: move(op, value, lead)))
+        if op.name in _GATHERS:
+            return (here, *self._gathered(op, value))
+        return (here,)
+
+    def _gathered(self, op: Op, value: Value) -> Factor:
+        """A tensor put together from pieces of one other."""
+        try:
+            if op.name in TOGETHER:
+                whole = put_together(op)
+                return whole.joined([self.views(piece) for piece in whole.pieces]) if whole else ()
+            if op.name == "repeat":
+                source = next(op.inputs())
+                return self._moved(self.views(source), len(source.shape), lambda lead: _repeated(lead, value.shape))
+            source, axis, index = op.args[0], op.args[1] % len(value.shape), _integers(op.args[2])
+            if op.name != "index_select" or index is None:
+                return ()
+            step = index[1] - index[0] if len(index) > 1 else 1
+            if step < 1 or index != list(range(index[0], index[0] + step * len(index), step)):
+                return ()
+            return self._moved(
+                self.views(source), len(source.shape), lambda lead: lead.select(axis, index[0], len(index), step)
+            )
+        except NotALayout:
+            return ()
+
+    def _moved(self, factor: Factor, rank: int, view: Callable[[Layout], Layout]) -> Factor:
+        """The factor after a view of its first `rank` dimensions, seen past a `cat` if it lies in one piece of it."""
+        found: list[Source] = []
+        for source in factor:
+            try:
+                layout = _on_lead(source.layout, rank, view)
+            except NotALayout:
+                continue
+            found.append(Source(source.base, layout))
+            found += self._in_piece(found[-1])
+        return tuple(found)
+
+    def _in_piece(self, source: Source) -> list[Source]:
+        op = source.base.op
+        if op is None or op.name not in TOGETHER or source.layout.distinct() >= source.base.numel:
+            return []
+        try:
+            piece, layout = piece_of(op, source)
+        except NotALayout:
+            return []
+        found = []
+        for inner in self.views(piece):
+            try:
+                found.append(Source(inner.base, layout.through(inner.layout)))
+            except NotALayout:
+                continue
+        return found
+
+    def _find_terms(self, value: Value) -> Terms | None:
+        op = value.op
+        if op is None or op.target is None:
+            return None
+        handler = _HANDLERS.get(op.name)
+        try:
+            if handler is not None:
+                found = handler(self, op)
+            elif is_movement(op):
+                found = self._of_view(op, value)
+            else:
+                return None
+        except NotALayout:
+            return None
+        if found is None or not 0 < len(found) <= _MAX_TERMS or not all(t.factors and all(t.factors) for t in found):
+            return None
+        return found
+
+    def _of_view(self, op: Op, value: Value) -> Terms | None:
+        source = next(op.inputs())
+        return None if self.is_plain(source) else self._map(source, lambda lead: move(op, value, lead))
+
+    def _map(self, source: Value, view: Callable[[Layout], Layout]) -> Terms:
+        rank = len(source.shape)
+        return tuple(
+            Term(t.const, tuple(self._moved(factor, rank, view) for factor in t.factors), t.summed)
+            for t in self.terms(source)
+        )
+
+    def _spread(self, value: Value, shape: tuple[int, ...]) -> Terms:
+        return self._map(value, lambda lead: lead.expand(shape)) if value.shape != shape else self.terms(value)
+
+    def _scaled(self, value: Any, const: Any, shape: tuple[int, ...]) -> Terms | None:
+        number = _number(const)
+        if number is None or not isinstance(value, Value):
+            return None
+        return tuple(Term(t.const * number, t.factors, t.summed) for t in self._spread(value, shape))
+
+    def _product(self, left: Value, right: Value, shape: tuple[int, ...]) -> Terms:
+        factors = tuple(
+            self._moved(self.views(value), len(value.shape), lambda lead: lead.expand(shape)) for value in (left, right)
+        )
+        return (Term(1.0, factors),)
+
+    def mul(self, op: Op) -> Terms | None:
+        left, right = op.args[:2]
+        if isinstance(left, Value) and isinstance(right, Value):
+            return self._product(left, right, op.out.shape)
+        return self._scaled(left, right, op.out.shape)
+
+    def div(self, op: Op) -> Terms | None:
+        number = None if op.kwargs.get("rounding_mode") else _number(op.args[1])
+        return self._scaled(op.args[0], 1.0 / number, op.out.shape) if number else None
+
+    def neg(self, op: Op) -> Terms | None:
+        return self._scaled(op.args[0], -1.0, op.out.shape)
+
+    def square(self, op: Op) -> Terms | None:
+        return self._product(op.args[0], op.args[0], op.out.shape) if op.args[1] == 2 else None
+
+    def sum(self, op: Op) -> Terms | None:
+        return self._reduced(op, op.args[0])
+
+    def mean(self, op: Op) -> Terms | None:
+        source = op.args[0]
+        sizes = [source.meta.shape[d] for d in _axes(op, source)]
+        if not all(isinstance(size, int) for size in sizes):
+            return None  # the number of elements differs from call to call
+        count = reduce(lambda a, b: a * b, sizes, 1)
+        terms = self._reduced(op, source) if count else None
+        return terms and tuple(Term(t.const / count, t.factors, t.summed) for t in terms)
+
+    def _reduced(self, op: Op, source: Value) -> Terms:
+        axes, keep = _axes(op, source), bool(op.arg(2, "keepdim", False))
+
+        def view(layout: Layout) -> Layout:
+            rank = len(source.shape)
+            lead = [() if d in axes else dim for d, dim in enumerate(layout.dims[:rank]) if keep or d not in axes]
+            return Layout((*lead, *layout.dims[rank:], *(layout.dims[d] for d in axes)), layout.offset)
+
+        return tuple(
+            Term(
+                t.const,
+                tuple(tuple(Source(s.base, view(s.layout)) for s in factor) for factor in t.factors),
+                t.summed + len(axes),
+            )
+            for t in self.terms(source)
+        )
+
+    def matmul(self, op: Op) -> Terms:
+        return self._matrix(op.args[0], op.args[1])
+
+    def addmm(self, op: Op) -> Terms | None:
+        alpha, beta = (_number(op.kwargs.get(name, 1)) for name in ("alpha", "beta"))
+        addend = self._addend(op.args[0], beta, op.out.shape)
+        if alpha is None or addend is None:
+            return None
+        (product,) = self._matrix(op.args[1], op.args[2])
+        return collected((*addend, Term(alpha, product.factors, product.summed)))
+
+    def _matrix(self, left: Value, right: Value) -> Terms:
+        """[b?, i, k] @ [b?, k, j] or [i, k] @ [k] as a product indexed [b?, i, j?, k]."""
+        batch = len(left.shape) == 3
+        vector = len(right.shape) == 1
+
+        def of_left(lead: Layout) -> Layout:
+            new = () if vector else (_spread_dim(right.shape[-1]),)
+            return Layout((*lead.dims[:-1], *new, lead.dims[-1]), lead.offset)
+
+        def of_right(lead: Layout) -> Layout:
+            inner, outer = (lead.dims[0], ()) if vector else (lead.dims[-2], lead.dims[-1:])
+            return Layout((*lead.dims[:1][:batch], _spread_dim(left.shape[-2]), *outer, inner), lead.offset)
+
+        factors = (
+            self._moved(self.views(left), len(left.shape), of_left),
+            self._moved(self.views(right), len(right.shape), of_right),
+        )
+        return (Term(1.0, factors, 1),)
+
+    def add(self, op: Op) -> Terms | None:
+        return self._sum(op, op.args[0], op.args[1], _number(op.kwargs.get("alpha", 1)))
+
+    def sub(self, op: Op) -> Terms | None:
+        alpha = _number(op.kwargs.get("alpha", 1))
+        return None if alpha is None else self._sum(op, op.args[0], op.args[1], -alpha)
+
+    def _sum(self, op: Op, left: Any, right: Any, factor: float | None) -> Terms | None:
+        shape = op.out.shape
+        for value, zero in ((left, right), (right, left)):
+            # sum() begins with 0
+            if isinstance(value, Value) and not isinstance(zero, Value):
+                return self._scaled(value, 1.0, shape) if _number(zero) == 0.0 and value is left else None
+        first, second = self._addend(left, 1.0, shape), self._addend(right, factor, shape)
+        return None if first is None or second is None else collected((*first, *second))
+
+    def _addend(self, value: Value, factor: float | None, shape: tuple[int, ...]) -> Terms | None:
+        """The terms of a summand; a sum that others use too is a value of its own."""
+        if factor is None or _is_nought(value):
+            return None if factor is None else ()
+        terms = self.terms(value)
+        if len(terms) > 1 and _is_shared(value):
+            moved = self._moved(self.views(value), len(value.shape), lambda lead: lead.expand(shape))
+            return (Term(factor, (moved,)),)
+        return self._scaled(value, factor, shape)
+
+    def addcmul(self, op: Op) -> Terms | None:
+        constant = _number(op.kwargs.get("value", 1))
+        addend = self._addend(op.args[0], 1.0, op.out.shape)
+        if constant is None or addend is None:
+            return None
+        (product,) = self._product(op.args[1], op.args[2], op.out.shape)
+        return collected((*addend, Term(constant, product.factors)))
+
+    def cat(self, op: Op) -> Terms | None:
+        """Pieces that are the same sum of different parts are one sum with one more dimension."""
+        whole = put_together(op)
+        if whole is None or all(self.is_plain(piece) for piece in whole.pieces):
+            return None
+        forms = [self.terms(piece) for piece in whole.pieces]
+        if len({len(form) for form in forms}) != 1 or len({piece.shape for piece in whole.pieces}) != 1:
+            return None
+        terms = []
+        for alike in zip(*forms, strict=True):
+            first = alike[0]
+            if any(
+                (t.const, t.summed, len(t.factors)) != (first.const, first.summed, len(first.factors)) for t in alike
+            ):
+                return None
+            factors = [whole.joined([t.factors[i] for t in alike]) for i in range(len(first.factors))]
+            terms.append(Term(first.const, tuple(factors), first.summed))
+        return tuple(terms)
+
+
+_GATHERS = {*TOGETHER, "index_select", "repeat"}
+
+
+def moves_elements(op: Op) -> bool:
+    """Whether an operator's result is made of elements of what it reads, and of nothing else."""
+    return op.name in _GATHERS or is_movement(op)
+
+
+_HANDLERS: dict[str, Callable[[Reader, Op], Terms | None]] = {
+    "mul": Reader.mul,
+    "div": Reader.div,
+    "neg": Reader.neg,
+    "pow": Reader.square,
+    "sum": Reader.sum,
+    "mean": Reader.mean,
+    "mm": Reader.matmul,
+    "bmm": Reader.matmul,
+    "mv": Reader.matmul,
+    "addmm": Reader.addmm,
+    "baddbmm": Reader.addmm,
+    "add": Reader.add,
+    "sub": Reader.sub,
+    "addcmul": Reader.addcmul,
+    "cat": Reader.cat,
+    "stack": Reader.cat,
+    "select_scatter": Reader.cat,
+    "slice_scatter": Reader.cat,
+}
+
+
+def _trimmed(term: Term, rank: int) -> Term:
+    """Without summed dimensions of size 1."""
+    if not term.summed:
+        return term
+    kept = [d for d in range(rank, rank + term.summed) if term.factors[0][0].layout.dims[d]]
+    if len(kept) == term.summed:
+        return term
+
+    def trim(layout: Layout) -> Layout:
+        return Layout((*layout.dims[:rank], *(layout.dims[d] for d in kept)), layout.offset)
+
+    factors = tuple(tuple(Source(s.base, trim(s.layout)) for s in factor) for factor in term.factors)
+    return Term(term.const, factors, len(kept))
+
+
+def _on_lead(layout: Layout, rank: int, view: Callable[[Layout], Layout]) -> Layout:
+    moved = view(Layout(layout.dims[:rank], layout.offset))
+    return Layout((*moved.dims, *layout.dims[rank:]), moved.offset)
+
+
+def _repeated(layout: Layout, shape: Sequence[int]) -> Layout:
+    dims = [()] * (len(shape) - len(layout.dims)) + list(layout.dims)
+    out = []
+    for dim, size in zip(dims, shape, strict=True):
+        have = reduce(lambda a, f: a * f[0], dim, 1)
+        if not have:
+            raise NotALayout
+        out.append(tidy(((size // have, 0), *dim)))
+    return Layout(tuple(out), layout.offset)
+
+
+def _is_shared(value: Value) -> bool:
+    """Whether the sum behind a value, seen through views, serves anyone but this reader."""
+    while len(value.users) == 1 and not value.is_output:
+        if value.op is None or not is_movement(value.op):
+            return False
+        value = next(value.op.inputs())
+    return True
+
+
+def _is_nought(value: Value) -> bool:
+    """Whether a value is made of zeros, as what a loop adds to begins with."""
+    while value.op is not None and (is_movement(value.op) or value.op.name == "detach"):
+        value = next(value.op.inputs())
+    op = value.op
+    if op is None:
+        return False
+    fill = op.args[1] if op.name in ("full", "full_like", "fill") and len(op.args) > 1 else 0
+    return op.name in ("zeros", "zeros_like", "new_zeros", "zero") or (op.name in ("full", "full_like") and fill == 0)
+
+
+def _axes(op: Op, source: Value) -> list[int]:
+    dims = op.arg(1, "dim")
+    rank = len(source.shape)
+    if dims is None or dims == []:
+        return list(range(rank))
+    return [d % rank for d in (dims if isinstance(dims, (list, tuple)) else [dims])]
+
+
+def _spread_dim(size: int) -> tuple[tuple[int, int], ...]:
+    return ((size, 0),) if size > 1 else ()
+
+
+def _integers(leaf: Any) -> list[int] | None:
+    """The numbers in an index that the program writes as a range."""
+    op = leaf.op if isinstance(leaf, Value) else None
+    while op is not None and op.name in ("detach", "_to_copy", "alias"):
+        op = next(op.inputs()).op
+    if op is None or op.name != "arange" or not all(isinstance(a, int) for a in op.args):
+        return None
+    return torch.arange(*op.args).tolist()
+
+
+def _number(leaf: Any) -> float | None:
+    """A constant of the program; not a symbolic float, which would have to become one for code that is not ours."""
+    return float(leaf) if isinstance(leaf, (int, float)) and not isinstance(leaf, bool) else None

@@ -1,0 +1,171 @@
+"""What one node of a graph does, in ATen: it is run on fake tensors, and the calls that arrive below autograd noted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mhc_compile import compat
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of a tensor in a recording: those that the node reads come first, then those that it makes."""
+
+    index: int
+    meta: torch.Tensor = field(compare=False, hash=False)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One ATen call, with slots in the place of tensors; sources are the slots that it reads, made those it makes."""
+
+    target: Any
+    # The operator without its overload, such as "mul".
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    sources: tuple[int, ...]
+    made: tuple[Slot, ...]
+
+    @property
+    def text(self) -> str:
+        """Equal for calls that differ in nothing but the tensors they read."""
+        return call_text(self.target, self.args, self.kwargs)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The calls of one node, what it returns, and the tensors that the calls made, in the order of their slots."""
+
+    calls: tuple[Call, ...]
+    result: Any
+    tensors: list[torch.Tensor]
+
+
+class WritesInput(Exception):
+    """The node writes into one of its inputs."""
+
+
+def record(run: Callable[[list[torch.Tensor]], Any], inputs: list[torch.Tensor], mode: Any) -> Recording:
+    """The calls that `run(inputs)` makes under the fake mode; raises WritesInput if one writes into an input."""
+    # Values of nodes that were copied share a fake tensor; here each must be told from the others.
+    stand_ins = [torch.ops.aten.alias.default(tensor) for tensor in inputs]
+    recorder = _Recorder(stand_ins)
+    with mode, recorder:
+        result = run(stand_ins)
+    return Recording(tuple(recorder.calls), recorder.slots(result), recorder.alive[len(inputs) :])
+
+
+def call_text(target: Any, args: Any, kwargs: Any, places: type = Slot) -> str:
+    """A call without the tensors in it, in whose places there are objects of some type."""
+    return f"{target} {map_leaves(lambda leaf: '%' if isinstance(leaf, places) else leaf, (args, kwargs))}"
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down ATen calls; composite operators are taken apart, device queries left out."""
+
+    def __init__(self, inputs: list[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.alive = list(inputs)
+        self.known = {id(tensor): Slot(i, tensor) for i, tensor in enumerate(inputs)}
+        self.input_storages = {storage_key(tensor) for tensor in inputs}
+        self.calls: list[Call] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        if compat.is_composite(func):
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        read, options = self.slots((args, kwargs))
+        written = [t for a, arg in zip(args, func._schema.arguments, strict=False) if _writes(arg) for t in tensors(a)]
+        if "batch_norm" in func._opname:
+            written += tensors(args[3:5])  # the running statistics, which no schema says
+        if any(storage_key(tensor) in self.input_storages for tensor in written):
+            raise WritesInput
+        result = func(*args, **kwargs)
+        for tensor in written:
+            # an intermediate of this node, updated in place: from here on its name means the new value
+            self.known.pop(id(tensor), None)
+        sources = tuple(slot.index for slot in _slots((read, options)))
+        made = tuple(_slots(map_leaves(self._name, result)))
+        self.calls.append(Call(func, str(func._opname), read, options, sources, made))
+        return result
+
+    def slots(self, tree: Any) -> Any:
+        return map_leaves(lambda t: self.known.get(id(t), t) if isinstance(t, torch.Tensor) else t, tree)
+
+    def _name(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if id(leaf) not in self.known:
+            self.known[id(leaf)] = Slot(len(self.alive), leaf)
+            self.alive.append(leaf)
+        return self.known[id(leaf)]
+
+
+def filled(tree: Any, values: list[Any]) -> Any:
+    """A tree of a recording with the slots' values in their places."""
+    kind = type(tree)
+    if kind is Slot:
+        return values[tree.index]
+    if kind is tuple:
+        return tuple([filled(item, values) for item in tree])
+    if kind is list:
+        return [filled(item, values) for item in tree]
+    if kind is dict:
+        return {key: filled(item, values) for key, item in tree.items()} if tree else tree
+    return tree
+
+
+def storage_key(tensor: torch.Tensor) -> int | None:
+    """The identity of the memory behind a fake tensor, or None where it has none of its own (sparse tensors)."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply to every leaf of nested tuples, lists, dicts and slices. (pytree does more, at several times the cost.)"""
+    if isinstance(tree, (tuple, list)):
+        items = [map_leaves(function, item) for item in tree]
+        return items if type(tree) is list else tuple(items)
+    if isinstance(tree, dict):
+        return {key: map_leaves(function, item) for key, item in tree.items()}
+    if isinstance(tree, slice):
+        return slice(*(map_leaves(function, part) for part in (tree.start, tree.stop, tree.step)))
+    return function(tree)
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """Every leaf of nested tuples, lists and dicts."""
+    if isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from leaves(item)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from leaves(item)
+    else:
+        yield tree
+
+
+def tensors(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors among the leaves."""
+    return (leaf for leaf in leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+def _slots(tree: Any) -> Iterator[Slot]:
+    return (leaf for leaf in leaves(tree) if isinstance(leaf, Slot))
+
+
+def _writes(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write

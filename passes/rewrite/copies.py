@@ -1,0 +1,102 @@
+"""A copy of a graph, of the nodes alone that outlive their rewriting.
+
+Twenty iterations of Sinkhorn are a hundred nodes for which one operator call comes: copying them only to erase them
+would be most of the work.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+
+from torch import fx
+
+from mhc_compile import compat
+from mhc_compile.passes.shadow import Shadow
+
+
+class Copies(dict[fx.Node, fx.Node]):
+    """Which new node stands for which old one; a node that was left out is copied when it is asked for.
+
+    For an old node of `targets` there is one of the same kind without arguments, until it is replaced and erased.
+    What computes `sources` is copied at once.
+
+    Attributes:
+        graph: the new graph.
+        replaced: new nodes and what has come in their places.
+        on_demand: the copies that somebody asked for.
+        epochs: for each new node, how many before it write, set global state or draw random numbers.
+    """
+
+    def __init__(self, shadow: Shadow, targets: Iterable[fx.Node], sources: Iterable[fx.Node]) -> None:
+        super().__init__()
+        old = shadow.graph
+        self.graph = fx.Graph(old.owning_module)
+        self.position = shadow.position
+        self.replaced: dict[fx.Node, fx.Node] = {}
+        self.on_demand: list[fx.Node] = []
+        self.epochs: dict[fx.Node, int] = {}
+        self._old_epochs: dict[fx.Node, int] = {}
+        barriers = {node for node in old.nodes if is_barrier(node)}
+        kept = {node for node in old.nodes if node.op not in ("call_function", "call_method")} | barriers
+        stubs = set(targets) - kept
+        doomed = _only_for(stubs, kept.union(sources))
+        epoch = 0
+        for node in old.nodes:
+            epoch += node in barriers
+            self._old_epochs[node] = epoch
+            if node in stubs:
+                self._note(node, self.graph.create_node(node.op, node.target, (), {}, node.name, node.type))
+            elif node not in doomed:
+                self._copy(node)
+        self._kept = list(self)  # in the order of the program
+        self._positions = [self.position[node] for node in self._kept]
+        self.graph.set_codegen(old._codegen)  # an exported graph's arguments are a tree
+
+    def __missing__(self, node: fx.Node) -> fx.Node:
+        lacking, pending = {node}, [node]
+        while pending:
+            fresh = [n for n in pending.pop().all_input_nodes if n not in self and n not in lacking]
+            lacking.update(fresh)
+            pending += fresh
+        for old in sorted(lacking, key=self.position.__getitem__):
+            after = self._kept[bisect_right(self._positions, self.position[old])]
+            with self.graph.inserting_before(self[after]):
+                self._copy(old)
+            self.on_demand.append(self[old])
+        return self[node]
+
+    def current(self, old: fx.Node) -> fx.Node:
+        """What stands for an old node now: its copy, or what has come in the place of that."""
+        node = self[old]
+        return self.replaced.get(node, node)
+
+    def _copy(self, node: fx.Node) -> None:
+        if node.op == "output":
+            self._note(node, self.graph.output(fx.node.map_arg(node.args[0], self.current)))
+        else:
+            self._note(node, self.graph.node_copy(node, self.current))
+            compat.copy_source(node, self[node])
+
+    def _note(self, old: fx.Node, new: fx.Node) -> None:
+        new.meta = dict(old.meta)
+        self[old] = new
+        self.epochs[new] = self._old_epochs[old]
+
+
+def is_barrier(node: fx.Node) -> bool:
+    """Whether a node writes, sets global state or draws random numbers, so that nothing may move past it."""
+    return compat.may_mutate(node) or compat.changes_global_state(node) or compat.draws_random_numbers(node)
+
+
+def _only_for(nodes: set[fx.Node], kept: set[fx.Node]) -> set[fx.Node]:
+    """The nodes, and those whose results serve them alone."""
+    found, pending = set(nodes), list(nodes)
+    while pending:
+        for source in pending.pop().all_input_nodes:
+            if source in found or source in kept:
+                continue
+            if all(user in found for user in source.users):
+                found.add(source)
+                pending.append(source)
+    return found

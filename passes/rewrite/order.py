@@ -1,0 +1,89 @@
+"""The new graph brought into order: what nobody reads is erased, and every node follows what it reads."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from mhc_compile.passes.plan import (
+    Decline,
+    Site,
+    said,
+)
+from mhc_compile.passes.rewrite.copies import Copies, is_barrier
+
+Calls = list[tuple[fx.Node, Site]]
+"""The operators' calls, with the sites that they come from."""
+
+
+def sort(copies: Copies, calls: Calls) -> None:
+    """Order nodes after what they use, otherwise as they were.
+
+    A node that would have to move past one that writes, sets global state or draws random numbers might compute
+    something else there: then the site that pulls it is declined, as is one that depends on its own result.
+    """
+    done: set[fx.Node] = set()
+    order: list[fx.Node] = []
+    for root in copies.graph.nodes:
+        stack = [(root, iter(root.all_input_nodes))]
+        path = {root}
+        while stack:
+            node, sources = stack[-1]
+            for source in sources:
+                if source in path:
+                    _blame(calls, source, "its operands depend on its own result")
+                if source not in done:
+                    stack.append((source, iter(source.all_input_nodes)))
+                    path.add(source)
+                    break
+            else:
+                stack.pop()
+                path.discard(node)
+                if node not in done:
+                    done.add(node)
+                    order.append(node)
+    epoch = 0
+    for node in order:
+        epoch += is_barrier(node)
+        if copies.epochs[node] != epoch:
+            _blame(
+                calls,
+                node,
+                f"an operand is computed at {said(node)} behind something that writes in place, sets global state "
+                "or draws random numbers",
+            )
+    previous = copies.graph._root
+    for node in order:
+        previous.append(node)
+        previous = node
+
+
+def _blame(calls: Calls, node: fx.Node, reason: str) -> None:
+    """Decline the first site whose operator needs `node`."""
+    decline = Decline(reason)
+    if calls:
+        decline.site = calls[0][1]
+    for call, site in calls:
+        pending, seen = [call], {call}
+        while pending:
+            current = pending.pop()
+            if current is node:
+                decline.site = site
+                raise decline
+            fresh = [n for n in current.all_input_nodes if n not in seen]
+            seen.update(fresh)
+            pending += fresh
+    raise decline
+
+
+def erase_dead(copies: Copies) -> None:
+    """Remove what the replaced nodes alone needed; nothing that could have an effect of its own."""
+    pending = [*copies.replaced, *copies.on_demand]
+    while pending:
+        node = pending.pop()
+        if node.users or node.op not in ("call_function", "call_method") or node._erased:
+            continue
+        if is_barrier(node):
+            continue
+        sources = node.all_input_nodes
+        copies.graph.erase_node(node)
+        pending.extend(sources)

@@ -1,0 +1,161 @@
+"""phi, the norm's weight, scale and bias as the operators take them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import fx
+
+from mhc_compile import compat
+from mhc_compile.passes.plan import (
+    Decline,
+    MixSite,
+    Rows,
+    Vector,
+)
+from mhc_compile.passes.recognise import Weight
+from mhc_compile.passes.recognise.contraction import StreamsView
+from mhc_compile.passes.recognise.layout import Layout, Steps, tiles
+from mhc_compile.passes.recognise.projection import Projection
+from mhc_compile.passes.rewrite.views import Views
+
+
+class Vectors(Views):
+    """Parameters put together from what the program has, in the order of the operators' rows."""
+
+    def _phi(self, site: MixSite) -> fx.Node:
+        """phi [K, n*C] with its rows in the operator's order."""
+        projections = {group.projection.out: group.projection for group in site.groups}
+        whole = {out: self._phi_of(projection, site.streams) for out, projection in projections.items()}
+        rows = [row for group in site.groups for row in group.rows]
+        if len(whole) == 1 and rows == list(range(site.groups[0].projection.rows)):
+            return next(iter(whole.values()))
+        parts = [self._take(whole[g.projection.out], g.rows, g.projection.rows) for g in site.groups]
+        return self._call(torch.cat, parts, 0)
+
+    def _take(self, node: fx.Node, indices: Sequence[int], count: int) -> fx.Node:
+        """Elements of the first dimension, of `count`, in an order that views express."""
+        if list(indices) == list(range(count)):
+            return node
+        offset, steps = _steps(indices)
+        real = sorted((step for step in steps if step[1]), key=lambda step: -step[1])
+        length = prod(size for size, _ in real)
+        if not tiles(real, length):
+            raise Decline("the rows of the projection, or a scale or bias, are in an order that slices do not express")
+        if length < count:
+            node = self._call("narrow", node, 0, offset, length)
+        if steps == real and len(real) == 1:
+            return node
+        rest = range(len(real), len(real) + compat.example(node).dim() - 1)
+        if len(real) > 1:
+            node = self._call("unflatten", node, 0, [size for size, _ in real])
+            kept = [step for step in steps if step[1]]
+            if kept != real:
+                node = self._call("permute", node, *(real.index(step) for step in kept), *rest)
+        elif not real:
+            node = self._call("squeeze", node, 0)
+        repeated = [d for d, (_, stride) in enumerate(steps) if not stride]
+        for d in repeated:
+            node = self._call("unsqueeze", node, d)
+        if repeated:
+            node = self._call("expand", node, *(size for size, _ in steps), *compat.example(node).shape[len(steps) :])
+        return node if len(steps) == 1 else self._call("flatten", node, 0, len(steps) - 1)
+
+    def _phi_of(self, projection: Projection, streams: StreamsView) -> fx.Node:
+        parts = []
+        for part in projection.parts:
+            steps = Steps(part.inner)
+            stream = (streams.stream,) if streams.n > 1 else ()
+            layout = Layout((part.row, steps.translate(stream), steps.translate(streams.channel)))
+            parts.append(self._shaped(self._arranged(part.phi, layout), (part.rows, projection.width)))
+        return parts[0] if len(parts) == 1 else self._call(torch.cat, parts, 0)
+
+    def _norm_weight(self, weight: Weight, streams: StreamsView) -> fx.Node:
+        steps = Steps(weight.axes)
+        stream = (streams.stream,) if streams.n > 1 else ()
+        layout = Layout((steps.translate(stream), steps.translate(streams.channel)))
+        return self._shaped(self._arranged(weight.value, layout), (streams.n * streams.channels,))
+
+    def _vectors(self, site: MixSite) -> tuple[fx.Node, fx.Node]:
+        """scale, one number a group where the program has it so, and bias [K]."""
+        sizes = [len(group.rows) for group in site.groups]
+        scale = self._scalars(site.groups) or self._concatenated([[g.scale] for g in site.groups], sizes, 1.0)
+        return scale, self._concatenated([list(g.bias) for g in site.groups], sizes, 0.0)
+
+    def _scalars(self, groups: Sequence[Rows]) -> fx.Node | None:
+        vectors = [g.scale[0] for g in groups]
+        base = vectors[0].base
+        one_each = all(len(g.scale) == 1 and len(set(g.scale[0].indices)) == 1 for g in groups)
+        if base is None or not one_each or any(v.base is not base or v.const != 1.0 or v.inverse for v in vectors):
+            return None
+        if [v.indices[0] for v in vectors] != list(range(base.numel)):
+            return None
+        return self._shaped(self._visible(base), (base.numel,))
+
+    def _concatenated(self, groups: list[list[tuple[Vector, ...]]], sizes: list[int], empty: float) -> fx.Node:
+        flat = [vector for terms in groups for term in terms for vector in term]
+        single = all(len(terms) == 1 and len(terms[0]) == 1 for terms in groups)
+        base = flat[0].base if flat else None
+        if single and base is not None and all(v.base is base and v.const == 1.0 and not v.inverse for v in flat):
+            indices = [i for v in flat for i in v.indices]
+            if indices == list(range(base.numel)):
+                return self._shaped(self._visible(base), (base.numel,))
+        parts = [self._sum(terms, size, empty) for terms, size in zip(groups, sizes, strict=True)]
+        return parts[0] if len(parts) == 1 else self._call(torch.cat, parts, 0)
+
+    def _sum(self, terms: list[tuple[Vector, ...]], size: int, empty: float) -> fx.Node:
+        products = [self._product(term, size) for term in terms]
+        if not products:
+            return self._constant(empty, size)
+        if len(products) == 1:
+            return products[0]
+        total, *others = (self._call("float", product) for product in products)
+        for other in others:
+            total = self._call("add", total, other)
+        return total
+
+    def _product(self, term: tuple[Vector, ...], size: int) -> fx.Node:
+        """A product in float32: the program may have multiplied bfloat16 parameters into float32 one by one."""
+        const = prod(vector.const for vector in term)
+        factors = [self._vector(vector, size) for vector in term if vector.base is not None]
+        if not factors:
+            return self._constant(const, size)
+        if len(factors) == 1 and const == 1.0:
+            return factors[0]
+        total, *others = (self._call("float", factor) for factor in factors)
+        for other in others:
+            total = self._call("mul", total, other)
+        return total if const == 1.0 else self._call("mul", total, const)
+
+    def _vector(self, vector: Vector, size: int) -> fx.Node:
+        assert vector.base is not None
+        node = self._shaped(self._visible(vector.base), (vector.base.numel,))
+        node = self._take(node, vector.indices, vector.base.numel)
+        return self._call("reciprocal", self._call("float", node)) if vector.inverse else node
+
+    def _constant(self, number: float, size: int) -> fx.Node:
+        assert self.anchor is not None
+        device = compat.example(self.anchor).device
+        return self._call(torch.full, (size,), number, dtype=torch.float32, device=device)
+
+
+def _steps(indices: Sequence[int]) -> tuple[int, list[tuple[int, int]]]:
+    """A list of indices as an offset and nested steps (size, stride), major to minor."""
+    found: list[tuple[int, int]] = []
+    rest = list(indices)
+    while len(rest) > 1:
+        stride = rest[1] - rest[0]
+        size = 2
+        while size < len(rest) and rest[size] - rest[size - 1] == stride:
+            size += 1
+        even = all(
+            rest[i : i + size] == list(range(rest[i], rest[i] + size * stride, stride) if stride else [rest[i]] * size)
+            for i in range(0, len(rest), size)
+        )
+        if len(rest) % size or stride < 0 or not even:
+            raise Decline("the rows of the projection, or a scale or bias, are in an order that slices do not express")
+        found.append((size, stride))
+        rest = rest[::size]
+    return rest[0], found[::-1]

@@ -1,0 +1,141 @@
+"""Tensors in the operators' order of dimensions, by views alone, and results back in the program's."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from torch import fx
+
+from mhc_compile import compat
+from mhc_compile.passes.plan import (
+    Decline,
+)
+from mhc_compile.passes.recognise.contraction import StreamsView
+from mhc_compile.passes.recognise.layout import Dim, Layout
+from mhc_compile.passes.rewrite.copies import Copies
+from mhc_compile.passes.rewrite.editor import Editor
+from mhc_compile.passes.shadow import Shadow, Value
+
+
+class Views(Editor):
+    """Tensors read by layouts."""
+
+    def __init__(self, copies: Copies, shadow: Shadow) -> None:
+        super().__init__(copies, shadow)
+        # The operators' results that are streams again: how they were written, their nodes and sizes of tokens.
+        self.streams: dict[Value, tuple[StreamsView, fx.Node, list[int]]] = {}
+
+    def _streams(self, value: Value, streams: StreamsView) -> tuple[fx.Node, list[int]]:
+        """The value as [*tokens, n, C], and the sizes of its token dimensions."""
+        known = self.streams.get(self._surfaced(value))
+        if known is not None and known[0] == streams:
+            self.operands = [known[1]]
+            return known[1], known[2]
+        held, node = self._held(value)
+        self.operands = [node]
+        node, groups = self._split(held, node, (streams.tokens, (streams.stream,), streams.channel))
+        lead = len(groups[0])
+        for at, group in ((lead, groups[1]), (lead + 1, groups[2])):
+            if len(group) > 1:
+                node = self._call("flatten", node, at, at + len(group) - 1)
+            elif not group:
+                node = self._call("unsqueeze", node, at)
+        inner = zip(compat.example(node).shape[-2:], (streams.n, streams.channels), strict=True)
+        if not all(compat.same_size(have, size) for have, size in inner):
+            raise Decline("the number of streams or of channels is not a constant of the program")
+        return node, groups[0]
+
+    def _arranged(self, value: Value, layout: Layout) -> fx.Node:
+        """The elements of a value in the order of a layout that reaches each of them once; in any shape."""
+        held, node = self._held(value)
+        order = [step for dim in layout.dims for step in dim]
+        if order == sorted(order, key=lambda step: -step[1]):
+            return node
+        return self._split(held, node, tuple(layout.dims))[0]
+
+    def _split(self, held: Value, node: fx.Node, dims: Sequence[Dim]) -> tuple[fx.Node, list[list[int]]]:
+        """A view of one dimension for each step, ordered as in `dims`, and the sizes of these by dimension.
+
+        A step that crosses dimensions of the tensor becomes several; dimensions of size 1 stay with the first group.
+        """
+        cuts = {stride for dim in dims for size, stride in dim if size > 1}
+        sizes: list[tuple[int, int]] = []  # (size, stride) of each dimension after splitting
+        stride = prod(held.shape)
+        for d, have in enumerate(held.shape):
+            stride //= have
+            inner = sorted((cut // stride for cut in cuts if stride < cut < stride * have), reverse=True)
+            bounds = [have, *inner, 1]
+            if any(a % b for a, b in itertools.pairwise(bounds)):
+                raise Decline("the streams are not whole dimensions of their tensor")
+            parts = [a // b for a, b in itertools.pairwise(bounds)]
+            if len(parts) > 1:
+                node = self._call("unflatten", node, len(sizes), self._actual(held.meta.shape[d], parts))
+            for part, bound in zip(parts, bounds[1:], strict=True):
+                sizes.append((part, stride * bound))
+        groups: list[list[int]] = [[] for _ in dims]
+        for i, (size, at) in enumerate(sizes):
+            if size == 1:
+                groups[0].append(i)
+                continue
+            for group, dim in zip(groups, dims, strict=True):
+                if any(step <= at < step * count for count, step in dim if count > 1):
+                    group.append(i)
+                    break
+            else:
+                raise Decline("a tensor is read in part only")
+        for group, dim in zip(groups, dims, strict=True):
+            real = [i for i in group if sizes[i][0] > 1]
+            wanted = sorted(real, key=lambda i: (_step_of(sizes[i][1], dim), -sizes[i][1]))
+            if wanted != real:
+                group[:] = [i for i in group if i not in real] + wanted
+        order = [i for group in groups for i in group]
+        if order != sorted(order):
+            node = self._call("permute", node, *order)
+        return node, [[sizes[i][0] for i in group] for group in groups]
+
+    def _actual(self, size: Any, parts: list[int]) -> list[int]:
+        """Sizes of the parts of a dimension; of a symbolic one the first is left open."""
+        if isinstance(size, int):
+            return parts
+        rest = prod(parts[1:])
+        if int(compat.hint(size)) % rest:
+            raise Decline("a dimension of symbolic size cannot be split")
+        return [-1, *parts[1:]]
+
+    def _laid_out(self, node: fx.Node, tokens: list[int], layout: Layout, stream: tuple[int, int] | None) -> fx.Node:
+        """An operator's result [*tokens, n?, C] with its dimensions in the order in which the program has them.
+
+        layout says where [tokens, channels] lie in the program's result, stream where the streams do.
+        """
+        groups: list[tuple[int, list[int]]] = []  # (stride, dimensions of the node)
+        at = 0
+        for size, stride in layout.dims[0]:
+            taken = []
+            while size > 1:
+                if at >= len(tokens) or size % tokens[at]:
+                    raise Decline("its result orders the tokens in a way that the operators do not produce")
+                size //= tokens[at]
+                taken.append(at)
+                at += 1
+            groups.append((stride, taken))
+        ones = [i for i in range(len(tokens)) if i >= at or tokens[i] == 1]
+        ones = [i for i in ones if not any(i in taken for _, taken in groups)]
+        rank = len(tokens)
+        if stream is not None:
+            groups.append((stream[1] if stream[0] > 1 else 0, [rank]))
+            rank += 1
+        channel = layout.dims[1]
+        if len(channel) > 1:
+            node = self._call("unflatten", node, -1, [size for size, _ in channel])
+        for i, (_, stride) in enumerate(channel or ((1, 0),)):
+            groups.append((stride, [rank + i]))
+        order = ones + [i for _, dims in sorted(groups, key=lambda group: -group[0]) for i in dims]
+        return node if order == sorted(order) else self._call("permute", node, *order)
+
+
+def _step_of(stride: int, dim: Dim) -> int:
+    """Which of the steps of a dimension a finer step of this stride belongs to."""
+    return next(k for k, (size, step) in enumerate(dim) if step <= stride < step * size)

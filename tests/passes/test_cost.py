@@ -1,0 +1,97 @@
+"""What the passes cost: layers alike are understood once, and all else grows with the graph and no faster."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from mhc_compile import passes
+from mhc_compile.nn import Form, HyperConnection
+from mhc_compile.passes.recognise import gates, rms, sinkhorn
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+shadow = sys.modules["mhc_compile.passes.shadow"]
+
+WIDTH = 8
+
+
+class _Gain(nn.Module):
+    """Next to nothing: what is measured is the connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain
+
+
+def _graph(sublayers: int) -> fx.Graph:
+    """Dynamo's graph of so many sublayers, one after the other. It takes Dynamo longer to trace than us to read."""
+    graphs: list[fx.Graph] = []
+
+    def keep(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        graphs.append(gm.graph)
+        return gm.forward
+
+    model = nn.Sequential(
+        *(HyperConnection(_Gain(), dim=WIDTH, form=Form.deepseek_v4(iterations=4)) for _ in range(sublayers))
+    )
+    torch._dynamo.reset()
+    torch.compile(model, backend=keep, fullgraph=True)(torch.randn(2, 3, 4, WIDTH))
+    return graphs[0]
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often a region was identified in float64, and a node run to see what it does."""
+    counts: Counter[str] = Counter()
+
+    def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return function(*args, **kwargs)
+
+        return counted
+
+    for module, name in ((gates, "_kind"), (rms, "_fit"), (sinkhorn, "identify"), (shadow, "record")):
+        monkeypatch.setattr(module, name, counting(name, getattr(module, name)))
+    return counts
+
+
+def test_layers_alike_are_understood_once(work: Counter[str]) -> None:
+    _, report = passes.run(_graph(2))
+    assert len(report.rewritten) == 4, str(report)
+    two = Counter(work)
+    assert two["identify"] == 1  # the one Sinkhorn
+    assert two["_kind"] == 3  # h_pre, h_post, h_res
+    assert two["_fit"] == 1
+    work.clear()
+    _, report = passes.run(_graph(6))
+    assert len(report.rewritten) == 12, str(report)
+    assert work == two
+
+
+def test_the_cost_grows_with_the_graph() -> None:
+    """Sixty layers of two sublayers with 20 iterations are to take 1.5 s; a machine may well be ten times slower."""
+    graphs = {sublayers: _graph(sublayers) for sublayers in (6, 24)}
+    seconds = {}
+    for sublayers, graph in graphs.items():
+        each = []
+        for _ in range(3):
+            begin = time.process_time()
+            _, report = passes.run(graph)
+            each.append(time.process_time() - begin)
+            assert len(report.rewritten) == 2 * sublayers, str(report)
+        seconds[sublayers] = min(each)
+    # Four times the graph: a part that grew with its square would show as up to 16 times.
+    assert seconds[24] < 6 * seconds[6], seconds
+    assert seconds[24] < 3.0, seconds
