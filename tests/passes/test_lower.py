@@ -410,6 +410,7 @@ def test_bitwise_as_whole_operators(dtype: torch.dtype, tokens: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 def test_on_a_gpu(mode: str | None) -> None:
     """A training step against float64, with two token counts, the mode's in CUDA graphs; no operator is called."""
@@ -431,6 +432,7 @@ def test_on_a_gpu(mode: str | None) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 def test_ahead_of_time() -> None:
     """AOTInductor runs the passes by `enable`, and needs no Python to call a kernel."""
     model, x = _chain(torch.bfloat16)
