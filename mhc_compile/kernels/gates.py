@@ -22,17 +22,19 @@ def rms_factor(ms, eps, MODE: tl.constexpr):
 
 
 @triton.jit
-def rms_slope(ms, r, eps, MODE: tl.constexpr):
-    """dr / dms; where the root of ms = 0 has no derivative it is taken as 0."""
+def rms_gradient(dr, ms, r, eps, MODE: tl.constexpr):
+    """d ms of dr; where the root of ms = 0 has no derivative it is taken as 0.
+
+    dr is of the size of the token, so it is multiplied in between: dr / dms alone overflows for small tokens.
+    """
     if MODE == "inside":
-        return -0.5 * r * r * r
+        return -0.5 * (dr * r * r * r)
     else:
         root = tl.sqrt(ms)
-        slope = -0.5 * r * r / tl.where(root > 0.0, root, 1.0)
-        if MODE == "outside":
-            return tl.where(root > 0.0, slope, 0.0)
-        else:
-            return tl.where((root > 0.0) & (root >= eps), slope, 0.0)
+        moving = root > 0.0
+        if MODE == "clamp":
+            moving = moving & (root >= eps)
+        return tl.where(moving, -0.5 * (dr * r * r / tl.where(moving, root, 1.0)), 0.0)
 
 
 @triton.jit

@@ -25,7 +25,7 @@ from mhc_compile.kernels.common import (
     token_view,
 )
 from mhc_compile.kernels.config import gate_tokens, tile_for
-from mhc_compile.kernels.gates import affine, rms_factor, rms_slope, sinkhorn, sinkhorn_backward
+from mhc_compile.kernels.gates import affine, rms_factor, rms_gradient, sinkhorn, sinkhorn_backward
 from mhc_compile.kernels.projection import (
     Affine,
     Partials,
@@ -228,7 +228,7 @@ def mix_backward_kernel(h, ms, scale, bias, d_pre, d_post, d_res, d_h, d_ms, dh,
         tl.store(affine_at + k2, tl.sum(dl3 * v3 * r3, axis=2), mask=square)
         tl.store(affine_at + K + k2, tl.sum(dl3, axis=2), mask=square)
 
-    dms = dr * rms_slope(mean, r1, rms_eps, RMS_MODE)
+    dms = rms_gradient(dr, mean, r1, rms_eps, RMS_MODE)
     if HAS_DMS:
         dms += tl.load(d_ms + tok1, mask=live1, other=0.0)
     tl.store(coefficient + tok1, dms * (2.0 * inverse_columns), mask=live1)

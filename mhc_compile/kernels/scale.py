@@ -16,7 +16,7 @@ from mhc_compile.kernels.common import (
     on_device,
     wanted,
 )
-from mhc_compile.kernels.gates import affine, rms_factor, rms_slope
+from mhc_compile.kernels.gates import affine, rms_factor, rms_gradient
 from mhc_compile.kernels.projection import narrow_tile, no_tokens, reduce_affine
 
 
@@ -83,8 +83,8 @@ def scale_backward_kernel(d_pre, d_post, d_logits, h, ms, scale, bias, dh, dms, 
     if NEED_DH:
         tl.store(dh + tok[:, None] * K + k, (dl * r[:, None] * s).to(dh.dtype.element_ty), mask=mask & (k < K))
     if NEED_DMS:
-        slope = tl.sum(dl * v * s, axis=1) * rms_slope(mean, r, rms_eps, RMS_MODE)
-        tl.store(dms + tok, slope.to(dms.dtype.element_ty), mask=live)
+        grad = rms_gradient(tl.sum(dl * v * s, axis=1), mean, r, rms_eps, RMS_MODE)
+        tl.store(dms + tok, grad.to(dms.dtype.element_ty), mask=live)
     if NEED_AFFINE:
         row_of = tl.arange(0, BLOCK_K)
         part_at = affine_part + tile * (2 * K) + row_of

@@ -22,9 +22,9 @@ from mhc_compile.passes.shadow import Op, Value
 # Evaluation and candidate are both float64 and a few operations long; a 1e-12 clamp differs from a 1e-12 summand by
 # far more than this where the squares are of that size.
 _TOLERANCE = 1e-13
-# Below these the operators' dr / dms overflows float32 for some token, be it the smallest that has squares: it is up to
-# eps^-1.5 / 2 inside, eps^-2 / (2 sqrt(ms)) outside and eps^-3 / 2 clamped.
-_LEAST = {"inside": 1e-25, "outside": 1e-8, "clamp": 1.2e-13}
+# Squares are lost below float32's smallest normal number, 1e-38. That has to be far below the square of an eps beside
+# the root, and far below one inside; and r^2, as large as 1 / eps^2 or 1 / eps, has to leave room above.
+_LEAST = {"inside": 1e-31, "outside": 1e-11, "clamp": 1e-17}
 
 
 @dataclass(frozen=True)

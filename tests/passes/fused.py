@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 from mhc_compile import compat, ops, passes
 from mhc_compile.passes.fuse import FUSIONS
 from mhc_compile.passes.report import Report
-from mhc_compile.testing.float64 import Float64Reference
 from tests.zoo import check
 from tests.zoo.common import BATCH, LENGTH, STREAMS, WIDTH, CheapLayer, random_parameter, random_phi
 
@@ -150,16 +149,5 @@ def judge(model: nn.Module, args: Sequence[Any], names: Collection[str] = ALL) -
     """The fused program, after its error against float64 was found to be no larger than eager's."""
     torch._dynamo.reset()
     fused = program(model, names)
-    reference = Float64Reference(model)
-    eager, rewritten, exact = [], [], []
-    for _ in range(check.REPEATS):
-        given = [torch.randn_like(value) for value in args]
-        eager.append(check.evaluate(model, model, given))
-        rewritten.append(check.evaluate(fused.call, model, given))
-        exact.append(check.evaluate(reference, reference.module, [value.double() for value in given]))
-    stacked = [
-        {name: torch.stack([one[name] for one in results]) for name in eager[0]}
-        for results in (eager, rewritten, exact)
-    ]
-    check.assert_as_accurate(check.Outcome(fused.report, *stacked, strides=[]))
+    check.assert_as_accurate(check.compare(model, fused.call, fused.report, args))
     return fused
