@@ -339,6 +339,13 @@ def fresh_inductor_cache() -> Any:
     return fresh_cache()
 
 
+def compiles_ahead_of_time() -> bool:
+    """Whether Inductor is at work for AOTInductor."""
+    from torch._inductor.virtualized import V
+
+    return V.aot_compilation is True
+
+
 def compile_id() -> tuple[Any, Any]:
     """Which frame Dynamo is compiling, and for the how-manieth time; None and None outside a compilation."""
     from torch._guards import CompileContext

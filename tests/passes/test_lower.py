@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import mhc_compile
 from mhc_compile import backend, compat, kernels, passes
 from mhc_compile.testing.float64 import Float64Reference
 from tests.passes.fused import Stack, Sublayer
@@ -431,18 +429,15 @@ def test_on_a_gpu(mode: str | None) -> None:
             assert error <= max(2 * limit, 32 * torch.finfo(torch.float32).eps), name
 
 
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
-def test_ahead_of_time() -> None:
-    """AOTInductor runs the passes by `enable`, and needs no Python to call a kernel."""
-    model, x = _chain(torch.bfloat16)
-    model.requires_grad_(False)
-    expected = model(x)[0]
-    with tempfile.TemporaryDirectory() as folder, mhc_compile.enable():
-        exported = torch.export.export(model, (x,))
-        package = torch._inductor.aoti_compile_and_package(exported, package_path=f"{folder}/chain.pt2")
-        (out,) = torch._inductor.aoti_load_package(package)(x)
-    assert torch.equal(out, expected)
+def test_operators_stay_whole_ahead_of_time(fakes: FakeTensorMode) -> None:
+    from torch._inductor.virtualized import V
+
+    graph = _graph(_step, _arguments(fakes))
+    before = _operators(graph)
+    with V.set_aot_compilation(True):
+        assert not passes.lower(graph).lowered
+    assert _operators(graph) == before
+    assert passes.lower(graph).lowered
 
 
 @pytest.mark.gpu
