@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from mhc_compile.forms import Gates, Sinkhorn
@@ -163,6 +164,7 @@ def surface(value: Value) -> Value:
         value = value.users[0].out
     if len(value.users) == 1 and not value.is_output:
         (user,) = value.users
-        if user.name == "_to_copy" and keeps_order(user) and user.out.nodes:
+        # Operators return float64 beside float64 streams alone.
+        if user.name == "_to_copy" and keeps_order(user) and user.out.nodes and user.out.dtype != torch.float64:
             return user.out
     return value

@@ -40,6 +40,11 @@ def check_surroundings(shadow: Shadow, site: Site) -> None:
     for node, storages in shadow.writes:
         if first < shadow.position[node] < last and storages & touched:
             raise Decline(f"{said(node)} writes in place into a tensor that takes part")
+    # The backward pass needs them as they are; the program may have kept copies of its own.
+    read = {storage_key(t) for v in sources for node in v.nodes for t in tensors_of(node)}
+    for node, storages in shadow.writes:
+        if shadow.position[node] > first and storages & read:
+            raise Decline(f"{said(node)} writes in place into a tensor that the backward pass reads")
     if isinstance(site, (CombineSite, AggregateSite)):
         # It may take a gate from the operator that makes it, so the gate must be as it was when it was made.
         for gate in (node for value in site.gates() for node in value.nodes):

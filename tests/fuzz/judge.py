@@ -21,8 +21,11 @@ from tests.fuzz.grammar import Program
 from tests.zoo.check import Results, evaluate
 
 # In float64 the rewritten graph and the original one differ by the rounding of a few hundred operations, which a
-# division by a small sum of the Sinkhorn steps may magnify: far below what any other formula would give.
+# division by a small sum of the Sinkhorn steps may magnify: far below what any other formula would give. A program that
+# magnifies more, dividing by sums that cancel, does the same to inputs that differ by their last bits: the difference
+# may be so many times what that makes.
 EXACT = 1e-8
+MAGNIFIED = 100.0
 # Luck of a few numbers makes a factor of 3; what is larger is tried again on this many inputs, where luck averages out.
 INPUTS = 12
 FIRST, AGAIN = 3.0, 2.0
@@ -88,7 +91,8 @@ def _check(program: Program, *, rewriting: bool) -> Verdict:
         errors.append((_squares(exact, exact, zero=True), _squares(eager, exact), _squares(ours, exact)))
         if attempt == 0 and not _judged(errors, eager, FIRST):
             return verdict
-        inputs.append(torch.randn(x.shape).to(x.dtype))
+        # With a generator of its own: `evaluate` seeds torch's, which would make every draw the same.
+        inputs.append(torch.randn(x.shape, generator=torch.Generator().manual_seed(100 + attempt)).to(x.dtype))
     verdict.complaint = _judged(errors, eager, AGAIN)
     return verdict
 
@@ -155,7 +159,11 @@ class _Watch:
 
 
 def _same_in_float64(before: fx.GraphModule, after: fx.GraphModule, inputs: Sequence[Any]) -> str | None:
-    wanted, got = _in_float64(before, inputs), _in_float64(after, inputs)
+    try:
+        wanted = _in_float64(before, inputs)
+    except Exception:
+        return None  # a checkpoint's recomputation leaves float64: there is nothing to compare with
+    got, shaken = _in_float64(after, inputs), None
     for index, (want, have) in enumerate(zip(wanted, got, strict=True)):
         if (want is None) != (have is None):
             return f"result {index} in float64: only one of the two has a gradient"
@@ -164,8 +172,21 @@ def _same_in_float64(before: fx.GraphModule, after: fx.GraphModule, inputs: Sequ
         difference, size = (want - have).norm().item(), want.norm().item()
         largest = max(w.norm().item() for w in wanted if w is not None and w.isfinite().all())
         if not difference <= EXACT * max(size, 1e-3 * largest):
+            shaken = shaken or _in_float64(before, [_shaken(value) for value in inputs])
+            moved = shaken[index]
+            if moved is not None and difference <= MAGNIFIED * (want - moved).norm().item():
+                continue
             return f"result {index} in float64 ({tuple(want.shape)}): differs by {difference:.1e} of {size:.1e}"
     return None
+
+
+def _shaken(value: Any) -> Any:
+    """A tensor in float64 with other last bits."""
+    if not (isinstance(value, Tensor) and value.is_floating_point()):
+        return value
+    wide = value.detach().double()
+    wide = wide * (1 + 4 * torch.finfo(torch.float64).eps * torch.randn_like(wide))
+    return wide.requires_grad_(value.requires_grad)
 
 
 def _in_float64(module: fx.GraphModule, inputs: Sequence[Any]) -> list[Tensor | None]:

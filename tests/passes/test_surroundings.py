@@ -14,6 +14,8 @@ from torch import Tensor, fx, nn
 import mhc_compile.ops  # noqa: F401  (registers the operators that the passes insert)
 from mhc_compile import passes
 from mhc_compile.passes.report import Report
+from tests.zoo import check
+from tests.zoo.near import Sublayer
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 N, C = 4, 8
@@ -196,3 +198,30 @@ def test_no_tokens() -> None:
     out = torch.compile(Layer(), backend=rewrite)(torch.randn(0, 3, N, C))
     assert out.shape == (0, 3, N, C)
     assert rewrite.report.errors == []
+
+
+class _WritesLater(Sublayer):
+    """The norm and the weighted sum keep copies of the transposed streams, so eager code may write into these."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        stored = (x * self.per_channel).transpose(1, 2).contiguous()
+        streams = stored.transpose(1, 2)
+        flat = streams.flatten(-2)
+        h = F.linear(flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + 1e-6), self.phi[: 2 * N])
+        pre = torch.sigmoid(h[..., :N] * self.scale[0] + self.bias[:N])
+        post = torch.sigmoid(h[..., N:] * self.scale[1] + self.bias[N : 2 * N])
+        f = self.layer(torch.einsum("...n,...nc->...c", pre, streams), x)
+        with torch.no_grad():
+            stored.add_(0.125)
+        return post.unsqueeze(-1) * f.unsqueeze(-2) + streams
+
+
+class _WidensTheSum(Sublayer):
+    def layer(self, layer_input: Tensor, x: Tensor) -> Tensor:
+        return layer_input.double().mul(1.25).to(x.dtype)
+
+
+@pytest.mark.parametrize("kind", [_WritesLater, _WidensTheSum])
+def test_what_comes_after_does_not_break_the_backward_pass(kind: type[Sublayer]) -> None:
+    outcome = check.run(kind(N, C, 3, 2), (torch.randn(2, 3, N, C),))
+    check.assert_as_accurate(outcome)

@@ -5,6 +5,7 @@ Nothing is compiled: the rewritten graphs run operator by operator, which is wha
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import geometric_mean, median
@@ -143,7 +144,7 @@ def compare(
 
     def draw(count: int) -> Outcome:
         for index in range(len(eager), count):
-            given = args if index == 0 else tree_map(_another, list(args))
+            given = args if index == 0 else tree_map(functools.partial(_another, _generator(index)), list(args))
             eager.append(evaluate(around(model), model, given, backward=backward))
             rewritten.append(evaluate(around(program), model, given, backward=backward))
             if exact:
@@ -161,8 +162,13 @@ def compare(
     return outcome
 
 
-def _another(value: Any) -> Any:
-    return torch.randn_like(value) if _is_float(value) else value
+def _generator(index: int) -> torch.Generator:
+    """`evaluate` seeds torch's own, which would make every draw the same."""
+    return torch.Generator().manual_seed(100 + index)
+
+
+def _another(generator: torch.Generator, value: Any) -> Any:
+    return torch.randn(value.shape, generator=generator).to(value) if _is_float(value) else value
 
 
 def _stacked(results: list[Results]) -> Results:
