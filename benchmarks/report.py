@@ -6,6 +6,7 @@ import datetime
 import json
 import platform
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -177,13 +178,13 @@ AXES = ("tokens", "width", "streams")
 
 
 def main_shape(results: Iterable[dict[str, Any]]) -> dict[str, int]:
-    """The chain of which most others are variations in one size; empty without a chain."""
-    shapes = {tuple(r["case"][key] for key in AXES) for r in good(results) if r["case"]["name"] == "chain"}
+    """The chain of which most others are variations in one size, and that most providers ran; empty without a chain."""
+    ran = Counter(tuple(r["case"][key] for key in AXES) for r in good(results) if r["case"]["name"] == "chain")
 
     def near(shape: tuple[int, ...]) -> int:
-        return sum(sum(a != b for a, b in zip(shape, other, strict=True)) < 2 for other in shapes)
+        return sum(sum(a != b for a, b in zip(shape, other, strict=True)) < 2 for other in ran)
 
-    found = max(shapes, key=lambda shape: (near(shape), shape), default=())
+    found = max(ran, key=lambda shape: (near(shape), ran[shape], shape), default=())
     return dict(zip(AXES, found, strict=False))
 
 
