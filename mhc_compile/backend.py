@@ -1,9 +1,8 @@
 """The "mhc" backend: the passes, put into Inductor's own hooks.
 
 One works on each Dynamo graph before autograd, one on each joint graph after it, one on each graph that Inductor is
-about to compile. All are a `CustomGraphPass` with a
-`uuid` that covers the sources of operators, kernels and passes and the options, so compiled graphs are cached by
-Inductor as ever, and cached ones go stale when any of those change.
+about to compile. All are a `CustomGraphPass` with a `uuid` that covers the sources of operators, kernels and passes and
+the options, so compiled graphs are cached by Inductor as ever, and cached ones go stale when any of those change.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Stage 7, lower: operator calls of the graph after grad become what they consist of.
 
-On CUDA that is their kernels' launches, as nodes of the graph: Inductor plans their memory and launches them from its own
-wrapper, without a dispatch through Python. On CPU it is what `cpu` says. A call that cannot be taken apart stays.
+On CUDA that is their kernels' launches, as nodes of the graph: Inductor plans their memory and launches them from its
+own wrapper, without a dispatch through Python. On CPU it is what `cpu` says. A call that cannot be taken apart stays.
 """
 
 from __future__ import annotations
