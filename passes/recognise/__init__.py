@@ -33,6 +33,7 @@ _WIDE = {
     "mm",
     "bmm",
     "mv",
+    "dot",
     "mul",
     "div",
     "select",

@@ -211,6 +211,11 @@ class Reader:
         (product,) = self._matrix(op.args[1], op.args[2])
         return collected((*addend, Term(alpha, product.factors, product.summed)))
 
+    def dot(self, op: Op) -> Terms:
+        """[k] @ [k]."""
+        (product,) = self._product(op.args[0], op.args[1], op.args[0].shape)
+        return (Term(1.0, product.factors, 1),)
+
     def _matrix(self, left: Value, right: Value) -> Terms:
         """[b?, i, k] @ [b?, k, j] or [i, k] @ [k] as a product indexed [b?, i, j?, k]."""
         batch = len(left.shape) == 3
@@ -302,6 +307,7 @@ _HANDLERS: dict[str, Callable[[Reader, Op], Terms | None]] = {
     "mm": Reader.matmul,
     "bmm": Reader.matmul,
     "mv": Reader.matmul,
+    "dot": Reader.dot,
     "addmm": Reader.addmm,
     "baddbmm": Reader.addmm,
     "add": Reader.add,

@@ -162,7 +162,8 @@ class _Rewriter(Vectors):
             straight = layout.is_identity()
             if straight or swapped.is_identity():
                 node = self._shaped(node, shape)
-                return self._call("transpose", node, -1, -2) if len(shape) > 2 and straight == flipped else node
+                is_matrix = len(layout.dims) > 2
+                return self._call("transpose", node, -1, -2) if is_matrix and straight == flipped else node
             if not value.nodes:
                 raise Decline("a gate is read in an order that the operators do not make")
         return self._shaped(self._arranged(value, layout), shape)
