@@ -18,7 +18,6 @@ import torch
 from torch import fx
 
 from mhc_compile import compat
-from mhc_compile.passes.record import storage_key
 from mhc_compile.passes.shadow import tensors_of
 
 _METHODS = {
@@ -59,7 +58,7 @@ class _Functional:
         self.memory: dict[fx.Node, int] = {}
         for node in graph.nodes:
             for tensor in tensors_of(node):
-                key = storage_key(tensor)
+                key = compat.storage_of(tensor)
                 if key is not None:
                     self.holders.setdefault(key, []).append(node)
                     self.memory.setdefault(node, key)

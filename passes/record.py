@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ class Slot:
     """The place of a tensor in a recording: those that the node reads come first, then those that it makes."""
 
     index: int
-    meta: torch.Tensor = field(compare=False, hash=False)
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Recording:
-    """The calls of one node, what it returns, and the tensors that the calls made, in the order of their slots."""
+    """The calls of one node, what it returns, and the tensors of all slots."""
 
     calls: tuple[Call, ...]
     result: Any
@@ -58,12 +57,16 @@ def record(run: Callable[[list[torch.Tensor]], Any], inputs: list[torch.Tensor],
     recorder = _Recorder(stand_ins)
     with mode, recorder:
         result = run(stand_ins)
-    return Recording(tuple(recorder.calls), recorder.slots(result), recorder.alive[len(inputs) :])
+    return Recording(tuple(recorder.calls), recorder.slots(result), recorder.alive)
 
 
 def call_text(target: Any, args: Any, kwargs: Any, places: type = Slot) -> str:
     """A call without the tensors in it, in whose places there are objects of some type."""
     return f"{target} {map_leaves(lambda leaf: '%' if isinstance(leaf, places) else leaf, (args, kwargs))}"
+
+
+# Matmul squeezes its own result in this way.
+_VIEWS_IN_PLACE = {"squeeze_", "unsqueeze_", "t_", "transpose_"}
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -72,8 +75,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, inputs: list[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.alive = list(inputs)
-        self.known = {id(tensor): Slot(i, tensor) for i, tensor in enumerate(inputs)}
-        self.input_storages = {storage_key(tensor) for tensor in inputs}
+        self.known = {id(tensor): Slot(i) for i, tensor in enumerate(inputs)}
+        self.input_storages = {compat.storage_of(tensor) for tensor in inputs}
         self.calls: list[Call] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -89,9 +92,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         written = [t for a, arg in zip(args, func._schema.arguments, strict=False) if _writes(arg) for t in tensors(a)]
         if "batch_norm" in func._opname:
             written += tensors(args[3:5])  # the running statistics, which no schema says
-        if any(storage_key(tensor) in self.input_storages for tensor in written):
+        if any(compat.storage_of(tensor) in self.input_storages for tensor in written):
             raise WritesInput
+        if func._opname in _VIEWS_IN_PLACE:
+            # the tensor changes its shape; what it was before keeps its own
+            (tensor,) = written
+            if id(tensor) in self.known:
+                self.alive[self.known[id(tensor)].index] = torch.ops.aten.alias.default(tensor)
         result = func(*args, **kwargs)
+        if func._opname in _VIEWS_IN_PLACE:
+            func = getattr(getattr(torch.ops.aten, func._opname[:-1]), func._overloadname)
         for tensor in written:
             # an intermediate of this node, updated in place: from here on its name means the new value
             self.known.pop(id(tensor), None)
@@ -107,7 +117,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if id(leaf) not in self.known:
-            self.known[id(leaf)] = Slot(len(self.alive), leaf)
+            self.known[id(leaf)] = Slot(len(self.alive))
             self.alive.append(leaf)
         return self.known[id(leaf)]
 
@@ -124,14 +134,6 @@ def filled(tree: Any, values: list[Any]) -> Any:
     if kind is dict:
         return {key: filled(item, values) for key, item in tree.items()} if tree else tree
     return tree
-
-
-def storage_key(tensor: torch.Tensor) -> int | None:
-    """The identity of the memory behind a fake tensor, or None where it has none of its own (sparse tensors)."""
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):
-        return None
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:

@@ -30,7 +30,6 @@ from mhc_compile.passes.record import (
     leaves,
     map_leaves,
     record,
-    storage_key,
     tensors,
 )
 
@@ -240,7 +239,7 @@ class _Tracer:
             self._look_into(node, example)
 
     def _mutating(self, node: fx.Node, example: Any) -> None:
-        keys = (storage_key(t) for t in tensors(_examples((node.args, node.kwargs))))
+        keys = (compat.storage_of(t) for t in tensors(_examples((node.args, node.kwargs))))
         self.writes.append((node, frozenset(k for k in keys if k is not None)))
         self._opaque(node, example)
 
@@ -280,7 +279,7 @@ class _Tracer:
             args, kwargs = filled(call.args, values), filled(call.kwargs, values)
             op = Op(call.target, args, kwargs, node, call.name, sources, kind)
             for slot in call.made:
-                made = Value(slot.meta, found.shapes[slot.index], op)
+                made = Value(found.recording.tensors[slot.index], found.shapes[slot.index], op)
                 values[slot.index] = made
                 op.outs.append(made)
             self._add_use(op)
@@ -301,7 +300,7 @@ class _Tracer:
 
         found = record(run, [value.meta for value in inputs], self.fake_mode or contextlib.nullcontext())
         shapes = [value.shape for value in inputs]
-        shapes += [self._shape(tensor) for tensor in found.tensors]
+        shapes += [self._shape(tensor) for tensor in found.tensors[len(inputs) :]]
         return _Recorded(found, [self._kind(call.text) for call in found.calls], shapes)
 
     def _describe(self, tree: Any, inputs: dict[Value, int], key: list[Any]) -> None:

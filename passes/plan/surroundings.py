@@ -14,7 +14,6 @@ from mhc_compile.passes.plan.sites import (
     Site,
     said,
 )
-from mhc_compile.passes.record import storage_key
 from mhc_compile.passes.shadow import Shadow, Value, tensors_of
 
 
@@ -35,26 +34,26 @@ def check_surroundings(shadow: Shadow, site: Site) -> None:
     if not shadow.writes:
         return
     first, last = min(shadow.position[n] for n in nodes), max(shadow.position[n] for n in nodes)
-    touched = {storage_key(t) for node in nodes for t in _held(node)}
-    touched |= {storage_key(t) for v in sources for node in v.nodes for t in tensors_of(node)}
+    touched = {compat.storage_of(t) for node in nodes for t in _held(node)}
+    touched |= {compat.storage_of(t) for v in sources for node in v.nodes for t in tensors_of(node)}
     for node, storages in shadow.writes:
         if first < shadow.position[node] < last and storages & touched:
             raise Decline(f"{said(node)} writes in place into a tensor that takes part")
     # The backward pass needs them as they are; the program may have kept copies of its own.
-    read = {storage_key(t) for v in sources for node in v.nodes for t in tensors_of(node)}
+    read = {compat.storage_of(t) for v in sources for node in v.nodes for t in tensors_of(node)}
     for node, storages in shadow.writes:
         if shadow.position[node] > first and storages & read:
             raise Decline(f"{said(node)} writes in place into a tensor that the backward pass reads")
     if isinstance(site, (CombineSite, AggregateSite)):
         # It may take a gate from the operator that makes it, so the gate must be as it was when it was made.
         for gate in (node for value in site.gates() for node in value.nodes):
-            memory = {storage_key(t) for t in tensors_of(gate)}
+            memory = {compat.storage_of(t) for t in tensors_of(gate)}
             for node, storages in shadow.writes:
                 if shadow.position[gate] < shadow.position[node] < last and storages & memory:
                     raise Decline(f"{said(node)} writes in place into one of its gates")
     else:
         # Autograd forbids writing into one of several results of an operator.
-        results = {storage_key(t) for v in site.targets() for node in v.nodes for t in tensors_of(node)}
+        results = {compat.storage_of(t) for v in site.targets() for node in v.nodes for t in tensors_of(node)}
         for node, storages in shadow.writes:
             if shadow.position[node] > first and storages & results:
                 raise Decline(f"{said(node)} writes in place into one of its results")

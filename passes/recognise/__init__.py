@@ -42,6 +42,8 @@ _WIDE = {
     "split",
     "unbind",
 }
+# What may spread a gate over the channels.
+_WIDENING = {"mul", "addcmul", "mm", "bmm", "addmm", "baddbmm"}
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,7 @@ def _candidates(cone: dict[Value, None], weighing: dict[Value, int]) -> list[Val
             found[origin(value)[0]] = None
         size = value.numel
         for op in value.users:
-            if op.name == "mul" and op.out.numel > size:
+            if op.name in _WIDENING and op.out.numel > size:
                 found[origin(value)[0]] = None
     return [value for value in found if value in cone]
 

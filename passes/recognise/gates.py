@@ -101,7 +101,7 @@ class Matrices:
     transposed: bool
 
 
-_EXPONENTIALS = {"exp", "autograd_function", "_softmax", "_log_softmax"}
+_EXPONENTIALS = {"exp", "autograd_function", "logsumexp", "_softmax", "_log_softmax"}
 _BEFORE_EXPONENTIAL = 4
 
 

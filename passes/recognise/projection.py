@@ -80,11 +80,12 @@ def projections(reader: Reader, op: Op, before: dict[Value, list[Projection]]) -
         if op.name not in ("addmm", "baddbmm"):
             return []
         addend = op.args[0]
+    found: list[Projection] = []
     for contraction in contractions(products[0], op.out):
-        found = list(_readings(reader, contraction, addend))
-        if found:
-            return found
-    return []
+        found += _readings(reader, contraction, addend)
+        if found and min(found[0].tokens, found[0].rows) > 1:  # one token's streams are a vector, as one row's phi is
+            break
+    return found
 
 
 def _readings(reader: Reader, c: Contraction, addend: Value | None) -> Iterator[Projection]:

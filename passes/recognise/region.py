@@ -77,6 +77,10 @@ def region(out: Value, is_leaf: Callable[[Value], bool]) -> Region | None:
     A region that reads its leaf both whole and in parts begins at the whole.
     """
     found = _between(out, is_leaf)
+    if found is not None and len(found[1]) > 1:
+        whole = [leaf for leaf in found[1] if not any(source in found[1] for source in _viewed(leaf))]
+        if len(whole) == 1:
+            found = _between(out, lambda value: value is whole[0])
     if found is None or len(found[1]) > 1:
         found = _between(out, lambda value: is_leaf(value) and not (value.op is not None and is_movement(value.op)))
     if found is None or len(found[1]) != 1:
@@ -85,6 +89,13 @@ def region(out: Value, is_leaf: Callable[[Value], bool]) -> Region | None:
     if not all(compat.has_hint(size) for value in (out, *leaves) for size in value.meta.shape):
         return None
     return Region(next(iter(leaves)), out, tuple(ops))
+
+
+def _viewed(value: Value) -> Iterator[Value]:
+    """What a value is a view of, and what that is one of, and so on."""
+    while value.op is not None and is_movement(value.op):
+        value = next(value.op.inputs())
+        yield value
 
 
 def _between(out: Value, is_leaf: Callable[[Value], bool]) -> tuple[dict[Op, None], set[Value]] | None:
