@@ -22,16 +22,7 @@ import torch
 from torch import fx
 
 from mhc_compile import compat
-from mhc_compile.passes.record import (
-    Recording,
-    WritesInput,
-    call_text,
-    filled,
-    leaves,
-    map_leaves,
-    record,
-    tensors,
-)
+from mhc_compile.passes.record import Recording, WritesInput, call_text, filled, leaves, map_leaves, record, tensors
 
 
 @dataclass(eq=False, repr=False, slots=True)

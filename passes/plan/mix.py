@@ -6,12 +6,7 @@ from dataclasses import replace
 
 from mhc_compile.forms import Gates, Sinkhorn
 from mhc_compile.passes.plan.roles import Roles
-from mhc_compile.passes.plan.sites import (
-    Decline,
-    MixSite,
-    Rows,
-    Vector,
-)
+from mhc_compile.passes.plan.sites import Decline, MixSite, Rows, Vector
 from mhc_compile.passes.recognise import Findings, Mixture, default_view
 from mhc_compile.passes.recognise.affine import Param, Term, token_indices
 from mhc_compile.passes.recognise.contraction import StreamsView

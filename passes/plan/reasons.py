@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mhc_compile.passes.plan.sites import (
-    Declined,
-    MixSite,
-    Site,
-)
+from mhc_compile.passes.plan.sites import Declined, MixSite, Site
 from mhc_compile.passes.recognise import Findings
 from mhc_compile.passes.recognise.aggregate import Aggregate
 from mhc_compile.passes.recognise.projection import Projection

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from mhc_compile.passes.plan.sites import (
-    Decline,
-)
+from mhc_compile.passes.plan.sites import Decline
 from mhc_compile.passes.recognise import Findings, Mixture
 from mhc_compile.passes.recognise.gates import Gate, Mixing, Sigmoid
 from mhc_compile.passes.shadow import Value

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
+from math import inf
+from typing import Any
 
 import torch
 from torch import fx
 
-from mhc_compile.passes.plan.sites import (
-    AggregateSite,
-    CombineSite,
-    Decline,
-    Site,
-    said,
-)
+from mhc_compile import compat
+from mhc_compile.passes.plan.sites import AggregateSite, CombineSite, Decline, Site, said
 from mhc_compile.passes.shadow import Shadow, Value, tensors_of
 
 
@@ -34,35 +31,31 @@ def check_surroundings(shadow: Shadow, site: Site) -> None:
     if not shadow.writes:
         return
     first, last = min(shadow.position[n] for n in nodes), max(shadow.position[n] for n in nodes)
-    touched = {compat.storage_of(t) for node in nodes for t in _held(node)}
-    touched |= {compat.storage_of(t) for v in sources for node in v.nodes for t in tensors_of(node)}
-    for node, storages in shadow.writes:
-        if first < shadow.position[node] < last and storages & touched:
-            raise Decline(f"{said(node)} writes in place into a tensor that takes part")
+    read = _memory(node for value in sources for node in value.nodes)
+    touched = read | _memory(held for node in nodes for held in (node, *node.all_input_nodes))
+    _refuse_writes(shadow, touched, "a tensor that takes part", first, last)
     # The backward pass needs them as they are; the program may have kept copies of its own.
-    read = {compat.storage_of(t) for v in sources for node in v.nodes for t in tensors_of(node)}
-    for node, storages in shadow.writes:
-        if shadow.position[node] > first and storages & read:
-            raise Decline(f"{said(node)} writes in place into a tensor that the backward pass reads")
+    _refuse_writes(shadow, read, "a tensor that the backward pass reads", first)
     if isinstance(site, (CombineSite, AggregateSite)):
         # It may take a gate from the operator that makes it, so the gate must be as it was when it was made.
         for gate in (node for value in site.gates() for node in value.nodes):
-            memory = {compat.storage_of(t) for t in tensors_of(gate)}
-            for node, storages in shadow.writes:
-                if shadow.position[gate] < shadow.position[node] < last and storages & memory:
-                    raise Decline(f"{said(node)} writes in place into one of its gates")
+            _refuse_writes(shadow, _memory([gate]), "one of its gates", shadow.position[gate], last)
     else:
         # Autograd forbids writing into one of several results of an operator.
-        results = {compat.storage_of(t) for v in site.targets() for node in v.nodes for t in tensors_of(node)}
-        for node, storages in shadow.writes:
-            if shadow.position[node] > first and storages & results:
-                raise Decline(f"{said(node)} writes in place into one of its results")
+        results = _memory(node for value in site.targets() for node in value.nodes)
+        _refuse_writes(shadow, results, "one of its results", first)
 
 
-def _held(node: fx.Node) -> Iterator[torch.Tensor]:
-    """The tensors that a node reads or makes, as Dynamo knows them: only those share memory as the program's do."""
-    for held in (node, *node.all_input_nodes):
-        yield from tensors_of(held)
+def _memory(nodes: Iterable[fx.Node]) -> set[Any]:
+    """The memory of nodes as Dynamo knows their tensors: only those share memory as the program's do."""
+    return {compat.storage_of(tensor) for node in nodes for tensor in tensors_of(node)}
+
+
+def _refuse_writes(shadow: Shadow, memory: set[Any], what: str, after: int, before: float = inf) -> None:
+    """Refuse a site if the program writes into some memory between two places."""
+    for node, written in shadow.writes:
+        if after < shadow.position[node] < before and written & memory:
+            raise Decline(f"{said(node)} writes in place into {what}")
 
 
 def _extent(site: Site) -> set[fx.Node]:

@@ -11,15 +11,7 @@ import torch
 from mhc_compile import compat
 from mhc_compile.passes import shadow
 from mhc_compile.passes.recognise import rms
-from mhc_compile.passes.recognise.layout import (
-    Layout,
-    NotALayout,
-    any_view,
-    is_movement,
-    move,
-    origin,
-    refine,
-)
+from mhc_compile.passes.recognise.layout import Layout, NotALayout, any_view, is_movement, move, origin, refine
 from mhc_compile.passes.recognise.projection import Projection
 from mhc_compile.passes.recognise.reader import Reader, moves_elements
 from mhc_compile.passes.recognise.region import Region, region

@@ -9,16 +9,7 @@ import torch
 from torch import fx
 
 from mhc_compile import compat
-from mhc_compile.passes.plan import (
-    AggregateSite,
-    CombineSite,
-    Decline,
-    MixSite,
-    Plan,
-    SinkhornSite,
-    Site,
-    surface,
-)
+from mhc_compile.passes.plan import AggregateSite, CombineSite, Decline, MixSite, Plan, SinkhornSite, Site, surface
 from mhc_compile.passes.recognise.layout import Layout, NotALayout
 from mhc_compile.passes.rewrite.copies import Copies
 from mhc_compile.passes.rewrite.order import erase_dead, sort

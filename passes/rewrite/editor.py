@@ -10,12 +10,9 @@ import torch
 from torch import fx
 
 from mhc_compile import compat
-from mhc_compile.passes.plan import (
-    Decline,
-    surface,
-)
+from mhc_compile.passes.plan import Decline, surface
 from mhc_compile.passes.recognise.layout import keeps_order
-from mhc_compile.passes.record import map_leaves, storage_key
+from mhc_compile.passes.record import map_leaves
 from mhc_compile.passes.rewrite.copies import Copies
 from mhc_compile.passes.shadow import Shadow, Value, tensors_of
 
@@ -149,13 +146,13 @@ class Editor:
 
     def _leaves_the_graph(self, old: fx.Node) -> bool:
         """Whether a tensor, or a view of it, is returned, so that its strides can be seen."""
-        keys = {storage_key(tensor) for tensor in tensors_of(old)}
+        keys = {compat.storage_of(tensor) for tensor in tensors_of(old)}
         pending, seen = [old], {old}
         while pending:
             for user in pending.pop().users:
                 if user.op == "output":
                     return True
-                if user not in seen and keys & {storage_key(tensor) for tensor in tensors_of(user)}:
+                if user not in seen and keys & {compat.storage_of(tensor) for tensor in tensors_of(user)}:
                     seen.add(user)
                     pending.append(user)
         return False

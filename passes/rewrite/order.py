@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from mhc_compile.passes.plan import (
-    Decline,
-    Site,
-    said,
-)
+from mhc_compile.passes.plan import Decline, Site, said
 from mhc_compile.passes.rewrite.copies import Copies, is_barrier
 
 Calls = list[tuple[fx.Node, Site]]

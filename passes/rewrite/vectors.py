@@ -9,12 +9,7 @@ import torch
 from torch import fx
 
 from mhc_compile import compat
-from mhc_compile.passes.plan import (
-    Decline,
-    MixSite,
-    Rows,
-    Vector,
-)
+from mhc_compile.passes.plan import Decline, MixSite, Rows, Vector
 from mhc_compile.passes.recognise import Weight
 from mhc_compile.passes.recognise.contraction import StreamsView
 from mhc_compile.passes.recognise.layout import Layout, Steps, tiles

@@ -10,9 +10,7 @@ from typing import Any
 from torch import fx
 
 from mhc_compile import compat
-from mhc_compile.passes.plan import (
-    Decline,
-)
+from mhc_compile.passes.plan import Decline
 from mhc_compile.passes.recognise.contraction import StreamsView
 from mhc_compile.passes.recognise.layout import Dim, Layout
 from mhc_compile.passes.rewrite.copies import Copies

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from mhc_compile import compat
 from mhc_compile.passes import shadow
 from mhc_compile.passes.shadow import Shadow
 
@@ -98,7 +99,7 @@ def test_writes_are_noted_with_their_memory() -> None:
 
     record = _record(function, torch.randn(3, 4))
     clone = next(node for node in record.graph.nodes if node.target == "clone")
-    memory = shadow.storage_key(clone.meta["example_value"])
+    memory = compat.storage_of(clone.meta["example_value"])
     assert len(record.writes) == 2
     assert all(memory in storages for _, storages in record.writes)
 
