@@ -80,12 +80,12 @@ class Report:
             f"mhc: {len(self.rewritten)} of {len(self.sites)} hyper-connection sites rewritten "
             f"in {self.graphs} graph{'s' if self.graphs != 1 else ''} ({self.seconds:.2f} s)"
         ]
-        for (op, location, code), (count, detail) in _grouped(self.rewritten).items():
+        for (op, location, code, detail), count in _grouped(self.rewritten).items():
             lines.append(f"  {count} x {op:<28} {location}  {code}")
             lines.append(f"      {detail}")
-        for site in self.declined:
-            lines.append(f"  declined: {site.op} at {site.location}  {site.location.code}")
-            lines.append(f"      {site.reason}")
+        for (op, location, code, reason), count in _grouped(self.declined).items():
+            lines.append(f"  declined: {f'{count} x ' if count > 1 else ''}{op} at {location}  {code}")
+            lines.append(f"      {reason}")
         lines += [f"  fused: {count} x {name}" for name, count in self.fusions.items()]
         lines += [f"  lowered: {count} x {name}" for name, count in self.lowered.items()]
         lines += [f"  error: {message}" for message in self.errors]
@@ -94,15 +94,9 @@ class Report:
         return "\n".join(lines)
 
 
-def _grouped(sites: Iterable[SiteReport]) -> dict[tuple[str, str, str], tuple[int, str]]:
-    """Sites that one source line made, such as those of all layers, together."""
-    counts: Counter[tuple[str, str, str]] = Counter()
-    details: dict[tuple[str, str, str], str] = {}
-    for site in sites:
-        key = (site.op, str(site.location), site.location.code)
-        counts[key] += 1
-        details.setdefault(key, site.detail)
-    return {key: (count, details[key]) for key, count in counts.items()}
+def _grouped(sites: Iterable[SiteReport]) -> Counter[tuple[str, str, str, str]]:
+    """How often the same is said of the same source line, such as that of all layers."""
+    return Counter((site.op, str(site.location), site.location.code, site.reason or site.detail) for site in sites)
 
 
 def location(node: fx.Node | None) -> Location:

@@ -13,7 +13,7 @@ from torch import fx
 
 from mhc_compile.forms import Rms
 from mhc_compile.passes.plan.mix import mix_site
-from mhc_compile.passes.plan.reasons import near_misses, unused_rows
+from mhc_compile.passes.plan.reasons import near_misses, unread_gates, unused_rows
 from mhc_compile.passes.plan.roles import connections
 from mhc_compile.passes.plan.sites import (
     AggregateSite,
@@ -89,6 +89,7 @@ def plan(shadow: Shadow, findings: Findings) -> Plan:
     free = [a for a in findings.aggregates if a.out not in claimed]
     _single_operators(findings, free, sites, consider)
     misses = list(near_misses(findings, free, sites))
+    misses += unread_gates(findings, sites, declined)
     if not misses:
         misses = unused_rows([site for site in sites if isinstance(site, MixSite)])
     return Plan(sites, declined + misses)
@@ -107,9 +108,8 @@ def _single_operators(
             continue
         if consider("aggregate", a.op.node, lambda a=a: AggregateSite(a)):
             taken.add(a.out)
-    for c in combined:
-        found = findings.matrices.get(c.mix.res) if c.mix is not None else None
-        if found is not None and not isinstance(found, str) and found.out not in taken:
+    for found in findings.matrices.values():
+        if not isinstance(found, str) and found.out not in taken:
             assert found.out.op is not None
             if consider("sinkhorn", found.out.op.node, lambda m=found: SinkhornSite(m)):
                 taken.add(found.out)

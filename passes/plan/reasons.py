@@ -1,14 +1,18 @@
-"""Why hyper-connection code that was found is in no site."""
+"""Why hyper-connection code that was found is in no site: its nearest miss, and the line of the program."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mhc_compile.passes.plan.sites import Declined, MixSite, Site
-from mhc_compile.passes.recognise import Findings
+from mhc_compile.passes.plan.sites import AggregateSite, CombineSite, Declined, MixSite, SinkhornSite, Site
+from mhc_compile.passes.recognise import Findings, aggregate, combine
 from mhc_compile.passes.recognise.aggregate import Aggregate
+from mhc_compile.passes.recognise.gates import Matrices
 from mhc_compile.passes.recognise.projection import Projection
-from mhc_compile.passes.shadow import Value
+from mhc_compile.passes.shadow import Op, Value
+
+# How far the use of a gate, and the source of logits, are followed through small values.
+_LIMIT = 200
 
 
 def unused_rows(sites: list[MixSite]) -> list[Declined]:
@@ -29,17 +33,116 @@ def unused_rows(sites: list[MixSite]) -> list[Declined]:
 
 
 def near_misses(findings: Findings, aggregates: list[Aggregate], sites: list[Site]) -> Iterator[Declined]:
-    """Values used as the gates of streams, computed from a projection of those streams, and still not understood."""
+    """Values used as the gates of streams that come from a projection, and were still not understood.
+
+    The projection has to be one of those streams, or the streams to be mixed by a Sinkhorn projection.
+    """
     told = {value for site in sites for value in site.targets()}
+    mixed = [c for c in findings.combines if c.mix and isinstance(findings.matrices.get(c.mix.res), Matrices)]
+    streams = {value for c in mixed for value in (c.x, c.out)}
     for miss in findings.misses:
-        weighs = any(a.gate is miss.value and a.x in miss.streams for a in aggregates)
+        known = streams.union(miss.streams)
+        weighs = any(a.gate is miss.value and a.x in known for a in aggregates)
         mixes = any(
-            c.mix is not None and c.x in miss.streams and miss.value in (c.outer.post, c.mix.res)
-            for c in findings.combines
+            c.mix is not None and c.x in known and miss.value in (c.outer.post, c.mix.res) for c in findings.combines
         )
-        if (weighs or mixes) and miss.value.op is not None and miss.value not in told:
+        sunk = isinstance(findings.matrices.get(miss.value), Matrices)
+        if (weighs or mixes) and miss.value.op is not None and (sunk or miss.value not in told):
             told.add(miss.value)
             yield Declined("gate", f"the value {miss.reason}", miss.value.op.node)
-    for value, reason in findings.matrices.items():
-        if isinstance(reason, str) and value not in told and value.op is not None:
-            yield Declined("sinkhorn", f"the value {reason}", value.op.node)
+    for value, found in findings.matrices.items():
+        if isinstance(found, str) and value not in told and value.op is not None:
+            yield Declined("sinkhorn", f"the value {found}", value.op.node)
+        elif isinstance(found, Matrices) and all(miss.value is not value for miss in findings.misses):
+            source = _wide_source(found.logits)
+            if source is not None:
+                reason = f"the logits of a Sinkhorn projection come from here, but this {_unlike_projection(source)}"
+                yield Declined("generate_mix", reason, source.node)
+
+
+def unread_gates(findings: Findings, sites: list[Site], declined: list[Declined]) -> Iterator[Declined]:
+    """Gates that operators make and that something other than an operator reads."""
+    refused = {entry.node for entry in declined}
+    read = {gate for site in sites if isinstance(site, (CombineSite, AggregateSite)) for gate in site.gates()}
+    read |= {site.aggregate.gate for site in sites if isinstance(site, MixSite) and site.aggregate is not None}
+    gates: list[tuple[str, Value]] = []
+    for site in sites:
+        if isinstance(site, MixSite):
+            roles = {"h_pre": site.pre, "h_post": site.post, "h_res": site.res}
+            gates += [(role, gate.value) for role, gate in roles.items() if gate is not None]
+        elif isinstance(site, SinkhornSite):
+            gates.append(("h_res", site.matrices.out))
+    told: set[Op] = set()
+    for role, gate in sorted(gates, key=lambda pair: pair[0] == "h_post"):  # h_res tells more of a combine
+        use = _wide_use(gate, read)
+        if use is None:
+            continue
+        sums = list(_sums(use, gate, findings))
+        if use.node in refused or told.intersection(sums) or any(op.node in refused for op in sums):
+            continue
+        told.update(sums)
+        what, why = _why_unread(role, gate, use, sums, findings)
+        yield Declined(what, f"this reads {role}, but {why}", use.node)
+
+
+def _why_unread(role: str, gate: Value, use: Op, sums: list[Op], findings: Findings) -> tuple[str, str]:
+    what = "aggregate" if role == "h_pre" else "expand_combine"
+    if use.target is None:
+        return what, "is not looked into: it is a nested function, or writes into a tensor"
+    reader = findings.reader
+    if role == "h_pre":
+        return what, aggregate.why_none(reader, sums[-1].out, gate)
+    return what, combine.why_none(reader, sums[-1].out, gate, mixes=role == "h_res")
+
+
+def _wide_use(gate: Value, read: set[Value]) -> Op | None:
+    """The first operator that brings a gate together with something larger; None if one of ours reads the gate."""
+    seen = {gate}
+    pending = [gate]
+    for value in pending:
+        if value in read:
+            return None
+        for op in value.users:
+            if any(v.numel > gate.numel for v in (*op.sources, *op.outs)):
+                return op
+            fresh = [out for out in op.outs if out not in seen and out.numel == gate.numel]
+            seen.update(fresh)
+            pending += fresh
+        if len(seen) > _LIMIT:
+            break
+    return None
+
+
+def _sums(use: Op, gate: Value, findings: Findings) -> Iterator[Op]:
+    """The operator that reads a gate, and those after it in which the product is still a term."""
+    if use.target is None:
+        yield use
+        return
+    pending = [use]
+    for op in pending:
+        if any(source.base is gate for term in findings.reader.terms(op.out) for f in term.factors for source in f):
+            yield op
+            pending += [user for user in op.out.users if user.outs and user not in pending]
+        elif op is use:
+            yield op
+        if len(pending) > _LIMIT:
+            break
+
+
+def _wide_source(logits: Value) -> Op | None:
+    """The operator that made logits out of something larger; None if there is none, as for a parameter."""
+    value = logits
+    for _ in range(_LIMIT):
+        op = value.op
+        if op is None or not op.sources:
+            return None
+        if op.target is None or (len(op.sources) > 1 and any(source.numel > value.numel for source in op.sources)):
+            return op
+        value = max(op.sources, key=lambda source: source.numel)
+    return None
+
+
+def _unlike_projection(op: Op) -> str:
+    if op.target is None:
+        return "is not looked into"
+    return "is not recognised as the projection of a token's streams, all of them, by one matrix"

@@ -74,13 +74,17 @@ class Mixture:
 
 @dataclass
 class Findings:
-    """Everything recognised in one record, not yet composed: misses are values that resisted."""
+    """Everything recognised in one record, not yet composed: misses are values that resisted.
+
+    reader is what read the record, for who asks why something is not among the findings.
+    """
 
     mixtures: list[Mixture]
     aggregates: list[Aggregate]
     combines: list[Combine]
     misses: list[NotAGate]
     matrices: dict[Value, Matrices | str]
+    reader: Reader
 
 
 def recognise(shadow: Shadow) -> Findings:
@@ -107,7 +111,7 @@ def recognise(shadow: Shadow) -> Findings:
     known: gates.Known = {}
     misses: dict[Value, NotAGate] = {}
     for found in readings.values():
-        candidates = _candidates(_cone(found[0]), weighing)
+        candidates = _candidates(_cone(found[0].out), weighing)
         if not candidates:
             continue
         try:
@@ -128,8 +132,36 @@ def recognise(shadow: Shadow) -> Findings:
             answer = gates.matrices(c.mix.res, known)
             if answer is not None:
                 matrices[c.mix.res] = answer
+    explained = understood.union(value for value, found in matrices.items() if not isinstance(found, str))
+    for value, answer in gates.others(shadow.ops, explained, known):
+        if not isinstance(answer, str):  # what the program makes of it needs no reason of its own
+            for made in _cone(value):
+                misses.pop(made, None)
+                matrices.pop(made, None)
+        if not _join(value, readings, mixtures, known, reader):
+            matrices[value] = answer
     left = [miss for value, miss in misses.items() if value not in understood]
-    return Findings(mixtures, aggregates, combines, left, matrices)
+    return Findings(mixtures, aggregates, combines, left, matrices, reader)
+
+
+def _join(
+    value: Value,
+    readings: dict[Value, list[Projection]],
+    mixtures: list[Mixture],
+    known: gates.Known,
+    reader: Reader,
+) -> bool:
+    """Whether a Sinkhorn projection that is changed before it mixes is a gate of a projection; then it becomes one."""
+    for found in readings.values():
+        mixture = _understand(found, [value], known, reader)[0] if value in _cone(found[0].out) else None
+        if mixture is not None:
+            same = [m for m in mixtures if (m.projection, m.normed) == (mixture.projection, mixture.normed)]
+            if same:
+                same[0].gates |= mixture.gates
+            else:
+                mixtures.append(mixture)
+            return True
+    return False
 
 
 def _final(aggregates: list[Aggregate]) -> list[Aggregate]:
@@ -138,10 +170,10 @@ def _final(aggregates: list[Aggregate]) -> list[Aggregate]:
     return [a for a in aggregates if a.out not in later or len(a.out.users) > 1 or a.out.is_output]
 
 
-def _cone(projection: Projection) -> dict[Value, None]:
-    """The values computed from the projection, as far as they stay as small as it is."""
-    limit = projection.out.numel
-    cone, pending = {projection.out: None}, [projection.out]
+def _cone(out: Value) -> dict[Value, None]:
+    """The values computed from this one, as far as they stay as small as it is."""
+    limit = out.numel
+    cone, pending = {out: None}, [out]
     while pending:
         for op in pending.pop().users:
             for out in op.outs:

@@ -44,6 +44,25 @@ def aggregates(reader: Reader, out: Value) -> Iterator[Aggregate]:
             yield found
 
 
+def why_none(reader: Reader, out: Value, gate: Value) -> str:
+    """Why a value computed from a gate and streams is not read as their weighted sum."""
+    terms = reader.terms(out)
+    if len(terms) != 1 or len(terms[0].factors) != 2:
+        return "is not the sum of a gate times streams alone"
+    if not terms[0].summed:
+        return "does not sum over the streams in a way that is followed"
+    for c in contractions(terms[0], out):
+        summed = [a for a in c.axes if a.summed]
+        if c.left is gate and len(summed) == 1 and summed[0].right and not _has_inner_channels(c):
+            return "reads streams whose channels do not lie side by side in memory"
+    return "is not the sum over i of h_pre[i] x[i] for streams [..., n, C]"
+
+
+def _has_inner_channels(c: Contraction) -> bool:
+    least = min((a.right for a in c.axes if a.right), default=1)
+    return any(a.right == least and (a.left == 0 or a.summed) for a in c.axes)
+
+
 def _read(c: Contraction) -> Aggregate | None:
     summed = joined(by_stride([a for a in c.axes if a.summed], "left"))
     channel = joined(by_stride([a for a in c.axes if not a.summed and a.left == 0], "right"))

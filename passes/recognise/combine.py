@@ -103,6 +103,34 @@ def residuals(reader: Reader, out: Value, streams: dict[Value, StreamsView]) -> 
                 yield Combine(out, outer, None, source.base, view, bias)
 
 
+def why_none(reader: Reader, out: Value, gate: Value, *, mixes: bool) -> str:
+    """Why a value made with a gate, h_res if `mixes` and h_post otherwise, is not read as a combine."""
+    terms = reader.terms(out)
+    own = next((t for t in terms if any(s.base is gate for factor in t.factors for s in factor)), None)
+    if own is None or len(own.factors) != 2:
+        return "does not multiply it by one tensor"
+    others = tuple(term for term in terms if term is not own)
+    if mixes:
+        if not own.summed:
+            return "does not sum over the streams that it reads"
+        readings = [c for c in contractions(own, out) if c.left is gate]
+        mix = next((mix for mix in map(_read_mix, readings) if mix is not None), None)
+        if mix is None:
+            if any(c.right.numel != out.numel for c in readings):
+                return "multiplies it by what has not as many elements as the streams that it writes"
+            return "multiplies it by streams whose channels do not lie side by side in memory, or not all of them"
+        if not others:
+            return "mixes the streams, but what h_post adds is not added to that in one sum"
+        if len(others) > 2:
+            return f"adds {len(others)} products to the mixed streams; the operator adds h_post f and h_post bias"
+        if not any(True for _ in _outer_sums(others, out, mix.out_view)):
+            return "adds something else to the mixed streams than h_post times one tensor [..., C]"
+        return "adds to the mixed streams what is not of one token's width"
+    if not others:
+        return "writes h_post f, but the streams are not added to that in one sum"
+    return "adds to h_post f what was not recognised as streams, mixed or as they are"
+
+
 def _written(layout: Layout, out: Value, view: StreamsView) -> StreamsView | None:
     """Where the elements of the streams, read through `view`, are in `out`, of which `layout` gives the source."""
     rows = [(size, own, other) for _, size, (other, own) in refine(Layout.contiguous(out.shape), layout)]

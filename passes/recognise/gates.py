@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,8 @@ import torch
 from mhc_compile.forms import Sinkhorn
 from mhc_compile.passes.recognise import sinkhorn
 from mhc_compile.passes.recognise.affine import Affine, AffineWalk
+from mhc_compile.passes.recognise.layout import is_movement
+from mhc_compile.passes.recognise.projection import MAX_ROWS
 from mhc_compile.passes.recognise.region import Region, Signature, region, same_gradient, sample_shape
 from mhc_compile.passes.shadow import Op, Value
 
@@ -128,6 +131,46 @@ def matrices(value: Value, known: Known) -> Matrices | str | None:
         sources = [v for v in leaf.op.inputs() if v.numel == leaf.numel] if leaf.op is not None else []
         leaf = sources[0] if sources else None
     return reason
+
+
+def others(ops: Iterable[Op], explained: Collection[Value], known: Known) -> Iterator[tuple[Value, Matrices | str]]:
+    """Sinkhorn projections that are none of the `explained` gates nor on the way to one; and what nearly is one."""
+    seen: set[Value] = set()
+    for op in ops:
+        if op.name not in _EXPONENTIALS or not op.outs or not _is_square(op.out) or op.out in seen:
+            continue
+        cone = {op.out: None}
+        pending, sums = [op.out], 0
+        for value in pending:
+            for user in value.users:
+                small = user.target is not None and all(out.numel <= op.out.numel for out in user.outs)
+                fresh = [out for out in user.outs if small and out not in cone]
+                sums += bool(fresh) and sinkhorn.is_reduction(user)
+                cone |= dict.fromkeys(fresh)
+                pending += fresh
+        seen.update(cone)
+        if sums + sinkhorn.is_reduction(op) < 2 or any(value in explained for value in cone):
+            continue
+        last = (v for v in cone if _leaves(v, cone) or not any(sinkhorn.is_reduction(user) for user in v.users))
+        for value in filter(_is_square, last):
+            found = matrices(value, known)
+            if isinstance(found, Matrices) or (found is not None and found.startswith(sinkhorn.NEARLY)):
+                yield value, found
+
+
+def _leaves(value: Value, cone: Collection[Value]) -> bool:
+    """Whether a value, or a view of it, goes anywhere but into other small values."""
+    for user in value.users:
+        if any(out not in cone for out in user.outs):
+            return True
+        if is_movement(user) and any(_leaves(out, cone) for out in user.outs):
+            return True
+    return value.is_output
+
+
+def _is_square(value: Value) -> bool:
+    side = value.shape[-1] if len(value.shape) > 1 else 0
+    return value.shape[-2:] == (side, side) and side > 1 and side * side + 2 * side <= MAX_ROWS
 
 
 def _first_exponential(value: Value) -> Op | None:

@@ -25,6 +25,8 @@ _NEGLIGIBLE = 1e-14
 # under 1e-12, while a wrong form differs in the first digits on some of the matrices.
 _TOLERANCE = 1e-11
 _FAR_OFF = 1e-3
+# How reasons begin that tell of an iteration over both axes.
+NEARLY = "is a Sinkhorn"
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ def identify(found: Region, side: int) -> tuple[Sinkhorn, bool] | str:
         return "is not finite at moderate logits"
     given, got = given[finite], got[finite]
     constants = sorted(c for c in found.constants() if c > 0)
-    limit = sum(_reductions(op) for op in found.ops) + 2
+    limit = sum(is_reduction(op) for op in found.ops) + 2
     nearest = float("inf")
     for candidate in _starts(constants):
         for transposed in (False, True):
@@ -76,7 +78,7 @@ def identify(found: Region, side: int) -> tuple[Sinkhorn, bool] | str:
         return reason
     small = [c for c in constants if c < 0.1]
     if len(small) > 1:
-        return f"is a Sinkhorn-like iteration whose eps differ: {', '.join(f'{c:g}' for c in small)}"
+        return f"{NEARLY}-like iteration whose eps differ: {', '.join(f'{c:g}' for c in small)}"
     if nearest < _FAR_OFF:
         return f"comes near a Sinkhorn projection but differs from every known form (by {nearest:.1e})"
     return "is neither a sigmoid gate nor a Sinkhorn projection"
@@ -99,7 +101,7 @@ def _nearly(given: torch.Tensor, got: torch.Tensor, constants: list[float], limi
         for transposed in (False, True):
             logits, wanted = (given[few].mT, got[few].mT) if transposed else (given[few], got[few])
             if _steps(candidate, logits, wanted, limit)[0] is not None:
-                return f"is a Sinkhorn projection, but {told}"
+                return f"{NEARLY} projection, but {told}"
     return None
 
 
@@ -168,7 +170,7 @@ def _same_gradient(found: Region, candidate: _Start, steps: int, side: int, tran
     return same_gradient(ours, found.run, *points)
 
 
-def _reductions(op: Op) -> int:
+def is_reduction(op: Op) -> int:
     """How many half-steps an operator can be part of: no region takes more than it has sums."""
     if isinstance(op.target, compat.AutogradFunction):
         return sum(1 for _ in op.target.nodes())

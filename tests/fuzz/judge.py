@@ -15,7 +15,8 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 import mhc_compile.ops  # noqa: F401  (registers the operators that the passes insert)
-from mhc_compile import passes
+from mhc_compile import compat, passes
+from mhc_compile.passes.shadow import tensors_of
 from mhc_compile.testing.float64 import Float64Reference, KeepFloat64
 from tests.fuzz.grammar import Program
 from tests.zoo.check import Results, evaluate
@@ -189,6 +190,24 @@ def _shaken(value: Any) -> Any:
     return wide.requires_grad_(value.requires_grad)
 
 
+class _Copying(fx.Interpreter):
+    """Runs a graph whose casts to float64 copy as the casts they stand for did: in place, that makes a difference."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if isinstance(result, Tensor) and n.op in ("call_function", "call_method"):
+            sources = [(node, self.env[node]) for node in n.all_input_nodes if isinstance(self.env[node], Tensor)]
+            same = [node for node, value in sources if compat.storage_of(value) == compat.storage_of(result)]
+            if same and not any(_share(n, node) for node in same):
+                return result.clone()
+        return result
+
+
+def _share(one: fx.Node, other: fx.Node) -> bool:
+    memory = [{compat.storage_of(tensor) for tensor in tensors_of(node)} for node in (one, other)]
+    return bool(memory[0] & memory[1])
+
+
 def _in_float64(module: fx.GraphModule, inputs: Sequence[Any]) -> list[Tensor | None]:
     """Floating point outputs and, of a fixed combination of them, the gradients of the inputs."""
     wide, leaves = [], []
@@ -201,7 +220,11 @@ def _in_float64(module: fx.GraphModule, inputs: Sequence[Any]) -> list[Tensor | 
                 value = value * 1.0  # a graph may write into what is no leaf
         wide.append(value)
     with KeepFloat64():
-        outputs = [out for out in tree_leaves(module(*wide)) if isinstance(out, Tensor) and out.is_floating_point()]
+        outputs = [
+            out
+            for out in tree_leaves(_Copying(module).run(*wide))
+            if isinstance(out, Tensor) and out.is_floating_point()
+        ]
     generator = torch.Generator().manual_seed(7)
     loss = torch.zeros((), dtype=torch.float64)
     for out in outputs:

@@ -96,3 +96,15 @@ def test_a_program_is_printed_as_one_that_runs(tmp_path: Path, capsys: pytest.Ca
     file.write_text(str(PLAIN), encoding="utf-8")
     runpy.run_path(str(file), run_name="__main__")
     assert "complaint=None" in capsys.readouterr().out
+
+
+def test_a_cast_that_copies_in_bfloat16_copies_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written into the copy must not be written into the streams."""
+    source = PLAIN.source.replace("xs = x\n", "xs = x.float()\n")
+    source = source.replace("wide = flat\n", "wide = flat.float()\n        wide.mul_(0.75)\n")
+    program = Program(source, PLAIN.shape, "bfloat16")
+    verdict = check(program)
+    assert verdict.complaint is None
+    assert "expand_combine" in verdict.operators
+    monkeypatch.setattr(judge, "_share", lambda *_: True)
+    assert "in float64" in (check(program).complaint or "")

@@ -89,3 +89,101 @@ def test_reason(kind: type[Sublayer], reason: str, piece: str) -> None:
         lines, first = inspect.getsourcelines(getattr(kind, piece))
         assert told[0].location.file == __file__
         assert first <= told[0].location.line < first + len(lines)
+
+
+class Convolution(Sublayer):
+    """The projection as a convolution over tokens."""
+
+    def project(self, flat: Tensor) -> Tensor:
+        return F.conv1d(flat.mT, self.phi.unsqueeze(-1)).mT
+
+
+class ChannelsApart(Sublayer):
+    """Streams kept as [b, n, C, s], so that the channels of a stream are s elements apart."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.body(x.permute(0, 2, 3, 1).contiguous().sin())
+
+    def flat(self, x: Tensor) -> Tensor:
+        return x.flatten(1, 2).mT
+
+    def read(self, x: Tensor, h_pre: Tensor) -> Tensor:
+        return torch.einsum("bnct,btn->btc", x, h_pre)
+
+    def write(self, x: Tensor, f: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
+        return torch.einsum("btij,bict->bjct", h_res, x) + torch.einsum("btj,btc->bjct", h_post, f)
+
+
+class SquashedBeforeAdded(Sublayer):
+    def write(self, x: Tensor, f: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
+        return h_post.unsqueeze(-1) * f.unsqueeze(-2) + torch.tanh(h_res.mT @ x)
+
+
+class MultipliedStreams(Sublayer):
+    def write(self, x: Tensor, f: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
+        return h_post.unsqueeze(-1) * f.unsqueeze(-2) * (h_res.mT @ x)
+
+
+class GateOfChannels(Sublayer):
+    """What h_post multiplies has a row for each stream."""
+
+    def write(self, x: Tensor, f: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
+        return h_post.unsqueeze(-1) * (f.unsqueeze(-2) + x.sin()) + h_res.mT @ x
+
+
+class FourTerms(Sublayer):
+    def write(self, x: Tensor, f: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
+        gate = h_post.unsqueeze(-1)
+        return gate * f.unsqueeze(-2) + gate * f.sin().unsqueeze(-2) + gate * f.cos().unsqueeze(-2) + h_res.mT @ x
+
+
+class MixedMaximum(Sublayer):
+    def write(self, x: Tensor, f: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
+        mixed = (h_res.unsqueeze(-1) * x.unsqueeze(-2)).amax(2)
+        return h_post.unsqueeze(-1) * f.unsqueeze(-2) + mixed
+
+
+class ReadOfSquares(Sublayer):
+    def read(self, x: Tensor, h_pre: Tensor) -> Tensor:
+        return (h_pre.unsqueeze(-1) * x).amax(2)
+
+
+NEIGHBOURS: list[tuple[type[Sublayer], str, str, str]] = [
+    (Convolution, "generate_mix", "not recognised as the projection of a token's streams", "project"),
+    (ChannelsApart, "expand_combine", "channels do not lie side by side", "write"),
+    (SquashedBeforeAdded, "expand_combine", "what h_post adds is not added to that in one sum", "write"),
+    (MultipliedStreams, "expand_combine", "what h_post adds is not added to that in one sum", "write"),
+    (GateOfChannels, "expand_combine", "something else to the mixed streams than h_post times one tensor", "write"),
+    (FourTerms, "expand_combine", "adds 3 products to the mixed streams", "write"),
+    (MixedMaximum, "expand_combine", "does not sum over the streams", "write"),
+    (ReadOfSquares, "aggregate", "does not sum over the streams", "read"),
+]
+
+
+@pytest.mark.parametrize(("kind", "op", "reason", "piece"), NEIGHBOURS, ids=[kind.__name__ for kind, *_ in NEIGHBOURS])
+def test_what_stands_beside_a_sinkhorn_and_is_not_rewritten(
+    kind: type[Sublayer], op: str, reason: str, piece: str
+) -> None:
+    """The Sinkhorn is; so whatever reads its matrices, or makes its logits, was meant to be."""
+    outcome = check.run(kind(4, 6, 3, 2), (torch.randn(SHAPE),), repeats=2)
+    check.assert_as_accurate(outcome)
+    assert {"sinkhorn", "generate_mix", "generate_mix_and_aggregate"}.intersection(outcome.operators)
+    told = [site for site in outcome.report.declined if site.op == op and reason in str(site.reason)]
+    assert told, str(outcome.report)
+    lines, first = inspect.getsourcelines(getattr(kind, piece))
+    assert first <= told[0].location.line < first + len(lines)
+
+
+class BlendedWithIdentity(Sublayer):
+    """Not what was projected mixes the streams; the projection is still the operator's, and so is the mixing."""
+
+    def res(self, logits: Tensor) -> Tensor:
+        return 0.9 * super().res(logits) + 0.1 * torch.eye(self.n)
+
+
+def test_matrices_that_are_changed_before_they_mix() -> None:
+    outcome = check.run(BlendedWithIdentity(4, 6, 3, 2), (torch.randn(SHAPE),))
+    check.assert_as_accurate(outcome)
+    assert outcome.operators == ["expand_combine", "generate_mix_and_aggregate"], str(outcome.report)
+    assert "sinkhorn softmax" in next(site.detail for site in outcome.report.rewritten if "generate" in site.op)
+    assert not outcome.report.declined, str(outcome.report)
