@@ -16,7 +16,7 @@ from mhc_compile.passes.recognise.aggregate import Aggregate
 from mhc_compile.passes.recognise.combine import Combine
 from mhc_compile.passes.recognise.contraction import StreamsView
 from mhc_compile.passes.recognise.gates import Gate, Matrices, NotAGate
-from mhc_compile.passes.recognise.layout import Layout, NotALayout, origin, tidy
+from mhc_compile.passes.recognise.layout import Layout, NotALayout, is_movement, origin, tidy
 from mhc_compile.passes.recognise.pieces import TOGETHER
 from mhc_compile.passes.recognise.projection import Projection, projections, token_factor, weight_axes
 from mhc_compile.passes.recognise.reader import Reader
@@ -165,8 +165,14 @@ def _join(
 
 
 def _final(aggregates: list[Aggregate]) -> list[Aggregate]:
-    """Without sums that only go on to be scaled into others."""
-    later = {v for a in aggregates for v in a.op.inputs()}
+    """Without sums that only go on to be scaled into others, or to be seen as others."""
+    later: set[Value] = set()
+    for a in aggregates:
+        for value in a.op.inputs():
+            later.add(value)
+            while value.op is not None and is_movement(value.op) and len(value.users) == 1 and not value.is_output:
+                value = next(value.op.inputs())
+                later.add(value)
     return [a for a in aggregates if a.out not in later or len(a.out.users) > 1 or a.out.is_output]
 
 

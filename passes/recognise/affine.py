@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +12,19 @@ import torch
 from mhc_compile import compat
 from mhc_compile.passes import shadow
 from mhc_compile.passes.recognise import rms
-from mhc_compile.passes.recognise.layout import Layout, NotALayout, any_view, is_movement, move, origin, refine
+from mhc_compile.passes.recognise.layout import (
+    Layout,
+    NotALayout,
+    Part,
+    any_view,
+    is_movement,
+    keeps_order,
+    move,
+    origin,
+    part_of,
+    refine,
+)
+from mhc_compile.passes.recognise.pieces import TOGETHER, put_together
 from mhc_compile.passes.recognise.projection import Projection
 from mhc_compile.passes.recognise.reader import Reader, moves_elements
 from mhc_compile.passes.recognise.region import Region, region
@@ -69,6 +82,17 @@ class Affine:
         return token_indices(self.rows, layout, self.projection.rows)
 
 
+@dataclass(frozen=True)
+class _Spread:
+    """From what an operator reads to its result of this shape, or to one part of that along an axis."""
+
+    shape: tuple[int, ...]
+    part: Part | None = None
+
+    def __call__(self, layout: Layout) -> Layout:
+        return _kept(layout.expand(self.shape), self.part)
+
+
 class AffineWalk:
     """Describes values as affine in one projection's result; remembers what it has found.
 
@@ -78,21 +102,21 @@ class AffineWalk:
     def __init__(self, projection: Projection, reader: Reader, before: AffineWalk | None = None) -> None:
         self.projection = projection
         self.reader = reader
-        self._seen: dict[Value, Affine | None] = {}
+        self._seen: dict[tuple[Value, Part | None], Affine | None] = {}
         self._factors: dict[tuple[Value, bool], RmsFactor | None] = {}
         self._affine = self._find_affine()
         # A region depends on nothing but which values are affine, where it begins.
         same = before is not None and before._affine == self._affine
         self._regions: dict[Value, Region | None] = before._regions if before is not None and same else {}
 
-    def describe(self, value: Value) -> Affine | None:
-        if value not in self._seen:
-            self._seen[value] = None  # a cycle cannot happen; a recursion through an unfinished value is no affine
-            try:
-                self._seen[value] = self._describe(value)
-            except NotALayout:
-                self._seen[value] = None
-        return self._seen[value]
+    def describe(self, value: Value, part: Part | None = None) -> Affine | None:
+        """The value, or a part of it: what is put together from several slices may be affine in each of them."""
+        key = (value, part)
+        if key not in self._seen:
+            self._seen[key] = None  # a cycle cannot happen; a recursion through an unfinished value is no affine
+            with contextlib.suppress(NotALayout):
+                self._seen[key] = self._describe(value, part)
+        return self._seen[key]
 
     def region(self, value: Value) -> Region | None:
         """What is computed between an affine value and this one."""
@@ -104,15 +128,22 @@ class AffineWalk:
         """From the projection onwards: what is affine is made from what is, or put together from views of it."""
         found: set[Value] = set()
         seen: set[Value] = set()
+        # Put together from what is affine, and what is computed from that element by element.
+        partly: set[Value] = set()
         pending = [self.projection.out]
         while pending:
             value = pending.pop()
             if value in seen:
                 continue
             seen.add(value)
+            op = value.op
             if self.describe(value) is not None:
                 found.add(value)
-            elif value.op is None or not moves_elements(value.op):
+            elif op is None:
+                continue
+            elif moves_elements(op) or (op.name in _HANDLERS and partly.intersection(op.sources)):
+                partly.add(value)
+            else:
                 continue
             for user in value.users:
                 pending += user.outs
@@ -124,18 +155,47 @@ class AffineWalk:
             self._factors[key] = rms.identify(value, self.projection, self.reader, divides=divides)
         return self._factors[key]
 
-    def _describe(self, value: Value) -> Affine | None:
+    def _describe(self, value: Value, part: Part | None) -> Affine | None:
+        whole = self.describe(value) if part is not None else None
+        if whole is not None:
+            return whole.map(lambda layout: _kept(layout, part))
+        op = value.op
         if value is self.projection.out:
             found = Affine(self.projection, Layout.contiguous(value.shape))
-            return self._plus(found, self.projection.addend, 1.0, value) if self.projection.addend else found
-        op = value.op
+            spread = _Spread(value.shape)
+            return self._plus(found, self.projection.addend, 1.0, spread) if self.projection.addend else found
         if op is None or op.target is None:
             return None
         if is_movement(op):
-            source = self.describe(next(op.inputs()))
-            return source.map(lambda layout: move(op, value, layout)) if source else None
+            return self._moved(op, value, part)
         handler = _HANDLERS.get(op.name)
-        return handler(self, op) if handler else self._gathered(value)
+        if handler is not None:
+            return handler(self, op, _Spread(value.shape, part))
+        return self._gathered(value) if part is None else self._piece(op, part)
+
+    def _moved(self, op: Op, value: Value, part: Part | None) -> Affine | None:
+        source = next(op.inputs())
+        whole = self.describe(source) if part is None else None
+        if whole is not None:
+            return whole.map(lambda layout: move(op, value, layout))
+        if part is None:
+            own = part_of(op, value)
+            found = self.describe(source, replace(own, drops=False))
+            return found.map(lambda layout: layout.drop(own.axis)) if found and own.drops else found
+        return self.describe(source, part) if source.shape == value.shape and keeps_order(op) else None
+
+    def _piece(self, op: Op, part: Part) -> Affine | None:
+        """A part that lies in one of the pieces that are put together."""
+        together = put_together(op) if op.name in TOGETHER else None
+        if together is None or together.stacked or together.axis != part.axis:
+            return None
+        start = part.start
+        for piece in together.pieces:
+            size = piece.shape[part.axis]
+            if start >= 0 and start + (part.length - 1) * part.step < size:
+                return self.describe(piece, replace(part, start=start))
+            start -= size
+        return None
 
     def _gathered(self, value: Value) -> Affine | None:
         """A value put together from pieces of an affine one."""
@@ -145,72 +205,75 @@ class AffineWalk:
                 return source.map(lambda layout, view=view: view.layout.through(layout))  # type: ignore[misc]
         return None
 
-    def _spread(self, source: Affine, op: Op) -> Affine:
-        return source.map(lambda layout: layout.expand(op.out.shape))
+    def _own(self, value: Any, to: _Spread) -> Affine | None:
+        """An operand, as far as it is affine, spread over the operator's result."""
+        if not isinstance(value, Value) or (to.part is not None and value.shape != to.shape):
+            return None
+        source = self.describe(value, to.part)
+        return source.map(to) if source is not None and to.part is None else source
 
-    def _param(self, base: Value, out: Value) -> Param:
+    def _param(self, base: Value, to: _Spread) -> Param:
         source, layout = origin(base, any_view)
-        return Param(source, layout.expand(out.shape))
+        return Param(source, to(layout))
 
-    def mul(self, op: Op) -> Affine | None:
+    def mul(self, op: Op, to: _Spread) -> Affine | None:
         for own, other in _orders(op):
-            source = self.describe(own) if isinstance(own, Value) else None
+            source = self._own(own, to)
             if source is not None:
-                return self._scaled(self._spread(source, op), other, op)
+                return self._scaled(source, other, to)
         return None
 
-    def div(self, op: Op) -> Affine | None:
+    def div(self, op: Op, to: _Spread) -> Affine | None:
         own, other = op.args[:2]
-        source = self.describe(own) if isinstance(own, Value) and not op.kwargs else None
+        source = self._own(own, to) if not op.kwargs else None
         if source is None:
             return None
-        source = self._spread(source, op)
         if isinstance(other, Value):
             normalised = self._normalised(source, other, divides=True)
-            return normalised or self._times_param(source, replace(self._param(other, op.out), inverse=True))
+            return normalised or self._times_param(source, replace(self._param(other, to), inverse=True))
         number = _number(other)
         return _times(source, 1 / number) if number else None
 
-    def neg(self, op: Op) -> Affine | None:
-        source = self.describe(op.args[0])
+    def neg(self, op: Op, to: _Spread) -> Affine | None:
+        source = self._own(op.args[0], to)
         return _times(source, -1.0) if source else None
 
-    def add(self, op: Op) -> Affine | None:
+    def add(self, op: Op, to: _Spread) -> Affine | None:
         alpha = _number(op.kwargs.get("alpha", 1))
         for (own, other), own_factor, other_factor in zip(_orders(op), (1.0, alpha), (alpha, 1.0), strict=True):
-            source = self.describe(own) if isinstance(own, Value) else None
+            source = self._own(own, to)
             if source is not None and own_factor is not None and other_factor is not None:
-                return self._plus(_times(self._spread(source, op), own_factor), other, other_factor, op.out)
+                return self._plus(_times(source, own_factor), other, other_factor, to)
         return None
 
-    def sub(self, op: Op) -> Affine | None:
+    def sub(self, op: Op, to: _Spread) -> Affine | None:
         alpha = _number(op.kwargs.get("alpha", 1))
         left, right = op.args[:2]
-        source = self.describe(left) if isinstance(left, Value) else None
+        source = self._own(left, to)
         if source is not None and alpha is not None:
-            return self._plus(self._spread(source, op), right, -alpha, op.out)
-        source = self.describe(right) if isinstance(right, Value) else None
+            return self._plus(source, right, -alpha, to)
+        source = self._own(right, to)
         if source is not None and alpha is not None:
-            return self._plus(_times(self._spread(source, op), -alpha), left, 1.0, op.out)
+            return self._plus(_times(source, -alpha), left, 1.0, to)
         return None
 
-    def addcmul(self, op: Op) -> Affine | None:
+    def addcmul(self, op: Op, to: _Spread) -> Affine | None:
         constant = _number(op.kwargs.get("value", 1))
         for own, other in ((op.args[1], op.args[2]), (op.args[2], op.args[1])):
-            source = self.describe(own)
+            source = self._own(own, to)
             if source is not None and constant is not None:
-                scaled = self._scaled(_times(self._spread(source, op), constant), other, op)
-                return self._plus(scaled, op.args[0], 1.0, op.out) if scaled else None
+                scaled = self._scaled(_times(source, constant), other, to)
+                return self._plus(scaled, op.args[0], 1.0, to) if scaled else None
         return None
 
-    def _scaled(self, source: Affine, other: Any, op: Op) -> Affine | None:
+    def _scaled(self, source: Affine, other: Any, to: _Spread) -> Affine | None:
         if not isinstance(other, Value):
             number = _number(other)
             return None if number is None else _times(source, number)
         normalised = self._normalised(source, other, divides=False)
         if normalised is not None:
             return normalised
-        return self._times_param(source, self._param(other, op.out))
+        return self._times_param(source, self._param(other, to))
 
     def _times_param(self, source: Affine, param: Param) -> Affine | None:
         return _times(source, 1.0, (param,)) if source.indices(param.layout) is not None else None
@@ -230,22 +293,26 @@ class AffineWalk:
         width = self.projection.rows
         return all(own // width == other if own >= width else other == 0 for _, _, (own, other) in rows)
 
-    def _plus(self, source: Affine, other: Any, sign: float, out: Value) -> Affine | None:
+    def _plus(self, source: Affine, other: Any, sign: float, to: _Spread) -> Affine | None:
         if not isinstance(other, Value):
             number = _number(other)
             return None if number is None else replace(source, bias=(*source.bias, Term(sign * number)))
-        param = self._param(other, out)
+        param = self._param(other, to)
         if source.indices(param.layout) is None:
             return None
         return replace(source, bias=(*source.bias, Term(sign, (param,))))
 
 
-_HANDLERS: dict[str, Callable[[AffineWalk, shadow.Op], Affine | None]] = {
+def _kept(layout: Layout, part: Part | None) -> Layout:
+    return layout if part is None else layout.select(part.axis, part.start, part.length, part.step)
+
+
+_HANDLERS: dict[str, Callable[[AffineWalk, shadow.Op, _Spread], Affine | None]] = {
     "mul": AffineWalk.mul,
     "div": AffineWalk.div,
     "add": AffineWalk.add,
     "sub": AffineWalk.sub,
-    "rsub": lambda walk, op: AffineWalk.sub(walk, _swapped(op)),
+    "rsub": lambda walk, op, to: AffineWalk.sub(walk, _swapped(op), to),
     "neg": AffineWalk.neg,
     "addcmul": AffineWalk.addcmul,
 }

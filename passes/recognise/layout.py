@@ -334,25 +334,43 @@ def move(op: Op, out: Value, layout: Layout) -> Layout:
 
 
 def _part(op: Op, out: Value, layout: Layout) -> Layout:
+    part = part_of(op, out)
+    found = layout.select(part.axis, part.start, part.length, part.step)
+    return found.drop(part.axis) if part.drops else found
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which elements along an axis a slice keeps, and whether the axis is gone then."""
+
+    axis: int
+    start: int
+    length: int
+    step: int = 1
+    drops: bool = False
+
+
+def part_of(op: Op, out: Value) -> Part:
+    """What `out`, a result of `op`, keeps of what `op` reads, where that is a slice; raises NotALayout otherwise."""
+    if op.name not in _PARTS:
+        raise NotALayout
     source = next(op.inputs())
     axis_at = 2 if op.name in ("split", "split_with_sizes") else 1
-    name = "dim"
-    axis = op.arg(axis_at, name, 0) % len(layout.dims)
+    axis = op.arg(axis_at, "dim", 0) % len(source.shape)
     if op.name == "unbind":
-        return layout.select(axis, op.outs.index(out), 1).drop(axis)
+        return Part(axis, op.outs.index(out), 1, drops=True)
     if op.name == "select":
         index = op.args[2]
         if not isinstance(index, int):
             raise NotALayout
-        return layout.select(axis, index % source.shape[axis], 1).drop(axis)
+        return Part(axis, index % source.shape[axis], 1, drops=True)
     if op.name in ("split", "split_with_sizes"):
-        start = sum(v.shape[axis] for v in op.outs[: op.outs.index(out)])
-        return layout.select(axis, start, out.shape[axis])
+        return Part(axis, sum(v.shape[axis] for v in op.outs[: op.outs.index(out)]), out.shape[axis])
     start, step = op.arg(2, "start", 0) or 0, op.arg(4, "step", 1)
     if not (isinstance(start, int) and isinstance(step, int)):
         raise NotALayout
     start = max(0, start + source.shape[axis]) if start < 0 else min(start, source.shape[axis])
-    return layout.select(axis, start, out.shape[axis], step)
+    return Part(axis, start, out.shape[axis], step)
 
 
 def _size(dim: Dim) -> int:
