@@ -20,13 +20,8 @@ _STATE_CHANGES = {
 }
 
 _PLAIN_MODULES = (
-    "torch",
-    "torch.functional",
-    "torch.nn.functional",
-    "torch.special",
-    "torch.linalg",
-    "_operator",
-    "math",
+    *("torch", "torch.functional", "torch.nn.functional", "torch.special", "torch.linalg"),
+    *("torch._C._nn", "torch._C._linalg", "torch._C._special", "_operator", "math"),
 )
 
 _IN_PLACE_OPERATORS = {
@@ -169,17 +164,7 @@ def _is_plain_function(target: Any) -> bool:
         return False
     module = getattr(target, "__module__", None)
     owner = getattr(getattr(target, "__self__", None), "__name__", "")
-    return (
-        module in _PLAIN_MODULES
-        or owner.startswith("_VariableFunctions")
-        or str(module).startswith("einops")
-        or module
-        in (
-            "torch._C._nn",
-            "torch._C._linalg",
-            "torch._C._special",
-        )
-    )
+    return module in _PLAIN_MODULES or owner.startswith("_VariableFunctions") or str(module).startswith("einops")
 
 
 def is_pure(node: fx.Node) -> bool:
