@@ -97,20 +97,22 @@ def _rows(pyplot: Any, panels: int, bars: int, width: float = 6.6) -> tuple[Any,
     return figure, axes[0]
 
 
-def _two(
+def _both_modes(
     pyplot: Any, results: Results, key: str, bar: Callable[[dict[str, Any], str], Bar],
-    floor: Callable[[dict[str, Any], str], float],
-) -> tuple[Any, Any]:  # fmt: skip
-    """One panel for forward and one for forward and backward, of the main shape; (None, ()) without any number."""
+    floor: Callable[[dict[str, Any], str], float], *, label: str, title: str, about: str,
+) -> Any:  # fmt: skip
+    """One panel for forward and one for forward and backward, of the main shape; None without any number."""
     found = {mode: _order(report.of_main_shape(results, f"{mode}_{key}")) for mode in MODES}
     found = {mode: rows for mode, rows in found.items() if rows}
     if not found:
-        return None, ()
+        return None
     figure, axes = _rows(pyplot, len(found), max(map(len, found.values())))
     for axis, (mode, rows) in zip(axes, found.items(), strict=True):
         _bars(axis, [bar(r, mode) for r in rows], floor(rows[0], mode))
         axis.set_title(MODES[mode], loc="left", fontsize=11)
-    return figure, axes
+        axis.set_xlabel(label)
+    _head(figure, f"{title} ({_shape(results)})", about)
+    return figure
 
 
 def _time(pyplot: Any, results: Results, about: str) -> Any:
@@ -122,12 +124,9 @@ def _time(pyplot: Any, results: Results, about: str) -> Any:
     def floor(r: dict[str, Any], mode: str) -> float:
         return float(r[f"{mode}_floor_ms"] / r["case"]["depth"])
 
-    figure, axes = _two(pyplot, results, "ms", bar, floor)
-    if figure is not None:
-        for axis in axes:
-            axis.set_xlabel("ms a sublayer; dashed: the bytes that must move, at copy speed")
-        _head(figure, f"Time of hyper-connections ({_shape(results)})", about)
-    return figure
+    label = "ms a sublayer; dashed: the bytes that must move, at copy speed"
+    title = "Time of hyper-connections"
+    return _both_modes(pyplot, results, "ms", bar, floor, label=label, title=title, about=about)
 
 
 def _bytes(pyplot: Any, results: Results, about: str) -> Any:
@@ -139,12 +138,9 @@ def _bytes(pyplot: Any, results: Results, about: str) -> Any:
     def floor(r: dict[str, Any], mode: str) -> float:
         return float(units.floor(mode, r["case"]["streams"]))
 
-    figure, axes = _two(pyplot, results, "units", bar, floor)
-    if figure is not None:
-        for axis in axes:
-            axis.set_xlabel("rows of C numbers moved for each token, a sublayer; dashed: the least possible")
-        _head(figure, f"Memory traffic of hyper-connections, by count ({_shape(results)})", about)
-    return figure
+    label = "rows of C numbers moved for each token, a sublayer; dashed: the least possible"
+    title = "Memory traffic of hyper-connections, by count"
+    return _both_modes(pyplot, results, "units", bar, floor, label=label, title=title, about=about)
 
 
 def _lines(axis: Any, lines: dict[str, list[tuple[int, float]]]) -> None:

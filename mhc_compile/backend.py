@@ -36,15 +36,22 @@ class StrictError(RuntimeError):
     """Hyper-connection code was found and not rewritten, and `mhc.strict` asks for it to be."""
 
 
-class MhcPass(compat.CustomGraphPass):
+class _Configured(compat.CustomGraphPass):
+    """A pass that goes by the "mhc." options, and is told from others in Inductor's caches by sources and options."""
+
+    def __init__(self, options: dict[str, Any] | None = None) -> None:
+        self.options = OPTIONS | (options or {})
+
+    def uuid(self) -> Any:
+        return (_sources_hash(), tuple(sorted(self.options.items())))
+
+
+class MhcPass(_Configured):
     """The pre-grad pass: rewrites one Dynamo graph in place and records the report.
 
     `last_report` is that of the compilation in progress, nested graphs such as checkpoint regions included;
     `records.report()` has all of them.
     """
-
-    def __init__(self, options: dict[str, Any] | None = None) -> None:
-        self.options = OPTIONS | (options or {})
 
     def __call__(self, graph: fx.Graph) -> None:
         global last_report
@@ -59,15 +66,9 @@ class MhcPass(compat.CustomGraphPass):
             compat.trace_artifact("mhc_rewritten_graph", lambda: compat.readable(module))
         compat.trace_artifact("mhc_report", lambda: str(report))
 
-    def uuid(self) -> Any:
-        return (_sources_hash(), tuple(sorted(self.options.items())))
 
-
-class FusePass(compat.CustomGraphPass):
+class FusePass(_Configured):
     """The joint pass: fuses operators of forward and backward, and adds to the report of the graph."""
-
-    def __init__(self, options: dict[str, Any] | None = None) -> None:
-        self.options = OPTIONS | (options or {})
 
     def __call__(self, graph: fx.Graph) -> None:
         module = graph.owning_module
@@ -78,24 +79,15 @@ class FusePass(compat.CustomGraphPass):
         if last_report is not None:
             last_report.add(report)
 
-    def uuid(self) -> Any:
-        return (_sources_hash(), tuple(sorted(self.options.items())))
 
-
-class LowerPass(compat.CustomGraphPass):
+class LowerPass(_Configured):
     """The post-grad pass: takes operators apart, and adds to the report of the graph."""
-
-    def __init__(self, options: dict[str, Any] | None = None) -> None:
-        self.options = OPTIONS | (options or {})
 
     def __call__(self, graph: fx.Graph) -> None:
         if self.options["mhc.lower"]:
             report = passes.lower(graph)
             if last_report is not None:
                 last_report.add(report)
-
-    def uuid(self) -> Any:
-        return (_sources_hash(), tuple(sorted(self.options.items())))
 
 
 class _Chain(compat.CustomGraphPass):
@@ -119,8 +111,8 @@ class _Chain(compat.CustomGraphPass):
 def _sources() -> list[str]:
     """Every source file that has a say in what a compiled graph computes."""
     root = Path(__file__).parent
-    files = [root / "forms.py", root / "compat.py", root / "backend.py"]
-    for folder in ("ops", "kernels", "passes"):
+    files = [root / "forms.py", root / "backend.py"]
+    for folder in ("compat", "ops", "kernels", "passes"):
         files += sorted((root / folder).rglob("*.py"))
     return [str(file) for file in files]
 
@@ -183,7 +175,7 @@ _HOOKS: dict[str, Callable[[dict[str, Any]], compat.CustomGraphPass]] = {
 def _chained(hook: str, given: Any, own: compat.CustomGraphPass) -> compat.CustomGraphPass:
     configured = given if given is not None else getattr(compat.inductor_config(), hook)
     for first in reversed(compat.as_list(configured)):
-        if not isinstance(first, (MhcPass, FusePass, LowerPass)):
+        if not isinstance(first, _Configured):
             chain = compat.inference_aware(_Chain) if any(map(compat.is_inference_aware, (first, own))) else _Chain
             own = chain(first, own)
     return own

@@ -1,0 +1,149 @@
+"""Every private torch API that the project touches, for torch 2.11 to 2.13.
+
+Dynamo and Inductor are imported where they are needed: the operators import this package too, and need neither. All
+names are used as `compat.name`; which module holds one is of no interest outside.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mhc_compile.compat.graphs import (
+    compile_id,
+    compile_without_inductor,
+    copy_graph,
+    copy_source,
+    example,
+    example_key,
+    on_dynamo_reset,
+    readable,
+    sort_topologically,
+    tensor_metadata,
+    trace_artifact,
+)
+from mhc_compile.compat.inductor import (
+    as_list,
+    compile_with_inductor,
+    compiles_ahead_of_time,
+    fresh_inductor_cache,
+    hash_files,
+    inductor_cache_dir,
+    inductor_config,
+    inductor_decompositions,
+    inference_aware,
+    is_inference_aware,
+)
+from mhc_compile.compat.launches import (
+    analyse_once,
+)
+from mhc_compile.compat.nodes import (
+    AutogradFunction,
+    aliased,
+    autograd_function,
+    changes_global_state,
+    draws_random_numbers,
+    is_composite,
+    is_higher_order,
+    is_kernel_launch,
+    is_made_here,
+    is_plain_call,
+    is_pure,
+    may_mutate,
+    state_change,
+    writes,
+)
+from mhc_compile.compat.operators import (
+    apply_at_this_level,
+    autocast_like,
+    autocast_state,
+    below_autograd,
+    custom_op_autograd_kernel,
+    forward_mode_is_active,
+    functorch_is_active,
+    no_autocast_cache,
+    registered_operators,
+)
+from mhc_compile.compat.values import (
+    FloatWatch,
+    fake_mode_of,
+    float_watch,
+    has_hint,
+    hint,
+    quiet_fakes,
+    quiet_shape_env,
+    same_size,
+    same_strides,
+    storage_of,
+    symbolic_expression,
+)
+
+__all__ = [
+    "AutogradFunction",
+    "CustomGraphPass",
+    "FloatWatch",
+    "aliased",
+    "analyse_once",
+    "apply_at_this_level",
+    "as_list",
+    "autocast_like",
+    "autocast_state",
+    "autograd_function",
+    "below_autograd",
+    "changes_global_state",
+    "compile_id",
+    "compile_with_inductor",
+    "compile_without_inductor",
+    "compiles_ahead_of_time",
+    "copy_graph",
+    "copy_source",
+    "custom_op_autograd_kernel",
+    "draws_random_numbers",
+    "example",
+    "example_key",
+    "fake_mode_of",
+    "float_watch",
+    "forward_mode_is_active",
+    "fresh_inductor_cache",
+    "functorch_is_active",
+    "has_hint",
+    "hash_files",
+    "hint",
+    "inductor_cache_dir",
+    "inductor_config",
+    "inductor_decompositions",
+    "inference_aware",
+    "is_composite",
+    "is_higher_order",
+    "is_inference_aware",
+    "is_kernel_launch",
+    "is_made_here",
+    "is_plain_call",
+    "is_pure",
+    "may_mutate",
+    "no_autocast_cache",
+    "on_dynamo_reset",
+    "quiet_fakes",
+    "quiet_shape_env",
+    "readable",
+    "registered_operators",
+    "same_size",
+    "same_strides",
+    "sort_topologically",
+    "state_change",
+    "storage_of",
+    "symbolic_expression",
+    "tensor_metadata",
+    "trace_artifact",
+    "writes",
+]
+
+if TYPE_CHECKING:
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+else:
+    # A type checker that saw this function would believe in any name.
+    def __getattr__(name: str) -> Any:
+        if name == "CustomGraphPass":
+            from torch._inductor.custom_graph_pass import CustomGraphPass
+
+            return CustomGraphPass
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,107 @@
+"""Graphs as Dynamo and AOTAutograd make them: their notes on nodes, copies, order, tracing and its log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def readable(module: fx.GraphModule) -> str:
+    """A graph as code, with the shapes of its values."""
+    return module.print_readable(print_output=False, include_stride=True)
+
+
+def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """A copy of a graph, and which of its nodes stands for which; names and descriptions are kept."""
+    new = fx.Graph(graph.owning_module)
+    copies: dict[fx.Node, fx.Node] = {}
+    output = new.graph_copy(graph, copies)
+    old_output = next(node for node in reversed(graph.nodes) if node.op == "output")
+    copies[old_output] = new.output(output)
+    copies[old_output].meta = dict(old_output.meta)
+    for old, copy in copies.items():
+        copy_source(old, copy)
+    new.set_codegen(graph._codegen)  # an exported graph's arguments are a tree
+    return new, copies
+
+
+def sort_topologically(graph: fx.Graph) -> None:
+    """Bring a graph's nodes into an order in which each follows what it reads, moving no more than is needed."""
+    from torch._inductor.pattern_matcher import stable_topological_sort
+
+    stable_topological_sort(graph)
+
+
+def example_key(node: fx.Node) -> str:
+    """Where a node keeps its fake value: Dynamo's graphs and exported ones use different names."""
+    return "val" if "val" in node.meta and "example_value" not in node.meta else "example_value"
+
+
+def example(node: fx.Node) -> Any:
+    """The fake value that a node was captured with; None if it has none."""
+    return node.meta.get(example_key(node))
+
+
+def copy_source(old: fx.Node, new: fx.Node) -> None:
+    """Dynamo notes on a placeholder where its value comes from; copies of a graph lose the note."""
+    if hasattr(old, "_dynamo_source"):
+        new._dynamo_source = old._dynamo_source
+
+
+def tensor_metadata(value: torch.Tensor) -> Any:
+    """What tracing notes about a tensor under "tensor_meta"."""
+    from torch.fx.passes.shape_prop import _extract_tensor_metadata
+
+    return _extract_tensor_metadata(value)
+
+
+def compile_without_inductor(gm: fx.GraphModule, example_inputs: Any, on_joint: Any) -> Any:
+    """Run a graph through autograd's tracing alone.
+
+    `on_joint` sees each joint graph before it is partitioned, and where no gradient is wanted the forward graph.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch._aot_autograd.utils import make_boxed_compiler
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    def boxed(module: fx.GraphModule, inputs: Any) -> Any:
+        return make_boxed_compiler(lambda m, i: m.forward)(module, inputs)
+
+    def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        on_joint(joint)
+        return min_cut_rematerialization_partition(joint, inputs, **kwargs)
+
+    def infer(module: fx.GraphModule, inputs: Any) -> Any:
+        on_joint(module)
+        return boxed(module, inputs)
+
+    compilers = {"fw_compiler": boxed, "bw_compiler": boxed, "inference_compiler": infer}
+    return aot_autograd(**compilers, partition_fn=partition)(gm, example_inputs)
+
+
+def on_dynamo_reset(backend: Any) -> None:
+    """Have `backend.reset()` called by the next `torch._dynamo.reset()`, as that of every backend in use."""
+    from torch._dynamo.eval_frame import cached_backends
+
+    cached_backends.setdefault(id(backend), backend)
+
+
+def compile_id() -> tuple[Any, Any]:
+    """Which frame Dynamo is compiling, and for the how-manieth time; None and None outside a compilation."""
+    from torch._guards import CompileContext
+
+    current = CompileContext.current_compile_id()
+    return (None, None) if current is None else (current.frame_id, current.frame_compile_id)
+
+
+def trace_artifact(name: str, payload: Callable[[], str]) -> None:
+    """Put a text into the structured trace that tlparse reads (`TORCH_TRACE`); computed only if there is one."""
+    torch._logging.trace_structured(  # type: ignore[attr-defined]
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "string"},
+        payload_fn=payload,
+        expect_trace_id=False,
+    )

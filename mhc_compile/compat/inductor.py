@@ -1,0 +1,89 @@
+"""Inductor: its settings, caches and custom passes, and a compilation with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def inductor_config() -> Any:
+    """Inductor's settings."""
+    import torch._inductor.config as config
+
+    return config
+
+
+def hash_files(files: list[str]) -> Any:
+    """Inductor's hash of source files, for a pass's uuid."""
+    from torch._inductor.custom_graph_pass import get_hash_for_files
+
+    return get_hash_for_files(tuple(files))
+
+
+def inductor_cache_dir() -> Path:
+    """The folder of Inductor's caches on disk."""
+    from torch._inductor.runtime import runtime_utils
+
+    return Path(runtime_utils.cache_dir())  # type: ignore[attr-defined]
+
+
+def fresh_inductor_cache() -> Any:
+    """A context in which Inductor's caches are empty; what it puts there is deleted in the end."""
+    from torch._inductor.utils import fresh_cache
+
+    return fresh_cache()
+
+
+def compiles_ahead_of_time() -> bool:
+    """Whether Inductor is at work for AOTInductor."""
+    from torch._inductor.virtualized import V
+
+    return V.aot_compilation is True
+
+
+def as_list(custom_passes: Any) -> list[Any]:
+    """Inductor's custom pass settings hold one pass in torch 2.11, one or several later."""
+    if custom_passes is None:
+        return []
+    return list(custom_passes) if isinstance(custom_passes, (list, tuple)) else [custom_passes]
+
+
+def is_inference_aware(custom_pass: Any) -> bool:
+    """Whether Inductor tells a pass after grad if the graph is for inference. torch 2.11 has no such passes."""
+    from torch._inductor import custom_graph_pass
+
+    return isinstance(custom_pass, getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", ()))
+
+
+def inference_aware(kind: type) -> type:
+    """The same class of passes, of those that Inductor tells."""
+    from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass
+
+    return type(kind.__name__, (kind, CustomInferenceAwareGraphPass), {})
+
+
+def compile_with_inductor(
+    gm: fx.GraphModule,
+    example_inputs: Any,
+    *,
+    mode: str | None,
+    options: dict[str, Any],
+    patches: dict[str, Any],
+) -> Any:
+    """What `torch.compile(backend="inductor", mode=..., options=...)` does with a graph, with further settings."""
+    wrapper = torch._TorchCompileInductorWrapper(mode, options, None)  # type: ignore[no-untyped-call]
+    wrapper.config |= patches
+    # Kernels that a graph brings along are launched from C++, too: a quarter less time on the host.
+    if hasattr(inductor_config(), "static_launch_user_defined_triton_kernels"):
+        wrapper.config.setdefault("static_launch_user_defined_triton_kernels", True)
+    return wrapper(gm, example_inputs)
+
+
+def inductor_decompositions() -> Any:
+    """What Inductor takes operators apart with before it lowers them."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()

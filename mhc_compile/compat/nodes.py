@@ -1,0 +1,196 @@
+"""What the nodes of a graph do: to memory, to random numbers, to grad mode and autocast, and what they run."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+
+_STATE_CHANGES = {
+    "_set_grad_enabled": "grad",
+    "_enter_inference_mode": "enter_inference",
+    "_exit_inference_mode": "exit_inference",
+    "_enter_autocast": "enter_autocast",
+    "_exit_autocast": "exit_autocast",
+}
+
+_PLAIN_MODULES = (
+    *("torch", "torch.functional", "torch.nn.functional", "torch.special", "torch.linalg"),
+    *("torch._C._nn", "torch._C._linalg", "torch._C._special", "_operator", "math"),
+)
+
+_IN_PLACE_OPERATORS = {
+    getattr(operator, name) for name in dir(operator) if name.startswith("i") and name[1:] in dir(operator)
+}
+_IN_PLACE_OPERATORS |= {operator.setitem, operator.delitem, operator.iconcat}
+_IN_PLACE_OPERATORS -= {operator.is_, operator.is_not, operator.index, operator.inv, operator.invert}
+
+
+def _function_name(node: fx.Node) -> str:
+    return getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+
+
+def changes_global_state(node: fx.Node) -> bool:
+    """Whether the node sets grad mode, inference mode or autocast."""
+    return _function_name(node) in _STATE_CHANGES
+
+
+def state_change(node: fx.Node) -> str:
+    """Which global state a node changes, and how."""
+    return _STATE_CHANGES[_function_name(node)]
+
+
+def is_composite(overload: Any) -> bool:
+    """Whether an ATen operator is defined by others and can be taken apart."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CompositeImplicitAutograd"))
+
+
+def is_higher_order(node: fx.Node) -> bool:
+    """Whether the node calls a higher-order operator, such as a checkpoint region."""
+    return _is_higher_order(node.target)
+
+
+@functools.lru_cache(4096)
+def _is_higher_order(target: Any) -> bool:
+    return isinstance(target, HigherOrderOperator)
+
+
+def may_mutate(node: fx.Node) -> bool:
+    """Whether a node may write into an argument, by its name or, for one with nested graphs, by what is in them."""
+    if _named_as_mutating(node.op, node.target):
+        return True
+    if node.op == "call_function" and is_higher_order(node):
+        bodies = _bodies(node)
+        return not bodies or any(may_mutate(inner) for body in bodies for inner in body.graph.nodes)
+    kwargs = node.kwargs
+    if not kwargs or node.op not in ("call_function", "call_method"):
+        return False
+    return "out" in kwargs if node.op == "call_method" else kwargs.get("out") is not None or bool(kwargs.get("inplace"))
+
+
+@functools.lru_cache(4096)  # graphs of twenty thousand nodes hold a few dozen different targets
+def _named_as_mutating(op: str, target: Any) -> bool:
+    if op == "call_method":
+        name = str(target)
+        return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    if op != "call_function" or isinstance(target, HigherOrderOperator):
+        return False
+    if target in _IN_PLACE_OPERATORS:
+        return True
+    name = getattr(target, "__name__", "")
+    if name.endswith("_") and not name.endswith("__") and getattr(target, "__module__", None) != "_operator":
+        return True  # torch.sigmoid_, torch._foreach_add_
+    if str(getattr(target, "__module__", "")).startswith(("torch._dynamo", "numpy", "torch._numpy")):
+        return True  # NumPy code, of which nothing is known here
+    overloads = [target] if isinstance(target, OpOverload) else []
+    if isinstance(target, OpOverloadPacket):
+        overloads = [getattr(target, name) for name in target.overloads()]  # type: ignore[no-untyped-call]
+    return any(op._schema.is_mutable for op in overloads)
+
+
+def writes(node: fx.Node) -> bool:
+    """Whether a call of a joint graph writes into an argument. Autograd's tracing leaves few of those."""
+    functional = is_higher_order(node) and "functional" in str(node.target)
+    return not functional and may_mutate(node)
+
+
+_RANDOM = {
+    *("bernoulli", "multinomial", "normal", "poisson", "rrelu", "gumbel_softmax", "scaled_dot_product_attention"),
+    *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like"),
+    *("dropout", "dropout1d", "dropout2d", "dropout3d", "native_dropout", "alpha_dropout", "feature_dropout"),
+    *("feature_alpha_dropout", "fractional_max_pool2d", "fractional_max_pool3d"),
+}
+
+
+def draws_random_numbers(node: fx.Node) -> bool:
+    """Whether a node's result depends on where it stands among those that draw random numbers."""
+    name = str(node.target) if node.op == "call_method" else _function_name(node)
+    return name.split(".")[0] in _RANDOM
+
+
+def _bodies(node: fx.Node) -> list[fx.GraphModule]:
+    """The graphs that a higher-order operator runs."""
+    owner = node.graph.owning_module
+    names = [str(n.target) for n in node.all_input_nodes if n.op == "get_attr"]
+    found = [getattr(owner, name, None) for name in names]
+    return [body for body in found if isinstance(body, fx.GraphModule)]
+
+
+class AutogradFunction:
+    """A user's autograd.Function as Dynamo captured it: callable, with the backward that the user wrote."""
+
+    _opname = "autograd_function"
+
+    def __init__(self, node: fx.Node) -> None:
+        self.bodies = _bodies(node)
+        self.operator = node.target
+        self.kwargs = dict(node.kwargs)
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.operator(*self.bodies[:2], *inputs, **self.kwargs)  # type: ignore[operator]
+
+    def __str__(self) -> str:
+        return "\n".join([str(body.code) for body in self.bodies] + [str(self.kwargs)])
+
+    def nodes(self) -> Iterator[fx.Node]:
+        """What the forward does."""
+        yield from self.bodies[0].graph.nodes
+
+
+def autograd_function(node: fx.Node) -> AutogradFunction | None:
+    """The autograd.Function that a node applies, if it applies one and its inputs are all tensors of the graph."""
+    if not is_higher_order(node) or getattr(node.target, "__name__", "") != "autograd_function_apply":
+        return None
+    found = AutogradFunction(node)
+    plain = all(isinstance(arg, fx.Node) for arg in node.args) and len(found.bodies) == 2
+    return found if plain else None
+
+
+def is_plain_call(node: fx.Node) -> bool:
+    """Whether a node may be run on fake tensors to see its ATen calls: Tensor methods and torch's own functions."""
+    return node.op == "call_method" or _is_plain_function(node.target)
+
+
+@functools.lru_cache(4096)
+def _is_plain_function(target: Any) -> bool:
+    if target is getattr or isinstance(target, (OpOverload, OpOverloadPacket)):
+        return True
+    if getattr(target, "__name__", "") in _STATE_CHANGES or isinstance(target, HigherOrderOperator):
+        return False
+    module = getattr(target, "__module__", None)
+    owner = getattr(getattr(target, "__self__", None), "__name__", "")
+    return module in _PLAIN_MODULES or owner.startswith("_VariableFunctions") or str(module).startswith("einops")
+
+
+def is_pure(node: fx.Node) -> bool:
+    """Whether a call of a joint graph may be moved: it writes nowhere and draws no random numbers."""
+    if node.target is operator.getitem:
+        return True
+    return isinstance(node.target, OpOverload) and not (
+        node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags
+    )
+
+
+def is_made_here(node: fx.Node) -> bool:
+    """Whether a node is the result of an operator, or one of its results: not an input, and of no nested graph."""
+    if node.target is operator.getitem:
+        return isinstance(node.args[0].target, OpOverload)  # type: ignore[union-attr]
+    return node.op == "call_function" and isinstance(node.target, OpOverload)
+
+
+def is_kernel_launch(node: fx.Node) -> bool:
+    """Whether a node launches a Triton kernel."""
+    return is_higher_order(node) and str(node.target) == "triton_kernel_wrapper_mutation"
+
+
+def aliased(node: fx.Node) -> list[fx.Node]:
+    """The arguments that an ATen call returns a view of, by its schema."""
+    if not isinstance(node.target, OpOverload):
+        return []
+    values = zip(node.target._schema.arguments, node.args, strict=False)
+    return [value for argument, value in values if argument.alias_info is not None and isinstance(value, fx.Node)]

@@ -1,0 +1,76 @@
+"""Registered operators, and what they run under: autograd, torch.func and autocast."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def registered_operators(namespace: str) -> set[str]:
+    """The names of all operators in a namespace, without overloads."""
+    names = torch._C._dispatch_get_all_op_names()
+    return {name.split("::")[1].split(".")[0] for name in names if name.startswith(f"{namespace}::")}
+
+
+def custom_op_autograd_kernel(operator: Any, overload: Any) -> Any:
+    """The kernel that torch.library itself makes for a custom operator's gradient."""
+    from torch._library import autograd as library_autograd
+
+    return library_autograd.make_autograd_impl(overload, operator)
+
+
+def below_autograd(overload: Any, keyset: Any, args: Any, kwargs: Any) -> Any:
+    """Call an operator's implementation, past the keys that autograd handles."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return overload.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+
+
+def functorch_is_active() -> bool:
+    """Whether a transform of torch.func is at work."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def apply_at_this_level(function: Any, args: Any) -> Any:
+    """Apply an autograd.Function at the present level of torch.func alone, without asking it for other transforms."""
+    from torch._functorch.utils import enable_single_level_autograd_function
+
+    with enable_single_level_autograd_function():
+        return super(torch.autograd.Function, function).apply(*args)
+
+
+def forward_mode_is_active() -> bool:
+    """Whether a level of forward-mode differentiation is open."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+_AUTOCAST_DEVICES = ("cpu", "cuda")
+
+
+def autocast_state() -> tuple[tuple[str, torch.dtype], ...]:
+    """The autocasts in force: switching off what is off is no change."""
+    return tuple(
+        (device, torch.get_autocast_dtype(device)) for device in _AUTOCAST_DEVICES if torch.is_autocast_enabled(device)
+    )
+
+
+def autocast_like(node: fx.Node) -> Any:
+    """The context that an `_enter_autocast` node enters; for a device this machine lacks it warns, and is off."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.autocast(*node.args)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def no_autocast_cache() -> Iterator[None]:
+    """Autocast keeps its casts of parameters; each node has to show its own."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)

@@ -1,0 +1,109 @@
+"""The values that stand for tensors and sizes while a graph is made: fake tensors, symbolic sizes and floats."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+def symbolic_expression(size: Any) -> Any:
+    """The sympy expression of a SymInt or SymFloat; None for plain numbers."""
+    return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat)) else None
+
+
+@contextlib.contextmanager
+def quiet_shape_env(fake_mode: Any) -> Iterator[None]:
+    """Run fake tensors for looking only: no guards are added, no unbacked symbols left pending."""
+    shape_env = getattr(fake_mode, "shape_env", None)
+    if shape_env is None:
+        yield
+        return
+    with shape_env.suppress_guards(), shape_env.ignore_fresh_unbacked_symbols():
+        yield
+
+
+@contextlib.contextmanager
+def quiet_fakes(values: Any) -> Iterator[None]:
+    """Run an operator on the fake tensors among these values, without guards."""
+    from torch.utils import _pytree as pytree
+
+    modes = (getattr(value, "fake_mode", None) for value in pytree.tree_leaves(values))
+    mode = next((mode for mode in modes if mode is not None), None)
+    with quiet_shape_env(mode), mode or contextlib.nullcontext():
+        yield
+
+
+def fake_mode_of(tensor: Any) -> Any:
+    """The mode in which factory functions make tensors like this one."""
+    return getattr(tensor, "fake_mode", None) or contextlib.nullcontext()
+
+
+class FloatWatch:
+    """Collects the symbolic floats whose values a decision was based on.
+
+    With `dynamic=True` a module's eps is an input of the graph. What was recognised at one value need not hold at
+    another, and a compiled graph may be found again in a cache, so such a float has to become a constant of the
+    program: `settle` makes Dynamo trace once more with it as one, as Inductor does for floats it cannot keep.
+    """
+
+    def __init__(self) -> None:
+        self._symbols: set[str] = set()
+
+    def value(self, number: torch.SymFloat) -> float | None:
+        """The value at capture, and the float is remembered; None for one that comes from a size, which stays open."""
+        symbols = {str(symbol) for symbol in number.node.expr.free_symbols}
+        if not all(symbol.startswith("zf") for symbol in symbols):
+            return None
+        self._symbols |= symbols
+        return float(number.node.hint)
+
+    def clear(self) -> None:
+        """Forget what was collected."""
+        self._symbols.clear()
+
+    def settle(self) -> None:
+        """Raise Dynamo's restart if a decision depends on a symbolic float."""
+        if self._symbols:
+            from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+            from torch._dynamo.symbolic_convert import TensorifyState
+
+            for symbol in self._symbols:
+                TensorifyState.specialize(symbol)
+            raise TensorifyScalarRestartAnalysis
+
+
+float_watch = FloatWatch()
+
+
+def has_hint(size: Any) -> bool:
+    """Whether a size was known when the graph was captured; one that depends on data was not."""
+    return not isinstance(size, torch.SymInt) or bool(size.node.has_hint())
+
+
+def hint(size: Any) -> Any:
+    """The value that a size had when the graph was captured."""
+    return size.node.hint if isinstance(size, torch.SymInt) else size
+
+
+def same_size(left: Any, right: Any) -> bool:
+    """Whether two sizes are known to be equal, without a guard."""
+    if isinstance(left, int) and isinstance(right, int):
+        return left == right
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return bool(statically_known_true(left == right))
+
+
+def same_strides(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors have one shape, one dtype and the same strides where these matter."""
+    alike = left.shape == right.shape and left.dtype == right.dtype
+    strides = zip(left.shape, left.stride(), right.stride(), strict=False)
+    return alike and (left.numel() == 0 or all(a == b for size, a, b in strides if size > 1))
+
+
+def storage_of(tensor: torch.Tensor) -> Any:
+    """What tensors that share memory have in common, fake ones too; None for those without plain memory."""
+    return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else None
