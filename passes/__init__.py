@@ -158,7 +158,7 @@ def _detail(site: Site) -> str:
     if isinstance(site, AggregateSite):
         return f"n = {site.aggregate.streams.n}, C = {site.aggregate.streams.channels}, a gate of its own"
     if isinstance(site, SinkhornSite):
-        return _sinkhorn(site.matrices.form)
+        return _sinkhorn(site.matrices.kind.form)
     parts = [f"n = {site.streams.n}, C = {site.streams.channels}, {str(site.x.dtype).removeprefix('torch.')}"]
     parts.append(f"rms eps {site.normed.rms.eps:g} {site.normed.rms.mode}")
     if site.res is not None:

@@ -98,7 +98,7 @@ def _rows(mixture: Mixture, gate: Gate) -> Rows:
     """The gate's rows of phi, scale and bias, in the order in which the operator's form wants them."""
     slope = gate.kind.slope if isinstance(gate.kind, Sigmoid) else 1.0
     order = list(range(gate.size))
-    if isinstance(gate.kind, Mixing) and gate.kind.transposed:
+    if isinstance(gate.kind, Mixing) and gate.kind.logits_transposed:
         side = round(gate.size**0.5)
         order = [j * side + i for i in range(side) for j in range(side)]
 

@@ -111,11 +111,12 @@ def recognise(shadow: Shadow) -> Findings:
     known: gates.Known = {}
     misses: dict[Value, NotAGate] = {}
     for found in readings.values():
-        candidates = _candidates(_cone(found[0].out), weighing)
+        cone = _cone(found[0].out)
+        candidates = _candidates(cone, weighing)
         if not candidates:
             continue
         try:
-            mixture, missed = _understand(found, candidates, known, reader)
+            mixture, missed = _understand(found, cone, candidates, known, reader)
         except Exception:  # what cannot be understood is left as it is, and the other sites are not lost with it
             log.exception("a projection could not be looked into: %s", found[0].out)
             continue
@@ -153,7 +154,8 @@ def _join(
 ) -> bool:
     """Whether a Sinkhorn projection that is changed before it mixes is a gate of a projection; then it becomes one."""
     for found in readings.values():
-        mixture = _understand(found, [value], known, reader)[0] if value in _cone(found[0].out) else None
+        cone = _cone(found[0].out)
+        mixture = _understand(found, cone, [value], known, reader)[0] if value in cone else None
         if mixture is not None:
             same = [m for m in mixtures if (m.projection, m.normed) == (mixture.projection, mixture.normed)]
             if same:
@@ -215,7 +217,11 @@ def _candidates(cone: dict[Value, None], weighing: dict[Value, int]) -> list[Val
 
 
 def _understand(
-    readings: list[Projection], candidates: list[Value], known: gates.Known, reader: Reader
+    readings: list[Projection],
+    cone: dict[Value, None],
+    candidates: list[Value],
+    known: gates.Known,
+    reader: Reader,
 ) -> tuple[Mixture | None, list[NotAGate]]:
     """The first reading of the projection under which a gate is normalised exactly once; else why not."""
     missed: list[NotAGate] = []
@@ -227,7 +233,7 @@ def _understand(
             missed += [NotAGate(value, strange) for value in candidates]
             continue
         found: dict[Normed, Mixture] = {}
-        affine = AffineWalk(reading, reader, affine)
+        affine = AffineWalk(reading, cone, reader, affine)
         for value in candidates:
             gate = gates.identify(value, affine, known)
             if isinstance(gate, NotAGate):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -96,11 +96,15 @@ class _Spread:
 class AffineWalk:
     """Describes values as affine in one projection's result; remembers what it has found.
 
+    cone holds what is computed from the projection, none of which is a scale or bias: with one token, all could be.
     before is the walk of another reading of the same projection, from which regions are taken over.
     """
 
-    def __init__(self, projection: Projection, reader: Reader, before: AffineWalk | None = None) -> None:
+    def __init__(
+        self, projection: Projection, cone: Collection[Value], reader: Reader, before: AffineWalk | None = None
+    ) -> None:
         self.projection = projection
+        self.cone = cone
         self.reader = reader
         self._seen: dict[tuple[Value, Part | None], Affine | None] = {}
         self._factors: dict[tuple[Value, bool], RmsFactor | None] = {}
@@ -276,7 +280,10 @@ class AffineWalk:
         return self._times_param(source, self._param(other, to))
 
     def _times_param(self, source: Affine, param: Param) -> Affine | None:
-        return _times(source, 1.0, (param,)) if source.indices(param.layout) is not None else None
+        return _times(source, 1.0, (param,)) if self._fits(source, param) else None
+
+    def _fits(self, source: Affine, param: Param) -> bool:
+        return param.base not in self.cone and source.indices(param.layout) is not None
 
     def _normalised(self, source: Affine, other: Value, *, divides: bool) -> Affine | None:
         factor = self.rms_factor(other, divides=divides)
@@ -298,7 +305,7 @@ class AffineWalk:
             number = _number(other)
             return None if number is None else replace(source, bias=(*source.bias, Term(sign * number)))
         param = self._param(other, to)
-        if source.indices(param.layout) is None:
+        if not self._fits(source, param):
             return None
         return replace(source, bias=(*source.bias, Term(sign, (param,))))
 

@@ -32,9 +32,10 @@ class Sigmoid:
 
 @dataclass(frozen=True)
 class Mixing:
-    """gate = Sinkhorn(l), transposed if the program's matrix is the transpose of the form's."""
+    """gate = Sinkhorn(l); of the transposed logits, and with the form's matrix transposed, where these say so."""
 
     form: Sinkhorn
+    logits_transposed: bool
     transposed: bool
 
 
@@ -96,12 +97,11 @@ def _kind(found: Region, size: int) -> Sigmoid | Mixing | str:
 
 @dataclass(frozen=True)
 class Matrices:
-    """out = Sinkhorn(logits), transposed if the program's matrix is the transpose of the form's."""
+    """out = Sinkhorn(logits), as `kind` says."""
 
     out: Value
     logits: Value
-    form: Sinkhorn
-    transposed: bool
+    kind: Mixing
 
 
 _EXPONENTIALS = {"exp", "autograd_function", "logsumexp", "_softmax", "_log_softmax"}
@@ -126,7 +126,7 @@ def matrices(value: Value, known: Known) -> Matrices | str | None:
                 known[signature] = answer if isinstance(answer, str) else Mixing(*answer)
             kind = known[signature]
             if isinstance(kind, Mixing):
-                return Matrices(value, leaf, kind.form, kind.transposed)
+                return Matrices(value, leaf, kind)
             reason = reason or (kind if isinstance(kind, str) else None)
         sources = [v for v in leaf.op.inputs() if v.numel == leaf.numel] if leaf.op is not None else []
         leaf = sources[0] if sources else None
@@ -151,11 +151,18 @@ def others(ops: Iterable[Op], explained: Collection[Value], known: Known) -> Ite
         seen.update(cone)
         if sums + sinkhorn.is_reduction(op) < 2 or any(value in explained for value in cone):
             continue
-        last = (v for v in cone if _leaves(v, cone) or not any(sinkhorn.is_reduction(user) for user in v.users))
-        for value in filter(_is_square, last):
+        last = [v for v in cone if _leaves(v, cone) or not any(sinkhorn.is_reduction(user) for user in v.users)]
+        nearly: tuple[Value, str] | None = None
+        for value in filter(_is_square, last[::-1]):
             found = matrices(value, known)
-            if isinstance(found, Matrices) or (found is not None and found.startswith(sinkhorn.NEARLY)):
+            if isinstance(found, Matrices):
                 yield value, found
+                break
+            if found is not None and found.startswith(sinkhorn.NEARLY):
+                nearly = value, found
+        else:
+            if nearly is not None:
+                yield nearly
 
 
 def _leaves(value: Value, cone: Collection[Value]) -> bool:

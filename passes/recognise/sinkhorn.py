@@ -39,8 +39,12 @@ class _Start:
     column_eps: float | None = None
 
 
-def identify(found: Region, side: int) -> tuple[Sinkhorn, bool] | str:
-    """The form, and whether the region's result is its transpose; or why there is none."""
+# Whether the logits, and the result, are transposed: mostly both, where rows and columns change their names.
+_TURNS = ((False, False), (True, True), (False, True), (True, False))
+
+
+def identify(found: Region, side: int) -> tuple[Sinkhorn, bool, bool] | str:
+    """The form, and whether it is that of the transposed logits and whether the result is transposed; or why none."""
     given = torch.cat(list(_logits(side, found.limits())))
     got = _run(found, given, side)
     if got is None:
@@ -54,9 +58,8 @@ def identify(found: Region, side: int) -> tuple[Sinkhorn, bool] | str:
     limit = sum(is_reduction(op) for op in found.ops) + 2
     nearest = float("inf")
     for candidate in _starts(constants):
-        for transposed in (False, True):
-            wanted = got.mT if transposed else got
-            logits = given.mT if transposed else given
+        for turn in _TURNS:
+            logits, wanted = _turned(given, turn[0]), _turned(got, turn[1])
             steps, distance = _steps(candidate, logits, wanted, limit)
             nearest = min(nearest, distance)
             if steps is not None and steps < _least_steps(candidate):
@@ -70,9 +73,9 @@ def identify(found: Region, side: int) -> tuple[Sinkhorn, bool] | str:
                     candidate.start_eps,
                     candidate.clamp,
                 )
-                if not _same_gradient(found, candidate, steps, side, transposed):
+                if not _same_gradient(found, candidate, steps, side, turn):
                     return "equals a Sinkhorn projection, but its gradient does not (a detach, or a scaled gradient)"
-                return form, transposed
+                return form, *turn
     reason = _nearly(given, got, constants, limit)
     if reason is not None:
         return reason
@@ -98,11 +101,15 @@ def _nearly(given: torch.Tensor, got: torch.Tensor, constants: list[float], limi
     # What overflows without the shift says nothing.
     few = (given.abs().amax((-2, -1)) <= 30).nonzero().squeeze(-1)[:16]
     for candidate, told in candidates:
-        for transposed in (False, True):
-            logits, wanted = (given[few].mT, got[few].mT) if transposed else (given[few], got[few])
+        for turn in _TURNS:
+            logits, wanted = _turned(given[few], turn[0]), _turned(got[few], turn[1])
             if _steps(candidate, logits, wanted, limit)[0] is not None:
                 return f"{NEARLY} projection, but {told}"
     return None
+
+
+def _turned(matrices: torch.Tensor, transposed: bool) -> torch.Tensor:
+    return matrices.mT if transposed else matrices
 
 
 def _logits(side: int, limits: list[float]) -> Iterator[torch.Tensor]:
@@ -149,7 +156,7 @@ def _starts(constants: list[float]) -> Iterator[_Start]:
             yield _Start(start, first, eps, start_eps, clamp)
 
 
-def _same_gradient(found: Region, candidate: _Start, steps: int, side: int, transposed: bool) -> bool:
+def _same_gradient(found: Region, candidate: _Start, steps: int, side: int, turn: tuple[bool, bool]) -> bool:
     shape = sample_shape(found.leaf)
     generator = torch.Generator().manual_seed(1)
     points = [torch.randn(shape, generator=generator, dtype=torch.float64) * spread for spread in (1.0, 4.0, 9.0)]
@@ -164,8 +171,8 @@ def _same_gradient(found: Region, candidate: _Start, steps: int, side: int, tran
 
     def ours(leaf: torch.Tensor) -> torch.Tensor:
         logits = leaf.reshape(-1, side, side)
-        p = next(islice(_trajectory(candidate, logits.mT if transposed else logits), steps, None))
-        return (p.mT if transposed else p).reshape(shape)
+        p = next(islice(_trajectory(candidate, _turned(logits, turn[0])), steps, None))
+        return _turned(p, turn[1]).reshape(shape)
 
     return same_gradient(ours, found.run, *points)
 

@@ -135,14 +135,14 @@ class _Rewriter(Vectors):
         self.anchor = self.copies[self._node(surface(target))]
         logits = self._visible(m.logits)
         logits = self._shaped(logits, m.logits.meta.shape)
-        if m.transposed:
+        if m.kind.logits_transposed:
             logits = self._call("transpose", logits, -1, -2)
-        form = {name.removeprefix("sinkhorn_"): value for name, value in m.form.as_kwargs().items()}
+        form = {name.removeprefix("sinkhorn_"): value for name, value in m.kind.form.as_kwargs().items()}
         new = self._operator(site.op, logits, **form)
         self.calls.append((new, site))
-        self._gate(target, new, m.transposed)
+        self._gate(target, new, m.kind.transposed)
         if not target.nodes:
-            self._replace(surface(target), self._call("transpose", new, -1, -2) if m.transposed else new)
+            self._replace(surface(target), self._call("transpose", new, -1, -2) if m.kind.transposed else new)
 
     def _gate_operand(self, value: Value, layout: Layout, shape: Sequence[Any]) -> fx.Node:
         """A gate as [*tokens, n] or [*tokens, n, n], which `layout` says how to read from the value."""
