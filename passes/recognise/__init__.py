@@ -167,15 +167,15 @@ def _join(
 
 
 def _final(aggregates: list[Aggregate]) -> list[Aggregate]:
-    """Without sums that only go on to be scaled into others, or to be seen as others."""
-    later: set[Value] = set()
+    """Without sums that only go on to be scaled, or seen, as others of the same streams."""
+    later: set[tuple[Value, Value]] = set()
     for a in aggregates:
         for value in a.op.inputs():
-            later.add(value)
+            later.add((value, a.x))
             while value.op is not None and is_movement(value.op) and len(value.users) == 1 and not value.is_output:
                 value = next(value.op.inputs())
-                later.add(value)
-    return [a for a in aggregates if a.out not in later or len(a.out.users) > 1 or a.out.is_output]
+                later.add((value, a.x))
+    return [a for a in aggregates if (a.out, a.x) not in later or len(a.out.users) > 1 or a.out.is_output]
 
 
 def _cone(out: Value) -> dict[Value, None]:

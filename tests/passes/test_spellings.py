@@ -17,12 +17,18 @@ def _run(choices: dict[str, str]) -> check.Outcome:
     return check.run(spellings.Spelled(choices, n=4, width=6), (torch.randn(2, 3, 4, 6),), repeats=2)
 
 
+def _assert_complete(outcome: check.Outcome) -> None:
+    assert outcome.operators == FULL, str(outcome.report)
+    assert not outcome.report.declined, str(outcome.report)
+    assert any("sinkhorn" in site.detail for site in outcome.report.rewritten), str(outcome.report)
+
+
 @pytest.mark.parametrize(
     ("place", "choice"), spellings.alone(), ids=[f"{p}-{c}".replace(" ", "_") for p, c in spellings.alone()]
 )
 def test_each_spelling_becomes_the_same_operators(place: str, choice: str) -> None:
     outcome = _run({place: choice})
-    assert outcome.operators == FULL, str(outcome.report)
+    _assert_complete(outcome)
     check.assert_as_accurate(outcome)
 
 
@@ -32,4 +38,4 @@ def test_drawn_spellings_become_the_same_operators(seed: int) -> None:
     choices = spellings.draw(seed)
     outcome = _run(choices)
     check.assert_as_accurate(outcome)
-    assert outcome.operators == FULL, f"{choices}\n{outcome.report}"
+    _assert_complete(outcome)

@@ -1,0 +1,165 @@
+"""Sublayers written by nobody's library: other layouts, other orders of the same steps, one token alone.
+
+Each must be rewritten completely, and be as accurate as eager.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.zoo import check
+from tests.zoo.common import random_parameter, random_phi
+from tests.zoo.near import Sublayer
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+N, WIDTH, BATCH, LENGTH = 4, 24, 2, 5
+ROWS = (N, N, N * N)
+FULL = ["expand_combine", "generate_mix_and_aggregate"]
+
+
+class Parts(nn.Module):
+    """What all of these have: a projection, scales, biases and a layer."""
+
+    shape: tuple[int, ...] = (BATCH, LENGTH, N, WIDTH)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phi = random_phi(sum(ROWS), N * WIDTH)
+        self.alpha = random_parameter(3, mean=1.0, std=0.2)
+        self.beta = random_parameter(sum(ROWS), std=0.5)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+
+class StreamsFirst(Parts):
+    """[n, b, s, C], one einsum for projection and norm; the Sinkhorn as two scaling vectors."""
+
+    shape = (N, BATCH, LENGTH, WIDTH)
+
+    def forward(self, z: Tensor) -> Tensor:
+        r = torch.rsqrt(torch.einsum("nbsc,nbsc->bs", z, z) / (N * WIDTH) + 1e-6)
+        pre, post, res = torch.einsum("nbsc,knc,bs->bsk", z, self.phi.view(-1, N, WIDTH), r).split(ROWS, -1)
+        h_pre = torch.sigmoid(self.alpha[0] * pre + self.beta[:N])
+        h_post = 2 * torch.sigmoid(self.alpha[1] * post + self.beta[N : 2 * N])
+        logits = (self.alpha[2] * res + self.beta[2 * N :]).unflatten(-1, (N, N))
+        kernel = torch.exp(logits - logits.max(-1, keepdim=True)[0])
+        v = torch.ones_like(kernel[..., 0])
+        for _ in range(5):
+            u = 1 / torch.einsum("...ij,...j->...i", kernel, v)
+            v = 1 / torch.einsum("...ij,...i->...j", kernel, u)
+        h_res = u.unsqueeze(-1) * kernel * v.unsqueeze(-2)
+        f = torch.tanh(self.layer(torch.einsum("bsn,nbsc->bsc", h_pre, z)))
+        return torch.einsum("bsij,ibsc->jbsc", h_res, z) + torch.einsum("bsj,bsc->jbsc", h_post, f)
+
+
+class StreamsBeforeTheSequence(Parts):
+    """[b, n, s, C] and tensordot; the Sinkhorn as two potentials, of which one begins as zeros like a row."""
+
+    shape = (BATCH, N, LENGTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tensordot(x, self.phi.view(-1, N, WIDTH), dims=([1, 3], [1, 2]))
+        y = y / x.pow(2).mean(dim=(1, 3)).add(1e-5).sqrt()[..., None]
+        y = y * torch.cat([a.expand(rows) for a, rows in zip(self.alpha, ROWS, strict=True)]) + self.beta
+        h_pre, h_post = y[..., :N].sigmoid(), y[..., N : 2 * N].sigmoid().mul(2)
+        logits = y[..., 2 * N :].unflatten(-1, (N, N))
+        columns = torch.zeros_like(logits[..., :1, :])
+        for _ in range(6):
+            rows = -torch.logsumexp(logits + columns, -1, keepdim=True)
+            columns = -torch.logsumexp(logits + rows, -2, keepdim=True)
+        h_res = (logits + rows + columns).exp()
+        f = self.layer((h_pre.permute(0, 2, 1)[..., None] * x).sum(1)).relu()
+        return torch.einsum("bsij,bisc->bjsc", h_res, x) + h_post.mT.unsqueeze(-1) * f.unsqueeze(1)
+
+
+class ScaledApart(Parts):
+    """The projection's parts are scaled one by one, put together for the bias, and taken apart again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, N * WIDTH)
+        r = torch.linalg.vector_norm(flat, dim=1, keepdim=True) / math.sqrt(N * WIDTH)
+        y = torch.mm(flat, self.phi.t()) / (r + 1e-6)
+        alpha = self.alpha.exp()
+        y = torch.hstack([part * alpha[i] for i, part in enumerate(y.split(ROWS, 1))]) + self.beta
+        logits = y[:, 2 * N :].reshape(-1, N, N)
+        m = logits.log_softmax(-1)
+        for _ in range(4):
+            m = m.log_softmax(-2).log_softmax(-1)
+        streams = x.view(-1, N, WIDTH)
+        f = self.layer((y[:, :N].sigmoid()[:, None] @ streams)[:, 0]).sin()
+        h_post = 2 * y[:, N : 2 * N].sigmoid()
+        return (m.exp() @ streams + h_post[:, :, None] @ f[:, None]).view(x.shape)
+
+
+class OneToken(Parts):
+    """Streams [n, C], and nothing else: vectors in the place of matrices."""
+
+    shape = (N, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        v = x.reshape(-1)
+        y = self.phi @ v / torch.sqrt(v.dot(v) / v.numel() + 1e-6)
+        h_pre = torch.sigmoid(y[:N] * self.alpha[0] + self.beta[:N])
+        h_post = 2 * torch.sigmoid(y[N : 2 * N] * self.alpha[1] + self.beta[N : 2 * N])
+        m = (y[2 * N :] * self.alpha[2] + self.beta[2 * N :]).view(N, N).softmax(1)
+        for _ in range(4):
+            m = m / (m.sum(0, keepdim=True) + 1e-6)
+            m = m / (m.sum(1, keepdim=True) + 1e-6)
+        return m @ x + torch.outer(h_post, self.layer(h_pre @ x).tanh())
+
+
+class MixedByTheTranspose(Sublayer):
+    """The matrices leave their function transposed, and nobody reads them otherwise."""
+
+    def res(self, logits: Tensor) -> Tensor:
+        return super().res(logits).mT
+
+
+class OneTokenShifted(Sublayer):
+    """Of one token, as in decoding: the maximum of its logits is a number a column, as a bias is."""
+
+    def start(self, logits: Tensor) -> Tensor:
+        return (logits - logits.amax(-2, keepdim=True)).exp()
+
+
+class ResidualOfAddcmul(Parts):
+    """The streams are not mixed; the gate is spread by addcmul."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(2)
+        y = F.linear(flat, self.phi[: 2 * N]) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + 1e-6)
+        h_pre = torch.sigmoid(y[..., :N] * self.alpha[0] + self.beta[:N])
+        h_post = 2 * torch.sigmoid(y[..., N:] * self.alpha[1] + self.beta[N : 2 * N])
+        f = self.layer((h_pre.unsqueeze(-2) @ x).squeeze(-2)).tanh()
+        return torch.addcmul(x, h_post.unsqueeze(-1), f.unsqueeze(-2))
+
+
+WHOLE = [StreamsFirst, StreamsBeforeTheSequence, ScaledApart, OneToken, ResidualOfAddcmul]
+
+
+@pytest.mark.parametrize("kind", WHOLE, ids=[kind.__name__ for kind in WHOLE])
+def test_a_whole_program(kind: type[Parts]) -> None:
+    _assert_complete(kind(), torch.randn(kind.shape))
+
+
+def test_matrices_of_which_only_the_transpose_is_read() -> None:
+    _assert_complete(MixedByTheTranspose(N, WIDTH, LENGTH, BATCH), torch.randn(BATCH, LENGTH, N, WIDTH))
+
+
+def test_the_maximum_of_one_token_is_no_bias() -> None:
+    _assert_complete(OneTokenShifted(N, WIDTH, 1, 1), torch.randn(1, 1, N, WIDTH))
+
+
+def _assert_complete(model: Any, x: Tensor) -> None:
+    outcome = check.run(model, (x,))
+    check.assert_as_accurate(outcome)
+    assert outcome.operators == FULL, str(outcome.report)
+    assert not outcome.report.declined, str(outcome.report)
+    mixed = not isinstance(model, ResidualOfAddcmul)
+    assert any("sinkhorn" in site.detail for site in outcome.report.rewritten) == mixed, str(outcome.report)
