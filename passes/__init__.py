@@ -21,7 +21,7 @@ from mhc_compile.passes import plan as planning
 from mhc_compile.passes import shadow as shadowing
 from mhc_compile.passes.functional import functional
 from mhc_compile.passes.fuse.joint import is_operator
-from mhc_compile.passes.plan import AggregateSite, CombineSite, Decline, Declined, Plan, SinkhornSite, Site, surface
+from mhc_compile.passes.plan import AggregateSite, CombineSite, Decline, Declined, Plan, SinkhornSite, Site, outputs
 from mhc_compile.passes.recognise import recognise
 from mhc_compile.passes.report import Location, Report, SiteReport, location
 from mhc_compile.passes.rewrite import rewrite
@@ -145,7 +145,7 @@ def _sites(shadow: shadowing.Shadow, plan: Plan) -> list[SiteReport]:
 
 
 def _node(site: Site) -> fx.Node:
-    return surface(next(site.targets())).nodes[0]
+    return outputs(site)[0].nodes[0]
 
 
 def _detail(site: Site) -> str:

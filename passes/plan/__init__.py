@@ -25,6 +25,7 @@ from mhc_compile.passes.plan.sites import (
     SinkhornSite,
     Site,
     Vector,
+    outputs,
     said,
     surface,
 )
@@ -171,6 +172,7 @@ __all__ = [
     "SinkhornSite",
     "Site",
     "Vector",
+    "outputs",
     "plan",
     "said",
     "surface",

@@ -168,3 +168,14 @@ def surface(value: Value) -> Value:
         if user.name == "_to_copy" and keeps_order(user) and user.out.nodes and user.out.dtype != torch.float64:
             return user.out
     return value
+
+
+def outputs(site: Site) -> list[Value]:
+    """The results of a site that are values of the program, by which it is placed; raises Decline without any."""
+    if isinstance(site, (CombineSite, AggregateSite, SinkhornSite)):
+        return [surface(next(site.targets()))]
+    found = [surface(site.aggregate.out)] if site.aggregate is not None else []
+    found += [v for v in site.targets() if v.nodes and (site.aggregate is None or v is not site.aggregate.out)]
+    if not found:
+        raise Decline("none of its gates is a value of its own in the program")
+    return found

@@ -10,12 +10,13 @@ import torch
 from torch import fx
 
 from mhc_compile import compat
-from mhc_compile.passes.plan.sites import AggregateSite, CombineSite, Decline, Site, said
+from mhc_compile.passes.plan.sites import AggregateSite, CombineSite, Decline, Site, outputs, said
 from mhc_compile.passes.shadow import Shadow, Value, tensors_of
 
 
 def check_surroundings(shadow: Shadow, site: Site) -> None:
     """Refuse a site around which memory, grad mode or autocast changes, or whose types the operators do not take."""
+    outputs(site)  # a site without any has no place in the program
     sources = list(site.sources())
     for value in sources:
         if value.dtype not in (torch.float32, torch.bfloat16, torch.float16):

@@ -181,6 +181,8 @@ def is_reduction(op: Op) -> int:
     """How many half-steps an operator can be part of: no region takes more than it has sums."""
     if isinstance(op.target, compat.AutogradFunction):
         return sum(1 for _ in op.target.nodes())
+    if not op.outs:  # as copy_ has, which writes into what it is given
+        return False
     return "softmax" in op.name or op.out.numel < max((v.numel for v in op.inputs()), default=0)
 
 

@@ -9,7 +9,17 @@ import torch
 from torch import fx
 
 from mhc_compile import compat
-from mhc_compile.passes.plan import AggregateSite, CombineSite, Decline, MixSite, Plan, SinkhornSite, Site, surface
+from mhc_compile.passes.plan import (
+    AggregateSite,
+    CombineSite,
+    Decline,
+    MixSite,
+    Plan,
+    SinkhornSite,
+    Site,
+    outputs,
+    surface,
+)
 from mhc_compile.passes.recognise.layout import Layout, NotALayout
 from mhc_compile.passes.rewrite.copies import Copies
 from mhc_compile.passes.rewrite.order import erase_dead, sort
@@ -37,7 +47,7 @@ class _Rewriter(Vectors):
 
     def run(self, sites: Sequence[Site]) -> None:
         """Sites in program order, so that a later one finds the results of an earlier one in place."""
-        for site in sorted(sites, key=lambda s: min(self.shadow.position[self._node(t)] for t in _outputs(s))):
+        for site in sorted(sites, key=lambda s: min(self.shadow.position[self._node(t)] for t in outputs(s))):
             try:
                 self._insert(site)
             except (Decline, TypeError, ValueError, NotALayout) as error:
@@ -59,8 +69,8 @@ class _Rewriter(Vectors):
             self._sinkhorn(site)
 
     def _mix(self, site: MixSite) -> None:
-        outputs = _outputs(site)
-        self.anchor = self.copies[min((self._node(v) for v in outputs), key=self.shadow.position.__getitem__)]
+        first_node = min((self._node(v) for v in outputs(site)), key=self.shadow.position.__getitem__)
+        self.anchor = self.copies[first_node]
         x, tokens = self._streams(site.x, site.streams)
         phi = self._phi(site)
         scale, bias = self._vectors(site)
@@ -175,14 +185,3 @@ def _replaced(site: Site) -> Iterator[Value]:
         yield site.matrices.out
     else:
         yield surface(next(site.targets()))
-
-
-def _outputs(site: Site) -> list[Value]:
-    """The visible values that tell where a site is."""
-    if isinstance(site, (CombineSite, AggregateSite, SinkhornSite)):
-        return [surface(next(site.targets()))]
-    found = [surface(site.aggregate.out)] if site.aggregate is not None else []
-    found += [v for v in site.targets() if v.nodes and (site.aggregate is None or v is not site.aggregate.out)]
-    if not found:
-        raise Decline("none of its gates is a value of its own in the program")
-    return found

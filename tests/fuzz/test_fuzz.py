@@ -91,6 +91,17 @@ def test_a_wrong_program_shrinks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert program == PLAIN
 
 
+@pytest.mark.parametrize(
+    "seed",
+    [
+        500124,  # a projection none of whose gates is a value of the program
+        504102,  # a write into part of the matrices of a Sinkhorn
+    ],
+)
+def test_programs_that_the_passes_once_failed_on(seed: int) -> None:
+    assert check(compose(Choices(seed))).complaint is None
+
+
 def test_a_program_is_printed_as_one_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "program.py"
     file.write_text(str(PLAIN), encoding="utf-8")
