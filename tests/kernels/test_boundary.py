@@ -92,7 +92,7 @@ def check(args: Before, case: MixCase, form: str = "deepseek", noise: float = 4e
         (1, 3, 70, torch.float16),
         (70, 4, 129, torch.bfloat16),
         (70, 4, 66, torch.float32),
-        (300, 4, 33, torch.bfloat16),
+        (260, 2, 9, torch.bfloat16),
         (5, 5, 40, torch.bfloat16),
         (3, 8, 33, torch.float32),
     ],
@@ -114,21 +114,21 @@ def test_optional_parts(parts: int, bias: bool, res: bool) -> None:
     check(args, mix_case(5, 4, 40, dtype=torch.bfloat16, parts=parts, norm=True))
 
 
-@pytest.mark.parametrize("needed", range(9))
-def test_only_what_is_needed(needed: int) -> None:
+def test_only_what_is_needed() -> None:
     args, case = before(5, 4, 40, torch.bfloat16), mix_case(5, 4, 40, dtype=torch.bfloat16, norm=True)
     form = keywords(FORMS["deepseek"])
     out = boundary.forward(*args, *case.parameters[1:], **form)
     grads = (draw(5, 4, 40, dtype=torch.bfloat16), *case.grads)
     saved = (*args, *case.parameters[1:], out[0], *out[4:])
     whole = boundary.backward(*grads, *saved, [True] * 9, **form)
-    got = boundary.backward(*grads, *saved, [i == needed for i in range(9)], **form)
-    for i, (gradient, among_all) in enumerate(zip(got, whole, strict=True)):
-        if i == needed:
-            # Rounding inside fused multiply-adds may differ between the two programs.
-            assert_near(gradient, among_all.double())
-        else:
-            assert gradient.shape == (0,)
+    for needed in range(9):
+        got = boundary.backward(*grads, *saved, [i == needed for i in range(9)], **form)
+        for i, (gradient, among_all) in enumerate(zip(got, whole, strict=True)):
+            if i == needed:
+                # Rounding inside fused multiply-adds may differ between the two programs.
+                assert_near(gradient, among_all.double(), f"gradient {i} alone")
+            else:
+                assert gradient.shape == (0,), (needed, i)
 
 
 @pytest.mark.parametrize("absent", range(6))

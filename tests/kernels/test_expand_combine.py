@@ -56,7 +56,7 @@ def check(args: Arguments, noise: float = 4e-6) -> None:
         (2, 8, 33, torch.float32),
         (5, 9, 40, torch.bfloat16),
         (2, 16, 7, torch.float16),
-        (1, 2, 5129, torch.bfloat16),
+        (1, 2, 1100, torch.bfloat16),
         (5, 4, 1, torch.bfloat16),
     ],
 )
@@ -123,8 +123,10 @@ def test_layouts(n: int) -> None:
         assert_near(a, b.double().reshape(a.shape))
 
 
-@pytest.mark.parametrize("n", [4, 9])
-@pytest.mark.parametrize("order", [(0, 2, 1, 3), (2, 0, 1, 3), (1, 0, 3, 2), (3, 1, 0, 2)])
+@pytest.mark.parametrize(
+    ("order", "n"),
+    [((0, 2, 1, 3), 4), ((2, 0, 1, 3), 4), ((1, 0, 3, 2), 4), ((3, 1, 0, 2), 4), ((2, 0, 1, 3), 9), ((3, 1, 0, 2), 9)],
+)
 def test_results_lie_as_their_arguments(order: tuple[int, ...], n: int) -> None:
     """x [b, s, n, C] stored in this order; the tokens of the first and the last do not collapse."""
     f, bias, post, x, res = arguments(12, n, 40, torch.bfloat16)
@@ -158,7 +160,7 @@ def test_no_tokens(n: int) -> None:
 
 
 def test_a_token_does_not_depend_on_the_batch() -> None:
-    tokens, width = (40, 600) if DEVICE == "cpu" else (3000, 4096)
+    tokens, width = (40, 300) if DEVICE == "cpu" else (3000, 4096)
     args = arguments(tokens, 4, width, torch.bfloat16)
     f, bias, post, x, res = args
     assert res is not None

@@ -52,23 +52,22 @@ def test_forms(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "n", "width", "dtype"),
+    ("tokens", "n", "width", "dtype", "norm"),
     [
-        (33, 1, 7, torch.float32),
-        (33, 2, 129, torch.bfloat16),
-        (1, 3, 40, torch.float16),
-        (130, 4, 129, torch.bfloat16),
-        (3, 5, 300, torch.bfloat16),
-        (2, 8, 33, torch.float32),
-        (5, 4, 1, torch.bfloat16),
+        (33, 1, 7, torch.float32, True),
+        (33, 2, 129, torch.bfloat16, True),
+        (1, 3, 40, torch.float16, False),
+        (130, 4, 129, torch.bfloat16, False),
+        (3, 5, 300, torch.bfloat16, True),
+        (2, 8, 33, torch.float32, False),
+        (5, 4, 1, torch.bfloat16, True),
     ],
 )
-@pytest.mark.parametrize("norm", [False, True])
 def test_shapes(tokens: int, n: int, width: int, dtype: torch.dtype, norm: bool) -> None:
     check(mix_case(tokens, n, width, dtype=dtype, norm=norm, grouped=norm), FORMS["deepseek"])
 
 
-@pytest.mark.parametrize(("n", "width"), [(11, 12), (16, 7), (1, 5129)])
+@pytest.mark.parametrize(("n", "width"), [(11, 12), (1, 1100)])
 def test_many_streams_and_wide_ones(n: int, width: int) -> None:
     check(mix_case(1, n, width, dtype=torch.bfloat16), FORMS["log_softmax"])
 
@@ -108,21 +107,21 @@ def test_a_single_gradient(given: int) -> None:
     assert_all_near(got[:4], expected, "dx dphi dscale dbias")
 
 
-@pytest.mark.parametrize("needed", range(5))
-def test_only_what_is_needed(needed: int) -> None:
-    """One gradient alone is bitwise what it is among all; the others come back empty."""
+def test_only_what_is_needed() -> None:
+    """One gradient alone is what it is among all; the others come back empty."""
     case = mix_case(5, 4, 33, dtype=torch.bfloat16, norm=True)
     form = keywords(FORMS["deepseek"])
     _, _, _, h, ms = generate_mix_and_aggregate.forward(*case.parameters, **form)
     everything = generate_mix_and_aggregate.backward(*case.grads, *case.parameters, h, ms, ALL, **form)
-    needs = [i == needed for i in range(5)]
-    got = generate_mix_and_aggregate.backward(*case.grads, *case.parameters, h, ms, needs, **form)
-    for i, (gradient, whole) in enumerate(zip(got, everything, strict=True)):
-        if i == needed:
-            # Rounding inside fused multiply-adds may differ between the two programs.
-            assert_near(gradient, whole.double())
-        else:
-            assert gradient.shape == (0,)
+    for needed in range(5):
+        needs = [i == needed for i in range(5)]
+        got = generate_mix_and_aggregate.backward(*case.grads, *case.parameters, h, ms, needs, **form)
+        for i, (gradient, whole) in enumerate(zip(got, everything, strict=True)):
+            if i == needed:
+                # Rounding inside fused multiply-adds may differ between the two programs.
+                assert_near(gradient, whole.double(), f"gradient {i} alone")
+            else:
+                assert gradient.shape == (0,), (needed, i)
 
 
 def test_generate_mix() -> None:
