@@ -67,7 +67,7 @@ def test_shapes(tokens: int, n: int, width: int, dtype: torch.dtype, norm: bool)
     check(mix_case(tokens, n, width, dtype=dtype, norm=norm, grouped=norm), FORMS["deepseek"])
 
 
-@pytest.mark.parametrize(("n", "width"), [(11, 12), (1, 1100)])
+@pytest.mark.parametrize(("n", "width"), [(11, 12), (16, 7), (1, 1100)])
 def test_many_streams_and_wide_ones(n: int, width: int) -> None:
     check(mix_case(1, n, width, dtype=torch.bfloat16), FORMS["log_softmax"])
 
