@@ -105,17 +105,21 @@ def lower(graph: fx.Graph) -> Report:
 
 
 def run_recursively(module: fx.GraphModule) -> Report:
-    """Rewrite a graph module in place, with the bodies of its checkpoint regions and other nested graphs."""
+    """Rewrite a graph module in place, with the bodies of its checkpoint regions and other nested graphs.
+
+    A graph comes before its bodies: an `autograd.Function` that computes a gate is recognised by what its bodies
+    compute, as their author wrote them, and disappears with them.
+    """
     total = Report()
-    for name in {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}:
-        body = getattr(module, name, None)
-        if isinstance(body, fx.GraphModule):
-            total.add(run_recursively(body))
     new, report = run(module.graph)
     total.add(report)
     if new is not None:
         module.graph = new
         module.recompile()
+    for name in sorted({str(node.target) for node in module.graph.nodes if node.op == "get_attr" and node.users}):
+        body = getattr(module, name, None)
+        if isinstance(body, fx.GraphModule):
+            total.add(run_recursively(body))
     return total
 
 
