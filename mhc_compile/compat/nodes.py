@@ -137,6 +137,10 @@ class AutogradFunction:
     def __str__(self) -> str:
         return "\n".join([str(body.code) for body in self.bodies] + [str(self.kwargs)])
 
+    def arguments(self) -> Iterator[Any]:
+        """Whatever its forward and its backward call anything with."""
+        return (argument for body in self.bodies for node in body.graph.nodes for argument in (node.args, node.kwargs))
+
     def nodes(self) -> Iterator[fx.Node]:
         """What the forward does."""
         yield from self.bodies[0].graph.nodes

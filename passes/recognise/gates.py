@@ -10,9 +10,10 @@ import torch
 from mhc_compile.forms import Sinkhorn
 from mhc_compile.passes.recognise import sinkhorn
 from mhc_compile.passes.recognise.affine import Affine, AffineWalk
+from mhc_compile.passes.recognise.fewer import on_few_tokens
 from mhc_compile.passes.recognise.layout import is_movement
 from mhc_compile.passes.recognise.projection import MAX_ROWS
-from mhc_compile.passes.recognise.region import Region, Signature, region, same_gradient, sample_shape
+from mhc_compile.passes.recognise.region import Region, Signature, region, same_gradient
 from mhc_compile.passes.shadow import Op, Value
 
 # Region and candidate are float64 and at most a few operations long.
@@ -79,7 +80,7 @@ def identify(value: Value, walk: AffineWalk, known: Known) -> Gate | NotAGate:
         return NotAGate(value, "does not keep the projection's elements one to one")
     signature = found.signature
     if signature not in known:
-        known[signature] = _kind(found, len(rows))
+        known[signature] = _kind(on_few_tokens(found), len(rows))
     kind = known[signature]
     return NotAGate(value, kind) if isinstance(kind, str) else Gate(value, logits, tuple(rows), kind)
 
@@ -122,7 +123,7 @@ def matrices(value: Value, known: Known) -> Matrices | str | None:
         if found is not None and found.leaf is leaf and tuple(leaf.shape) == tuple(value.shape):
             signature = found.signature
             if signature not in known:
-                answer = sinkhorn.identify(found, side)
+                answer = sinkhorn.identify(on_few_tokens(found), side)
                 known[signature] = answer if isinstance(answer, str) else Mixing(*answer)
             kind = known[signature]
             if isinstance(kind, Mixing):
@@ -221,7 +222,7 @@ def _rows(logits: Affine) -> list[int] | None:
 
 def _fit_sigmoid(found: Region) -> Sigmoid | None:
     """Read mult, slope and eps off the limits and one point, then hold them against the region everywhere."""
-    shape = sample_shape(found.leaf)
+    shape = found.shape
     points = [_run(found, torch.full(shape, at, dtype=torch.float64)) for at in (-800.0, 800.0, 0.5)]
     if any(point is None or point.numel() == 0 for point in points):
         return None

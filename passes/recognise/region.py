@@ -20,13 +20,21 @@ Signature = tuple[tuple[int, ...], tuple[tuple[Kind | int, ...], ...], int]
 """The leaf's shape, each operator's kind with the numbers of the values it reads, and which value is the result."""
 
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
 @dataclass(frozen=True)
 class Region:
-    """The operators, in program order, that compute `out` from `leaf` and from constants alone."""
+    """The operators, in program order, that compute `out` from `leaf` and from constants alone.
+
+    shape is that of the leaf in which the region runs, and arguments are what its operators are then called with.
+    """
 
     leaf: Value
     out: Value
     ops: tuple[Op, ...]
+    shape: tuple[int, ...]
+    arguments: tuple[Arguments, ...]
 
     def constants(self) -> set[float]:
         """The float constants that occur in the region."""
@@ -54,21 +62,25 @@ class Region:
             lines.append((op.kind, *[numbers[source] for source in op.sources]))
             for value in op.outs:
                 numbers[value] = len(numbers)
-        return sample_shape(self.leaf), tuple(lines), numbers[self.out]
+        return self.shape, tuple(lines), numbers[self.out]
 
     def run(self, leaf: torch.Tensor) -> torch.Tensor:
         """Evaluate in float64: every float cast of the program is read as a cast to float64."""
         known: dict[Value, Any] = {self.leaf: leaf.clone()}  # an operator may update its input in place
-        for op in self.ops:
-            args, kwargs = map_leaves(lambda a: _concrete(a, known), (op.args, op.kwargs))
-            if kwargs.get("dtype") in _FLOATS:
-                kwargs["dtype"] = torch.float64
-            kwargs.pop("device", None)
-            result = op.target(*args, **kwargs)
-            for value, tensor in zip(op.outs, result if isinstance(result, (tuple, list)) else (result,), strict=True):
-                known[value] = tensor
-        result_value: torch.Tensor = known[self.out]
-        return result_value
+        for op, arguments in zip(self.ops, self.arguments, strict=True):
+            known.update(evaluate(op, arguments, known))
+        result: torch.Tensor = known[self.out]
+        return result
+
+
+def evaluate(op: Op, arguments: Arguments, known: dict[Value, Any]) -> Iterator[tuple[Value, Any]]:
+    """What an operator makes of these arguments and the values in them."""
+    args, kwargs = map_leaves(lambda a: known[a] if isinstance(a, Value) else a, concrete(arguments))
+    if kwargs.get("dtype") in _FLOATS:
+        kwargs["dtype"] = torch.float64
+    kwargs.pop("device", None)
+    result = op.target(*args, **kwargs)
+    return zip(op.outs, result if isinstance(result, (tuple, list)) else (result,), strict=True)
 
 
 def region(out: Value, is_leaf: Callable[[Value], bool]) -> Region | None:
@@ -88,7 +100,9 @@ def region(out: Value, is_leaf: Callable[[Value], bool]) -> Region | None:
     ops, leaves = found
     if not all(compat.has_hint(size) for value in (out, *leaves) for size in value.meta.shape):
         return None
-    return Region(next(iter(leaves)), out, tuple(ops))
+    leaf = next(iter(leaves))
+    shape = tuple(int(compat.hint(size)) for size in leaf.meta.shape)
+    return Region(leaf, out, tuple(ops), shape, tuple((op.args, op.kwargs) for op in ops))
 
 
 def _viewed(value: Value) -> Iterator[Value]:
@@ -170,14 +184,12 @@ def _reads_a_size(op: Op) -> bool:
     return op.kind.reads_size
 
 
-def sample_shape(value: Value) -> tuple[int, ...]:
-    """The shape in which a region is run: the one it was captured with."""
-    return tuple(int(compat.hint(size)) for size in value.meta.shape)
+def concrete(arguments: Arguments) -> Arguments:
+    """Arguments with the numbers that symbolic ones were captured with."""
+    return map_leaves(_number, arguments)  # type: ignore[no-any-return]
 
 
-def _concrete(leaf: Any, known: dict[Value, Any]) -> Any:
-    if isinstance(leaf, Value):
-        return known[leaf]
+def _number(leaf: Any) -> Any:
     if isinstance(leaf, torch.SymInt):
         return int(compat.hint(leaf))
     if isinstance(leaf, torch.SymFloat):

@@ -12,11 +12,12 @@ import torch
 
 from mhc_compile.forms import Rms
 from mhc_compile.passes.recognise.contraction import exact
+from mhc_compile.passes.recognise.fewer import on_few_tokens
 from mhc_compile.passes.recognise.layout import Factor as Step
 from mhc_compile.passes.recognise.layout import Layout, is_movement, keeps_order, tidy, walk
 from mhc_compile.passes.recognise.projection import Projection
 from mhc_compile.passes.recognise.reader import Reader
-from mhc_compile.passes.recognise.region import Region, region, same_gradient, sample_shape
+from mhc_compile.passes.recognise.region import Region, region, same_gradient
 from mhc_compile.passes.shadow import Op, Value
 
 # Evaluation and candidate are both float64 and a few operations long; a 1e-12 clamp differs from a 1e-12 summand by
@@ -47,7 +48,7 @@ def identify(value: Value, projection: Projection, reader: Reader, *, divides: b
     assert squares is not None
     key = (found.signature, squares, projection.width, divides)
     if key not in reader.known:
-        reader.known[key] = _fit(found, squares, projection.width, divides)
+        reader.known[key] = _fit(on_few_tokens(found), squares, projection.width, divides)
     factor: RmsFactor | None = reader.known[key]
     return factor
 
@@ -147,7 +148,7 @@ def _fit(found: Region, squares: _Squares, width: int, divides: bool) -> RmsFact
 
 
 def _same_gradient(found: Region, rms: Rms, squares: _Squares, width: int, const: float, divides: bool) -> bool:
-    shape = sample_shape(found.leaf)
+    shape = found.shape
 
     def ours(leaf: torch.Tensor) -> torch.Tensor:
         mean = (leaf**2 if squares.root else leaf) / (squares.const * width)
@@ -172,7 +173,7 @@ def _eps_candidates(found: Region, width: int) -> set[float]:
 
 def _at(found: Region, given: torch.Tensor) -> torch.Tensor | None:
     """The region's value at each of the given squares, however few tokens the program has."""
-    shape = sample_shape(found.leaf)
+    shape = found.shape
     count = max(1, int(torch.Size(shape).numel()))
     pieces = []
     for start in range(0, len(given), count):

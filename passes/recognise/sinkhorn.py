@@ -14,8 +14,8 @@ from itertools import islice, product
 import torch
 
 from mhc_compile import compat
-from mhc_compile.forms import SINKHORN_AXES, SINKHORN_STARTS, Sinkhorn
-from mhc_compile.passes.recognise.region import Region, same_gradient, sample_shape
+from mhc_compile.forms import SINKHORN_AXES, Sinkhorn
+from mhc_compile.passes.recognise.region import Region, same_gradient
 from mhc_compile.passes.shadow import Op
 
 _MATRICES = 48
@@ -41,6 +41,8 @@ class _Start:
 
 # Whether the logits, and the result, are transposed: mostly both, where rows and columns change their names.
 _TURNS = ((False, False), (True, True), (False, True), (True, False))
+# A softmax has normalised the rows, so the columns are what comes next.
+_BEGINNINGS = (("softmax", "columns"), ("softmax", "rows"), ("exp", "rows"), ("exp", "columns"))
 
 
 def identify(found: Region, side: int) -> tuple[Sinkhorn, bool, bool] | str:
@@ -57,6 +59,7 @@ def identify(found: Region, side: int) -> tuple[Sinkhorn, bool, bool] | str:
     constants = sorted(c for c in found.constants() if c > 0)
     limit = sum(is_reduction(op) for op in found.ops) + 2
     nearest = float("inf")
+    another_gradient = False
     for candidate in _starts(constants):
         for turn in _TURNS:
             logits, wanted = _turned(given, turn[0]), _turned(got, turn[1])
@@ -73,9 +76,11 @@ def identify(found: Region, side: int) -> tuple[Sinkhorn, bool, bool] | str:
                     candidate.start_eps,
                     candidate.clamp,
                 )
-                if not _same_gradient(found, candidate, steps, side, turn):
-                    return "equals a Sinkhorn projection, but its gradient does not (a detach, or a scaled gradient)"
-                return form, *turn
+                if _same_gradient(found, candidate, steps, side, turn):
+                    return form, *turn
+                another_gradient = True
+    if another_gradient:
+        return "equals a Sinkhorn projection, but its gradient does not (a detach, or a scaled gradient)"
     reason = _nearly(given, got, constants, limit)
     if reason is not None:
         return reason
@@ -90,7 +95,7 @@ def identify(found: Region, side: int) -> tuple[Sinkhorn, bool, bool] | str:
 def _nearly(given: torch.Tensor, got: torch.Tensor, constants: list[float], limit: int) -> str | None:
     """How the region's iteration differs from the operator's, for forms that people write and it does not take."""
     candidates: list[tuple[_Start, str]] = []
-    for start, first in product(SINKHORN_STARTS[::-1], SINKHORN_AXES):
+    for start, first in _BEGINNINGS:
         for rows, columns, clamp in product(constants[:4], constants[:4], (False, True)):
             told = f"its column eps {columns:g} differs from its row eps {rows:g}, and the operator has one for both"
             for start_eps in sorted({0.0, rows, columns}) if rows != columns else ():
@@ -131,7 +136,7 @@ def _logits(side: int, limits: list[float]) -> Iterator[torch.Tensor]:
 
 
 def _run(found: Region, given: torch.Tensor, side: int) -> torch.Tensor | None:
-    shape = sample_shape(found.leaf)
+    shape = found.shape
     count = torch.Size(shape).numel() // (side * side)
     if count == 0:
         return None
@@ -150,14 +155,14 @@ def _run(found: Region, given: torch.Tensor, side: int) -> torch.Tensor | None:
 
 
 def _starts(constants: list[float]) -> Iterator[_Start]:
-    yield from (_Start(start, first, 0.0, 0.0, False) for start, first in product(SINKHORN_STARTS[::-1], SINKHORN_AXES))
-    for eps, start, first in product(constants, SINKHORN_STARTS[::-1], SINKHORN_AXES):
+    yield from (_Start(*beginning, 0.0, 0.0, False) for beginning in _BEGINNINGS)
+    for eps, (start, first) in product(constants, _BEGINNINGS):
         for clamp, start_eps in ((False, eps), (False, 0.0), (True, 0.0), (True, eps)):
             yield _Start(start, first, eps, start_eps, clamp)
 
 
 def _same_gradient(found: Region, candidate: _Start, steps: int, side: int, turn: tuple[bool, bool]) -> bool:
-    shape = sample_shape(found.leaf)
+    shape = found.shape
     generator = torch.Generator().manual_seed(1)
     points = [torch.randn(shape, generator=generator, dtype=torch.float64) * spread for spread in (1.0, 4.0, 9.0)]
     # A mask on the size of logits may do nothing until all of them are large.

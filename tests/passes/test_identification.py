@@ -92,3 +92,27 @@ def test_tokens_of_next_to_nothing(mode: str, eps: float, size: float, taken: bo
     outcome = check.run(_Guarded(mode, eps), (x,), repeats=1)
     check.assert_as_accurate(outcome)
     assert ("generate_mix_and_aggregate" in outcome.operators) == taken, str(outcome.report)
+
+
+class _TwoStreams(Sublayer):
+    """Two streams converge so soon that many forms come to nearly the same matrices, and not to the same gradients."""
+
+    first = "columns"
+
+    def res(self, logits: Tensor) -> Tensor:
+        m = self.start(logits)
+        for i in range(39):
+            m = self.rows(m) if (i % 2 == 0) == (self.first == "rows") else self.columns(m)
+        return m
+
+
+class _TwoStreamsRowsFirst(_TwoStreams):
+    first = "rows"
+
+
+@pytest.mark.parametrize("tokens", [4, 2048])
+@pytest.mark.parametrize("kind", [_TwoStreams, _TwoStreamsRowsFirst])
+def test_two_streams(kind: type[_TwoStreams], tokens: int) -> None:
+    outcome = check.run(kind(2, WIDTH, 3, 2), (torch.randn(4, tokens, 2, WIDTH),))
+    check.assert_as_accurate(outcome)
+    assert outcome.operators == ["expand_combine", "generate_mix_and_aggregate"], str(outcome.report)
