@@ -55,7 +55,7 @@ def record(run: Callable[[list[torch.Tensor]], Any], inputs: list[torch.Tensor],
     # Values of nodes that were copied share a fake tensor; here each must be told from the others.
     stand_ins = [torch.ops.aten.alias.default(tensor) for tensor in inputs]
     recorder = _Recorder(stand_ins)
-    with mode, recorder:
+    with mode, compat.composites_in_python(inputs), recorder:
         result = run(stand_ins)
     return Recording(tuple(recorder.calls), recorder.slots(result), recorder.alive)
 

@@ -65,6 +65,7 @@ from mhc_compile.compat.operators import (
 )
 from mhc_compile.compat.values import (
     FloatWatch,
+    composites_in_python,
     fake_mode_of,
     float_watch,
     has_hint,
@@ -94,6 +95,7 @@ __all__ = [
     "compile_with_inductor",
     "compile_without_inductor",
     "compiles_ahead_of_time",
+    "composites_in_python",
     "copy_graph",
     "copy_source",
     "custom_op_autograd_kernel",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -39,6 +40,18 @@ def quiet_fakes(values: Any) -> Iterator[None]:
 def fake_mode_of(tensor: Any) -> Any:
     """The mode in which factory functions make tensors like this one."""
     return getattr(tensor, "fake_mode", None) or contextlib.nullcontext()
+
+
+def composites_in_python(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[Any]:
+    """Where a size of these is symbolic: composite operators as torch writes them in Python.
+
+    In C++, torch 2.11 asks for the numbers, in linear and in matmul for example, and so binds the graph to them.
+    """
+    if any(isinstance(size, torch.SymInt) for tensor in tensors for size in tensor.shape):
+        from torch._dispatch.python import enable_python_dispatcher
+
+        return enable_python_dispatcher()  # type: ignore[no-any-return]
+    return contextlib.nullcontext()
 
 
 class FloatWatch:
