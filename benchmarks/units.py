@@ -27,6 +27,8 @@ _UNITS: dict[str, Callable[[int], int]] = {
     "boundary": lambda n: (n + 1 + n) + n + (n + 1),
     # The gradient that x' has already is read where dx' is written; the backward of the combine reads that.
     "boundary_backward": lambda n: (n + 1) + (n + 1 + n + n) + (n + n + 1 + n + 1),
+    # Its second and third part in one pass: x', its gradient, d layer_input, x and f in, dx and df out.
+    "boundary_gradients": lambda n: (n + n + 1 + n + 1) + (n + 1),
 }
 OPERATORS = tuple(_UNITS)
 

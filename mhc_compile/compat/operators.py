@@ -12,9 +12,10 @@ from torch import fx
 
 
 def registered_operators(namespace: str) -> set[str]:
-    """The names of all operators in a namespace, without overloads."""
+    """The names of all public operators in a namespace, without overloads."""
     names = torch._C._dispatch_get_all_op_names()
-    return {name.split("::")[1].split(".")[0] for name in names if name.startswith(f"{namespace}::")}
+    found = {name.split("::")[1].split(".")[0] for name in names if name.startswith(f"{namespace}::")}
+    return {name for name in found if not name.startswith("_")}
 
 
 def custom_op_autograd_kernel(operator: Any, overload: Any) -> Any:

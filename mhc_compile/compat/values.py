@@ -50,7 +50,7 @@ def composites_in_python(tensors: Iterable[torch.Tensor]) -> AbstractContextMana
     if any(isinstance(size, torch.SymInt) for tensor in tensors for size in tensor.shape):
         from torch._dispatch.python import enable_python_dispatcher
 
-        return enable_python_dispatcher()  # type: ignore[no-any-return]
+        return enable_python_dispatcher()
     return contextlib.nullcontext()
 
 

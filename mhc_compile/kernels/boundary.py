@@ -7,8 +7,14 @@ from collections.abc import Sequence
 import torch
 
 from mhc_compile.forms import Gates, Rms, Sinkhorn
-from mhc_compile.kernels import expand_combine, generate_mix_and_aggregate
-from mhc_compile.kernels.common import empty_gradient, wanted
+from mhc_compile.kernels import boundary_gradients, expand_combine, generate_mix_and_aggregate
+from mhc_compile.kernels.common import empty_gradient, nothing, token_view, wanted
+from mhc_compile.kernels.mix import backward_gates
+from mhc_compile.kernels.projection import reduce_parameters
+
+# Whether the wide part of backward runs as `boundary_gradients` where that fits. Alone it takes 0.53 ms where products
+# and combine take 0.72 (one H100, docs/performance.md); within a whole step it has not been measured yet.
+ONE_PASS = False
 
 
 def forward(
@@ -63,6 +69,22 @@ def backward(
 ) -> tuple[torch.Tensor, ...]:
     """The gradients of the nine tensors of `forward`, zero-sized where needs says no."""
     needs = wanted(needs, 9)
+    if ONE_PASS and layer_bias is None and h_res is not None and all(needs[i] for i in (0, 2, 3, 4)):
+        streams = (d_x_new, d_layer_input, x_new, f, x)
+        if boundary_gradients.fits(streams, phi):
+            rows = [token_view(t, t.dim() - f.dim() + 1) for t in streams if t is not None]
+            logits = backward_gates(
+                rows[1], None, d_next_post, d_next_res, d_h, d_ms, rows[2], phi.shape[0], scale, bias, h, ms,
+                rms=rms, gates=gates, sinkhorn=sinkhorn,
+            )  # fmt: skip
+            dx, df, dphi_part, sums = torch.ops.mhc._boundary_gradients(
+                *rows, phi, norm_weight, logits.dh, logits.coefficient, logits.h_pre,
+                token_view(h_post, 1).contiguous(), token_view(h_res, 2).contiguous(),
+            )  # fmt: skip
+            d_post, d_res = empty_gradient(h_post, True, x), empty_gradient(h_res, True, x)
+            expand_combine.reduce_partial_sums(sums, nothing(sums), d_post, d_res, nothing(sums), dx)
+            d_parameters = reduce_parameters(dphi_part, dx, phi, norm_weight, logits.affine, needs[5:])
+            return df.view(f.shape), nothing(x), d_post, dx.view(x.shape), d_res, *d_parameters
     into_streams = any(needs[:5])
     d_new, *parameters = generate_mix_and_aggregate.backward(
         d_layer_input, d_next_post, d_next_res, d_h, d_ms, x_new, phi, scale, bias, norm_weight, h, ms,

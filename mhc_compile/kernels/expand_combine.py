@@ -249,8 +249,8 @@ def _reduce_bias(bias_part, d_bias, program, C, bias_tiles, BLOCK_C: tl.constexp
 @triton.jit(do_not_specialize=["M", "bias_tiles", "splits", "gate_programs"])
 def combine_reduce_kernel(sums_part, bias_part, dh_post, dh_res, d_bias, M, C, bias_tiles, splits,
                           gate_programs, N: tl.constexpr, NEED_DPOST: tl.constexpr, NEED_DRES: tl.constexpr,
-                          NEED_DBIAS: tl.constexpr, PADDED: tl.constexpr, BLOCK_T: tl.constexpr,
-                          BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr):  # fmt: skip
+                          NEED_DBIAS: tl.constexpr, PADDED: tl.constexpr, AT_ONCE: tl.constexpr,
+                          BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr):  # fmt: skip
     """Programs below gate_programs finish dh_post and dh_res of BLOCK_T tokens, the others d_bias."""
     pid = tl.program_id(0)
     ROWS: tl.constexpr = N + N * N
@@ -262,8 +262,11 @@ def combine_reduce_kernel(sums_part, bias_part, dh_post, dh_res, d_bias, M, C, b
         res_mask = (tok < tokens) & (k >= N) & (k < ROWS)
         mask = (post_mask & NEED_DPOST) | (res_mask & NEED_DRES)
         acc = tl.zeros([PADDED, BLOCK_T], tl.float32)
-        for split in range(0, splits):
-            acc += tl.load(sums_part + (split * ROWS + k) * tokens + tok, mask=mask, other=0.0)
+        for start in range(0, splits, AT_ONCE):
+            # One after the other in this order, but asked for together.
+            for later in tl.static_range(AT_ONCE):
+                at = sums_part + ((start + later) * ROWS + k) * tokens + tok
+                acc += tl.load(at, mask=mask & (start + later < splits), other=0.0)
         if NEED_DPOST:
             tl.store(dh_post + tok * N + k, acc.to(dh_post.dtype.element_ty), mask=post_mask)
         if NEED_DRES:
@@ -364,17 +367,33 @@ def backward(
             COLUMNS=SUM_COLUMNS, BLOCK_M=block_m, BLOCK_C=block_c, VECTOR=16 // x.element_size(),
             num_warps=tile.warps,
         )  # fmt: skip
-        if need_gates or need_dbias:
-            padded = triton.next_power_of_2(n + n * n)
-            block_t = max(4, min(64, 4096 // padded))
-            gate_programs = triton.cdiv(tokens, block_t) if need_gates else 0
-            bias_programs = triton.cdiv(width, 64) if need_dbias else 0
-            launch(
-                combine_reduce_kernel, (gate_programs + bias_programs,),
-                sums, bias_part, dpost, dres, dbias, tokens, width, tiles, splits, gate_programs, N=n,
-                NEED_DPOST=need_dpost, NEED_DRES=need_dres, NEED_DBIAS=need_dbias, PADDED=padded,
-                BLOCK_T=block_t, BLOCK_C=64, BLOCK_R=32, num_warps=4,
-            )  # fmt: skip
+    reduce_partial_sums(sums, bias_part, dpost, dres, dbias, x)
     put_back(df, df_rows)
     put_back(dx, dx_rows)
     return results
+
+
+def reduce_partial_sums(
+    sums: torch.Tensor,
+    bias_part: torch.Tensor,
+    dh_post: torch.Tensor,
+    dh_res: torch.Tensor,
+    d_bias: torch.Tensor,
+    x: torch.Tensor,
+) -> None:
+    """Fill dh_post, dh_res and d_bias, those that have elements, from sums [splits, n + n*n, M] and bias_part."""
+    tokens, n, width = x.shape
+    need_dpost, need_dres, need_dbias = (t.numel() > 0 for t in (dh_post, dh_res, d_bias))
+    if not (need_dpost or need_dres or need_dbias):
+        return
+    padded = triton.next_power_of_2(n + n * n)
+    block_t = max(4, min(64, 4096 // padded))
+    gate_programs = triton.cdiv(tokens, block_t) if need_dpost or need_dres else 0
+    bias_programs = triton.cdiv(width, 64) if need_dbias else 0
+    with on_device(x):
+        launch(
+            combine_reduce_kernel, (gate_programs + bias_programs,),
+            sums, bias_part, dh_post, dh_res, d_bias, tokens, width, bias_part.shape[0], sums.shape[0], gate_programs,
+            N=n, NEED_DPOST=need_dpost, NEED_DRES=need_dres, NEED_DBIAS=need_dbias, PADDED=padded, AT_ONCE=4,
+            BLOCK_T=block_t, BLOCK_C=64, BLOCK_R=32, num_warps=4,
+        )  # fmt: skip

@@ -300,6 +300,78 @@ def forward_mix(
     return result
 
 
+@dataclass(frozen=True)
+class Logits:
+    """What the gates' backward makes for the wide products: dh as `dh_parts` lays it out, the coefficient of x [M],
+    h_pre [n, M], and the partial sums of dscale and dbias."""
+
+    dh: torch.Tensor
+    coefficient: torch.Tensor
+    h_pre: torch.Tensor
+    affine: Affine
+
+
+def backward_gates(
+    d_out: torch.Tensor | None,
+    d_pre: torch.Tensor | None,
+    d_post: torch.Tensor | None,
+    d_res: torch.Tensor | None,
+    d_h: torch.Tensor | None,
+    d_ms: torch.Tensor | None,
+    x: torch.Tensor,
+    rows: int,
+    scale: torch.Tensor,
+    bias: torch.Tensor,
+    h: torch.Tensor,
+    ms: torch.Tensor,
+    *,
+    rms: Rms,
+    gates: Gates,
+    sinkhorn: Sinkhorn | None,
+) -> Logits:
+    """The gradient of h from those of the gates, for x [M, n, C] and d_out [M, C], which stands for that of h_pre."""
+    tokens, n, width = x.shape
+    form = sinkhorn or Sinkhorn()
+    post = None if d_post is None or rows <= n else token_view(d_post, 1)
+    res = None if d_res is None or rows <= 2 * n else token_view(d_res, 2)
+    d_h = None if d_h is None else d_h.contiguous()
+    d_ms = None if d_ms is None else d_ms.contiguous()
+    scale, bias, h, ms = scale.contiguous(), bias.contiguous(), h.contiguous(), ms.contiguous()
+
+    def scratch(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=x.device)
+
+    pre_parts, pre_strides = 1, (0, 0, 0)
+    pre: torch.Tensor | None = None
+    with on_device(x):
+        if d_out is not None:
+            pre = pre_gradient(d_out, x)
+            pre_parts = pre.shape[0]
+            pre_strides = (pre.stride(0), pre.stride(1), 1)
+        elif d_pre is not None:
+            pre = token_view(d_pre, 1)
+            pre_strides = (0, pre.stride(1), pre.stride(0))
+        block_t = gate_tokens(n)
+        tiles = triton.cdiv(tokens, block_t)
+        dh = dh_parts(x, rows)
+        coefficient, h_pre = scratch(tokens), scratch(n, tokens)
+        affine_part = scratch(tiles, 2, rows)
+        history = scratch(form.steps, n, tokens) if res is not None else coefficient
+        launch(
+            mix_backward_kernel, (tiles,),
+            h, ms, scale, bias, pre, post, res, d_h, d_ms, dh, coefficient, h_pre, affine_part, history,
+            tokens, pre_parts, *pre_strides, *(post.stride() if post is not None else (0, 0)),
+            *(res.stride() if res is not None else (0, 0, 0)), 1.0 / (n * width), rms.eps, gates.pre_eps,
+            gates.post_mult, form.eps, form.start_eps, form.steps // 2, N=n, NP=triton.next_power_of_2(n),
+            K=rows, RMS_MODE=rms.mode, START=form.start, FIRST=form.first, CLAMP=form.clamp,
+            LOG=form.log_domain, ODD=form.steps % 2 == 1, GROUPED=group_scale(scale, rows),
+            HAS_PRE=pre is not None, HAS_POST=post is not None, HAS_RES=res is not None,
+            HAS_DH=d_h is not None, HAS_DMS=d_ms is not None, ROW=dh.shape[2], PARTS=dh.shape[0] == 3, BLOCK_T=block_t,
+            num_warps=4,
+        )  # fmt: skip
+    return Logits(dh, coefficient, h_pre, Affine(scale, bias, affine_part))
+
+
 def backward_mix(
     d_layer_input: torch.Tensor | None,
     d_pre: torch.Tensor | None,
@@ -322,54 +394,17 @@ def backward_mix(
     sinkhorn: Sinkhorn | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dx + d_x, dphi, dscale, dbias, dnorm_weight); at most one of d_layer_input and d_pre is given."""
-    n, width = x.shape[-2:]
-    rows = phi.shape[0]
     flat = token_view(x, 2)
-    tokens = flat.shape[0]
-    if tokens == 0 or not any(needs):
+    if flat.shape[0] == 0 or not any(needs):
         dx, dphi, dscale, dbias, dnorm = no_tokens((x, phi, scale, bias, norm_weight), needs)
         return dx, dphi, dscale, dbias, dnorm
-    form = sinkhorn or Sinkhorn()
     d_out = None if d_layer_input is None else token_view(d_layer_input, 1)
-    post = None if d_post is None or rows <= n else token_view(d_post, 1)
-    res = None if d_res is None or rows <= 2 * n else token_view(d_res, 2)
-    d_h = None if d_h is None else d_h.contiguous()
-    d_ms = None if d_ms is None else d_ms.contiguous()
-    scale, bias, h, ms = scale.contiguous(), bias.contiguous(), h.contiguous(), ms.contiguous()
-
-    def scratch(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=x.device)
-
-    pre_parts, pre_strides = 1, (0, 0, 0)
-    pre: torch.Tensor | None = None
-    with on_device(x):
-        if d_out is not None:
-            pre = pre_gradient(d_out, flat)
-            pre_parts = pre.shape[0]
-            pre_strides = (pre.stride(0), pre.stride(1), 1)
-        elif d_pre is not None:
-            pre = token_view(d_pre, 1)
-            pre_strides = (0, pre.stride(1), pre.stride(0))
-        block_t = gate_tokens(n)
-        tiles = triton.cdiv(tokens, block_t)
-        dh = dh_parts(flat, rows)
-        coefficient, h_pre = scratch(tokens), scratch(n, tokens)
-        affine_part = scratch(tiles, 2, rows)
-        history = scratch(form.steps, n, tokens) if res is not None else coefficient
-        launch(
-            mix_backward_kernel, (tiles,),
-            h, ms, scale, bias, pre, post, res, d_h, d_ms, dh, coefficient, h_pre, affine_part, history,
-            tokens, pre_parts, *pre_strides, *(post.stride() if post is not None else (0, 0)),
-            *(res.stride() if res is not None else (0, 0, 0)), 1.0 / (n * width), rms.eps, gates.pre_eps,
-            gates.post_mult, form.eps, form.start_eps, form.steps // 2, N=n, NP=triton.next_power_of_2(n),
-            K=rows, RMS_MODE=rms.mode, START=form.start, FIRST=form.first, CLAMP=form.clamp,
-            LOG=form.log_domain, ODD=form.steps % 2 == 1, GROUPED=group_scale(scale, rows),
-            HAS_PRE=pre is not None, HAS_POST=post is not None, HAS_RES=res is not None,
-            HAS_DH=d_h is not None, HAS_DMS=d_ms is not None, ROW=dh.shape[2], PARTS=dh.shape[0] == 3, BLOCK_T=block_t,
-            num_warps=4,
-        )  # fmt: skip
+    logits = backward_gates(
+        d_out, d_pre, d_post, d_res, d_h, d_ms, flat, phi.shape[0], scale, bias, h, ms,
+        rms=rms, gates=gates, sinkhorn=sinkhorn,
+    )  # fmt: skip
     dx, dx_rows, _ = gradient_like(x, 2, needs[0])
     products = backward_products(
-        flat, d_out, phi, norm_weight, dh, coefficient, h_pre, Affine(scale, bias, affine_part), needs, dx_rows, d_x
+        flat, d_out, phi, norm_weight, logits.dh, logits.coefficient, logits.h_pre, logits.affine, needs, dx_rows, d_x
     )
     return put_back(dx, dx_rows), products.dphi, products.dscale, products.dbias, products.dnorm

@@ -524,11 +524,8 @@ def backward_products(
     norm_weight = None if norm_weight is None else norm_weight.contiguous()
     rows = phi.shape[0]
     columns = n * width
-    need_dx, need_dphi, need_dscale, need_dbias, need_dnorm = needs
-    need_dnorm = need_dnorm and norm_weight is not None
-    scale, bias, affine_part = (None, None, None) if affine is None else (affine.scale, affine.bias, affine.part)
-    affine_tiles = 0 if affine_part is None else affine_part.shape[0]
-    need_sum = need_dphi or need_dnorm
+    need_dx, need_dphi, _, _, need_dnorm = needs
+    need_sum = need_dphi or (need_dnorm and norm_weight is not None)
     kb = block_k(rows)
     blocks_k = triton.cdiv(rows, kb)
     tile = tile_for("products", n, x.element_size())
@@ -556,8 +553,6 @@ def backward_products(
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
-    dphi, dnorm = empty_gradient(phi, need_dphi, x), empty_gradient(norm_weight, need_dnorm, x)
-    dscale, dbias = empty_gradient(scale, need_dscale, x), empty_gradient(bias, need_dbias, x)
     with on_device(x):
         if blocks_k == 1 and (need_dx or need_sum):
             multiply(need_dx, need_sum)
@@ -566,19 +561,40 @@ def backward_products(
                 multiply(True, False)
             if need_sum:
                 multiply(False, True)
-        block = 64
-        column_programs = triton.cdiv(columns, block) if need_sum else 0
-        if need_sum or need_dscale or need_dbias:
+    return Products(dx, *reduce_parameters(part, x, phi, norm_weight, affine, needs[1:]))
+
+
+def reduce_parameters(
+    dphi_part: torch.Tensor,
+    x: torch.Tensor,
+    phi: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    affine: Affine | None,
+    needs: Sequence[bool],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dphi, dscale, dbias, dnorm_weight) from dphi_part [splits, K, n*C] and the parts of affine."""
+    rows, columns = phi.shape
+    need_dphi, need_dscale, need_dbias, need_dnorm = needs
+    need_dnorm = need_dnorm and norm_weight is not None
+    need_sum = need_dphi or need_dnorm
+    norm_weight = None if norm_weight is None else norm_weight.contiguous()
+    scale, bias, affine_part = (None, None, None) if affine is None else (affine.scale, affine.bias, affine.part)
+    dphi, dnorm = empty_gradient(phi, need_dphi, x), empty_gradient(norm_weight, need_dnorm, x)
+    dscale, dbias = empty_gradient(scale, need_dscale, x), empty_gradient(bias, need_dbias, x)
+    block = 64
+    column_programs = triton.cdiv(columns, block) if need_sum else 0
+    if need_sum or need_dscale or need_dbias:
+        with on_device(x):
             launch(
                 reduce_kernel, (column_programs + 1,),
-                part, phi, norm_weight, affine_part, dphi, dnorm, dscale, dbias, splits, affine_tiles,
-                columns, column_programs, phi.stride(0), phi.stride(1), N=n, K=rows, HAS_NORM=norm_weight is not None,
-                NEED_DPHI=need_dphi, NEED_DNORM=need_dnorm, NEED_DSCALE=need_dscale, NEED_DBIAS=need_dbias,
-                GROUPED=scale is not None and group_scale(scale, rows),
-                PADDED_K=triton.next_power_of_2(rows), BLOCK_K=min(32, triton.next_power_of_2(rows)),
-                BLOCK_T=16, BLOCK=block, num_warps=4,
+                dphi_part, phi, norm_weight, affine_part, dphi, dnorm, dscale, dbias, dphi_part.shape[0],
+                0 if affine_part is None else affine_part.shape[0], columns, column_programs, phi.stride(0),
+                phi.stride(1), N=x.shape[-2], K=rows, HAS_NORM=norm_weight is not None, NEED_DPHI=need_dphi,
+                NEED_DNORM=need_dnorm, NEED_DSCALE=need_dscale, NEED_DBIAS=need_dbias,
+                GROUPED=scale is not None and group_scale(scale, rows), PADDED_K=triton.next_power_of_2(rows),
+                BLOCK_K=min(32, triton.next_power_of_2(rows)), BLOCK_T=16, BLOCK=block, num_warps=4,
             )  # fmt: skip
-    return Products(dx, dphi, dscale, dbias, dnorm)
+    return dphi, dscale, dbias, dnorm
 
 
 def narrow_tile(rows: int) -> tuple[int, int]:

@@ -20,11 +20,13 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime.jit import JITFunction
 
 from mhc_compile.forms import Gates, Rms, Sinkhorn
 from mhc_compile.kernels import (
     aggregate,
+    boundary_gradients,
     expand_combine,
     generate_mix,
     generate_mix_and_aggregate,
@@ -61,6 +63,9 @@ def _calls(n: int, width: int, tokens: int, dtype: torch.dtype) -> None:
     scale.backward(pre, post, logits, h, ms, alpha, bias, n, [True] * 4, **gates)
     sinkhorn.backward(sinkhorn.forward(logits, sinkhorn=Sinkhorn()), logits, sinkhorn=Sinkhorn())
     aggregate.backward(aggregate.forward(x, pre), x, pre, [True] * 2)
+    if dtype == torch.bfloat16 and n <= 4:
+        dh = projection.dh_parts(x, rows)
+        boundary_gradients.forward(x, f, x, f, x, phi, norm, dh, ms, pre.t().contiguous(), post, res)
 
 
 def _tf32(n: int, width: int, tokens: int) -> None:
@@ -121,7 +126,8 @@ def _source(kernel: JITFunction[Any], bound: dict[str, Any]) -> ASTSource:
             signature[name] = "i32"
             if specialised and value % 16 == 0:
                 attributes[(index,)] = [["tt.divisibility", 16]]
-    return ASTSource(kernel, signature, constants, attributes)
+    kind = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    return kind(kernel, signature, constants, attributes)
 
 
 def _registers(cubin: bytes, ptx: str, arch: int) -> tuple[int, int]:

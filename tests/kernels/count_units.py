@@ -15,6 +15,7 @@ from mhc_compile.forms import Gates, Rms, Sinkhorn
 from mhc_compile.kernels import (
     aggregate,
     boundary,
+    boundary_gradients,
     expand_combine,
     generate_mix_and_aggregate,
     head,
@@ -78,5 +79,8 @@ def _calls(n: int) -> dict[str, Callable[[], object]]:
         "boundary_backward": lambda: boundary.backward(
             streams(), d_input, post, res, None, None, *combine, *mix, None, new, *saved,
             [True, False, True, True, True, *needs[1:]], **forms,
+        ),
+        "boundary_gradients": lambda: boundary_gradients.forward(
+            streams(), d_input, new, f, x, mix[0], None, projection.dh_parts(x, k), ms, pre.t(), post, res
         ),
     }  # fmt: skip

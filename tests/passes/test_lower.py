@@ -43,7 +43,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> FakeTensorMode:
     """Fake tensors on an H100 that need not exist."""
     pytest.importorskip("triton")
     monkeypatch.setattr(kernels, "_has_tensor_cores", lambda index: True)
-    for name in ("common", "aggregate", "expand_combine", "mix", "projection"):
+    for name in ("common", "aggregate", "boundary_gradients", "expand_combine", "mix", "projection"):
         module = importlib.import_module(f"mhc_compile.kernels.{name}")
         for function, value in (("processors", 132), ("capability", 90)):
             if hasattr(module, function):
@@ -114,6 +114,32 @@ def test_no_copies_are_left(fakes: FakeTensorMode) -> None:
     passes.lower(graph)
     targets = {str(node.target) for node in graph.nodes if node.op == "call_function"}
     assert targets == {"aten.empty.memory_format", LAUNCH}
+
+
+def _boundary_backward(
+    x: Tensor, f: Tensor, phi: Tensor, scale: Tensor, bias: Tensor, post: Tensor, res: Tensor
+) -> Any:
+    new, u, next_post, next_res, h, ms = mhc.boundary(f, None, post, x, res, phi, scale, bias)
+    saved = (f, None, post, x, res, phi, scale, bias, None, new, h, ms)
+    needs = [True, False, *[True] * 6, False]
+    return mhc.boundary_backward(new, u, next_post, next_res, None, None, *saved, needs)
+
+
+def test_the_part_that_is_written_in_gluon_stays_an_operator(
+    fakes: FakeTensorMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inductor compiles a user's Triton kernel, and none of Gluon."""
+    monkeypatch.setattr(importlib.import_module("mhc_compile.kernels.boundary"), "ONE_PASS", True)
+    values = _arguments(fakes)
+    with fakes:
+        values |= {name: values[name].bfloat16() for name in "xf"}
+    graph = _graph(_boundary_backward, values)
+    report = passes.lower(graph)
+    graph.lint()
+    assert report.lowered == {"boundary": 1, "boundary_backward": 1}
+    assert _operators(graph) == ["mhc._boundary_gradients.default"]
+    # combine, project and mix; pre_gradient and mix_backward; the sums of gates and of parameters
+    assert len(_launches(graph)) == 7
 
 
 def test_launches_get_the_strides_that_they_were_given(fakes: FakeTensorMode) -> None:
