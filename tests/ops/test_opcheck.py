@@ -157,7 +157,17 @@ def _backward_samples() -> Iterator[Sample]:
         yield f"expand_combine_backward-{n}-unmixed", (x, f, None, h_post, x.clone(), None, needs), {}
 
 
-_SAMPLES = [*_forward_samples(), *_backward_samples()]
+def _one_pass_samples() -> Iterator[Sample]:
+    for tokens, n, width, rows in ((20, 4, 80, 24), (1, 2, 16, 8)):
+        wide = [torch.randn(tokens, n, width).bfloat16() for _ in range(3)]
+        thin = [torch.randn(tokens, width).bfloat16() for _ in range(2)]
+        dh = torch.randn(3, tokens, rows).bfloat16()
+        gates = torch.rand(tokens), torch.rand(n, tokens), torch.rand(tokens, n), torch.rand(tokens, n, n)
+        phi, norm = torch.randn(rows, n * width), torch.rand(n * width)
+        yield f"_boundary_gradients-{n}", (wide[0], thin[0], wide[1], thin[1], wide[2], phi, norm, dh, *gates), {}
+
+
+_SAMPLES = [*_forward_samples(), *_backward_samples(), *_one_pass_samples()]
 
 
 @pytest.mark.parametrize("sample", _SAMPLES, ids=[name for name, _, _ in _SAMPLES])
@@ -183,6 +193,8 @@ def test_opcheck_on_cuda(sample: Sample) -> None:
 @pytest.mark.parametrize("sample", _SAMPLES, ids=[name for name, _, _ in _SAMPLES])
 def test_cuda_equals_cpu(sample: Sample) -> None:
     name, arguments, scalars = sample
+    if name.startswith("_"):
+        pytest.skip("partial sums are as many as the device has room for; tests/kernels compares what they add up to")
     op = getattr(torch.ops.mhc, name.split("-")[0]).default
     with torch.no_grad():
         expected = op(*arguments, **scalars)
