@@ -175,3 +175,35 @@ def test_no_file_names_the_place_it_was_written_in() -> None:
             if place.search(line) and path != Path(__file__).resolve()
         ]
     assert found == []
+
+
+# What begins with an underscore and is used by everybody all the same: how a backend registers, how a user starts anew,
+# the type of an operator, trees and dispatch modes. All else that may change without notice is in compat.
+PRIVATE = (
+    "torch._dynamo",
+    "torch._dynamo.list_backends",
+    "torch._dynamo.register_backend",
+    "torch._dynamo.reset",
+    "torch._ops",
+    "torch._ops.OpOverload",
+    "torch.utils._python_dispatch.TorchDispatchMode",
+)
+PUBLIC = ("torch.ops", "torch.utils._pytree")
+
+
+def private_names(path: Path) -> list[str]:
+    """What a module uses of torch by a name with an underscore in front, but for the above."""
+    found = []
+    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    used = [(ast.unparse(node), node.lineno) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    for name, line in [*used, *imported_names(path)]:
+        private = re.match(r"torch\.(\w+\.)*_[a-z]\w*", name)
+        if private is not None and name not in PRIVATE and not any(within(name, prefix) for prefix in PUBLIC):
+            found.append(f"{path.relative_to(ROOT)}:{line}: {name}")
+    return found
+
+
+def test_private_names_of_torch_stay_in_compat() -> None:
+    outside = [path for path in python_files() if not within(module_name(path), "mhc_compile.compat")]
+    assert [found for path in outside for found in private_names(path)] == []
+    assert any(private_names(path) for path in python_files() if path not in outside)
