@@ -144,29 +144,26 @@ def same_gradient(
 
     A detach shows only there, and what a custom `autograd.Function` makes of the gradients that it is given.
     """
-    return all(
-        _gradients_agree(_gradient(ours, point, size), _gradient(theirs, point, size))
-        for point in points
-        for size in _COTANGENTS
-    )
+    return all(_agree(_gradients(ours, point), _gradients(theirs, point)) for point in points)
 
 
-def _gradient(function: Callable[[torch.Tensor], torch.Tensor], at: torch.Tensor, size: float) -> torch.Tensor | None:
+def _gradients(function: Callable[[torch.Tensor], torch.Tensor], at: torch.Tensor) -> list[torch.Tensor] | None:
+    """The gradients for a gradient of each size; None where a part of the function is not differentiable."""
     leaf = at.clone().requires_grad_()
     try:
         with torch.enable_grad():
             out = function(leaf)
             weights = torch.linspace(-1, 2, out.numel(), dtype=out.dtype).sin().view(out.shape)
-            return torch.autograd.grad(out, leaf, size * weights)[0]
-    except RuntimeError:  # a part of it is not differentiable
+            return [torch.autograd.grad(out, leaf, size * weights, retain_graph=True)[0] for size in _COTANGENTS]
+    except RuntimeError:
         return None
 
 
-def _gradients_agree(ours: torch.Tensor | None, theirs: torch.Tensor | None) -> bool:
+def _agree(ours: list[torch.Tensor] | None, theirs: list[torch.Tensor] | None) -> bool:
     if ours is None or theirs is None:
         return False
     # Both are float64, with a few hundred roundings. What a lost path changes may be as small as the eps beside it.
-    return bool((ours - theirs).norm() <= 1e-11 * theirs.norm())
+    return all(bool((a - b).norm() <= 1e-11 * b.norm()) for a, b in zip(ours, theirs, strict=True))
 
 
 _FACTORIES = {"zeros", "ones", "full", "new_zeros", "new_ones", "new_full"}
