@@ -66,8 +66,12 @@ def backward(
     rms: Rms,
     gates: Gates,
     sinkhorn: Sinkhorn,
+    in_place: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """The gradients of the nine tensors of `forward`, zero-sized where needs says no."""
+    """The gradients of the nine tensors of `forward`, zero-sized where needs says no.
+
+    in_place gives up d_x_new, whose memory becomes that of dx where the two are alike.
+    """
     needs = wanted(needs, 9)
     if ONE_PASS and layer_bias is None and h_res is not None and all(needs[i] for i in (0, 2, 3, 4)):
         streams = (d_x_new, d_layer_input, x_new, f, x)
@@ -89,6 +93,7 @@ def backward(
     d_new, *parameters = generate_mix_and_aggregate.backward(
         d_layer_input, d_next_post, d_next_res, d_h, d_ms, x_new, phi, scale, bias, norm_weight, h, ms,
         (into_streams, *needs[5:]), d_x_new if into_streams else None, rms=rms, gates=gates, sinkhorn=sinkhorn,
+        in_place=in_place,
     )  # fmt: skip
     if not into_streams:
         return (*(empty_gradient(t, False, x) for t in (f, layer_bias, h_post, x, h_res)), *parameters)

@@ -58,9 +58,13 @@ def backward(
     rms: Rms,
     gates: Gates,
     sinkhorn: Sinkhorn,
+    in_place: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dx + d_x, dphi, dscale, dbias, dnorm_weight), zero-sized where needs says no."""
+    """(dx + d_x, dphi, dscale, dbias, dnorm_weight), zero-sized where needs says no.
+
+    in_place gives up d_x, whose memory becomes that of dx where the two are alike.
+    """
     return backward_mix(
         d_layer_input, None, d_h_post, d_h_res, d_h, d_ms, x, phi, scale, bias, norm_weight, h, ms,
-        wanted(needs, 5), d_x, rms=rms, gates=gates, sinkhorn=sinkhorn,
+        wanted(needs, 5), d_x, rms=rms, gates=gates, sinkhorn=sinkhorn, in_place=in_place,
     )  # fmt: skip

@@ -392,8 +392,12 @@ def backward_mix(
     rms: Rms,
     gates: Gates,
     sinkhorn: Sinkhorn | None,
+    in_place: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dx + d_x, dphi, dscale, dbias, dnorm_weight); at most one of d_layer_input and d_pre is given."""
+    """(dx + d_x, dphi, dscale, dbias, dnorm_weight); at most one of d_layer_input and d_pre is given.
+
+    in_place gives up d_x, whose memory becomes that of dx where the two are alike.
+    """
     flat = token_view(x, 2)
     if flat.shape[0] == 0 or not any(needs):
         dx, dphi, dscale, dbias, dnorm = no_tokens((x, phi, scale, bias, norm_weight), needs)
@@ -403,7 +407,11 @@ def backward_mix(
         d_out, d_pre, d_post, d_res, d_h, d_ms, flat, phi.shape[0], scale, bias, h, ms,
         rms=rms, gates=gates, sinkhorn=sinkhorn,
     )  # fmt: skip
-    dx, dx_rows, _ = gradient_like(x, 2, needs[0])
+    if in_place and d_x is not None and needs[0] and d_x.stride() == x.stride() and d_x.dtype == x.dtype:
+        # A program reads d_x where it writes dx, and nowhere else.
+        dx, dx_rows = d_x, token_view(d_x, 2)
+    else:
+        dx, dx_rows, _ = gradient_like(x, 2, needs[0])
     products = backward_products(
         flat, d_out, phi, norm_weight, logits.dh, logits.coefficient, logits.h_pre, logits.affine, needs, dx_rows, d_x
     )

@@ -126,10 +126,11 @@ def define(
     REFERENCES[name] = implementation
     if kernel is not None:
 
-        def cuda_implementation(*given: Any, **given_scalars: Any) -> Any:
+        def cuda_implementation(*given: Any, in_place: bool = False, **given_scalars: Any) -> Any:
+            # in_place: what lowering asks of a backward that may use up its first argument.
             args, grouped = prepare(given, given_scalars)
             if _runs_kernel(args):
-                return _load_kernel(kernel)(*args, **grouped)
+                return _load_kernel(kernel)(*args, **grouped, **({"in_place": True} if in_place else {}))
             with without_autocast(args):
                 return reference(*args, **grouped)
 

@@ -25,7 +25,7 @@ from mhc_compile.passes.lower import cpu
 
 log = logging.getLogger(__name__)
 
-_IN_PLACE = "expand_combine_backward"  # its first argument, d_x_new, can become its result dx
+_IN_PLACE = ("expand_combine_backward", "boundary_backward")  # whose first argument, d_x_new, can become the result dx
 _DX = 3
 
 Bodies = dict[Any, fx.GraphModule]
@@ -43,7 +43,8 @@ def lower(graph: fx.Graph) -> Counter[str]:
     for node in calls(graph):
         name = str(node.target._opname)  # type: ignore[union-attr]
         try:
-            body = _body(node, name, bodies, name == _IN_PLACE and memory.is_free_after(node, node.args[0]))
+            in_place = name in _IN_PLACE and node.args[0] is not None and memory.is_free_after(node, node.args[0])
+            body = _body(node, name, bodies, in_place)
             if body is None:
                 continue
             with compat.fake_mode_of(compat.example(node.all_input_nodes[0])):
@@ -52,7 +53,7 @@ def lower(graph: fx.Graph) -> Counter[str]:
             log.info("%s is not lowered: %s: %s", name, type(error).__name__, error)
             continue
         counts[name] += 1
-        counts["in place"] += name == _IN_PLACE and results[_DX] is node.args[0]
+        counts["in place"] += in_place and results[_DX] is node.args[0]
         _replace(node, results, memory)
     return +counts
 
@@ -140,12 +141,11 @@ def _implementation(
     if compat.compiles_ahead_of_time():
         return None, context  # a package of torch 2.11 with such kernels in it crashed when it was loaded
     # Here and not above: the passes work where Triton is missing.
-    from mhc_compile.kernels import common, embedded, expand_combine, supports
+    from mhc_compile.kernels import common, embedded, supports
 
     if torch.version.hip is not None or not all(value.is_cuda for value in values) or not supports(*values):
         return None, context
-    implementation = functools.partial(expand_combine.backward, in_place=True) if in_place else KERNELS[name]
-    return implementation, common.recorded(embedded.record)
+    return functools.partial(KERNELS[name], in_place=in_place), common.recorded(embedded.record)
 
 
 def _trace(call: Callable[..., Any], values: list[torch.Tensor]) -> fx.GraphModule:

@@ -166,6 +166,22 @@ def test_layouts() -> None:
         assert_near(a, b.double(), noise=4 * roundoff(torch.bfloat16))
 
 
+@pytest.mark.parametrize(("n", "dtype"), [(4, torch.bfloat16), (2, torch.float32), (8, torch.bfloat16)])
+def test_in_place(n: int, dtype: torch.dtype) -> None:
+    """The same bits, in the memory of the gradient of x'."""
+    args, case = before(37, n, 40, dtype), mix_case(37, n, 40, dtype=dtype)
+    form = keywords(FORMS["deepseek"])
+    out = boundary.forward(*args, *case.parameters[1:], **form)
+    d_new, needs = draw(37, n, 40, dtype=dtype), [True] * 8 + [False]
+    saved = (*case.grads, *args, *case.parameters[1:], out[0], *out[4:], needs)
+    expected = boundary.backward(d_new, *saved, **form)
+    given = d_new.clone()
+    got = boundary.backward(given, *saved, **form, in_place=True)
+    assert got[3].data_ptr() == given.data_ptr()
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_no_tokens() -> None:
     args, case = before(0, 4, 33, torch.bfloat16), mix_case(0, 4, 33, dtype=torch.bfloat16)
     form = keywords(FORMS["deepseek"])

@@ -218,6 +218,34 @@ def test_gradients_that_are_read_again_keep_their_memory(
     assert _in_place(fakes, function, 4) == [True, True, False, True]
 
 
+@pytest.mark.parametrize("observed", [False, True])
+def test_the_backward_of_a_boundary_takes_over_memory(fakes: FakeTensorMode, observed: bool) -> None:
+    """dx' and then dx lie where the gradient of x' lay, unless that is read once more."""
+
+    def function(**values: Tensor) -> Any:
+        x, f, post, res = (values[name] for name in ("x", "f", "post", "res"))
+        parameters = values["phi"], values["scale"], values["bias"]
+        new, u, *gates, h, ms = mhc.boundary(f, None, post, x, res, *parameters)
+        saved = (f, None, post, x, res, *parameters, None, new, h, ms, [True, False, *[True] * 6, False])
+        seen, d = [], 2 * x
+        for _ in range(3):
+            seen.append(d)
+            df, _, d_post, d, *rest = mhc.boundary_backward(d, u, *gates, None, None, *saved)
+            seen += [df, d_post, *rest]
+        return [t for t in seen if observed or t.dim() != 3 or t is seen[-1]], d
+
+    graph = _graph(function, _arguments(fakes))
+    report = passes.lower(graph)
+    graph.lint()
+    kernels = [node.kwargs["kwargs"] for node in _launches(graph)]
+    products = [kernel for kernel in kernels if "dphi_part" in kernel and "d_x" in kernel]
+    combines = [kernel for kernel in kernels if "d_out" in kernel and "sums_part" in kernel]
+    assert len(products) == len(combines) == 3
+    assert [kernel["d_x"] is kernel["dx"] for kernel in products] == [not observed] * 3
+    assert all(kernel["d_out"] is kernel["dx"] for kernel in combines)
+    assert report.lowered["in place"] == (0 if observed else 3)
+
+
 def test_inputs_are_not_written_to(fakes: FakeTensorMode) -> None:
     def function(x: Tensor, f: Tensor, post: Tensor, res: Tensor, **rest: Tensor) -> Any:
         d = rest["phi"].view(-1).narrow(0, 0, x.numel()).view(x.shape)
