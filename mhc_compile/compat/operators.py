@@ -80,4 +80,4 @@ def symbolic_sizes() -> contextlib.AbstractContextManager[None]:
     """Under this, fake tensors of symbolic sizes go through operators whose shapes torch works out in Python."""
     from torch._dispatch.python import enable_python_dispatcher
 
-    return enable_python_dispatcher()  # type: ignore[no-any-return]
+    return enable_python_dispatcher()
