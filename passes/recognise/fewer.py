@@ -1,8 +1,8 @@
 """A region on fewer tokens: what it does to each token shows on a few dozen, and training has many thousands.
 
 Sizes occur in a record as numbers. Those to which a reshape or an expand leads are written anew, and any other number
-as large as a number of tokens (the start of a slice, the size of a factory) leaves the region as it is. Whatever
-mixes tokens mixes few of them as well.
+as large as a number of tokens (the start of a slice, the size of a factory) leaves the region as it is. So does
+whatever does not treat each token alone: a count of tokens that is compared with a thousand is the same for all few.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from typing import Any
 import torch
 
 from mhc_compile import compat
+from mhc_compile.passes.recognise.alone import TokensAlone
 from mhc_compile.passes.recognise.region import Arguments, Region, concrete, evaluate
-from mhc_compile.passes.record import leaves
+from mhc_compile.passes.record import leaves, map_leaves
 from mhc_compile.passes.shadow import Op, Value
 
 _MANY = 128
-_FEW = 64
-_FEW_BESIDE = 8
+# Primes: the sizes of what tokens have been counted into, and of little else, are multiples of them.
+_FEW = 61
+_FEW_BESIDE = 11
 _TO_THE_END = 2**63 - 1
 
 # A dimension is a product of factors, each with its size in the program and its size here.
@@ -39,12 +41,23 @@ def on_few_tokens(found: Region) -> Region:
     dims = _cut(found.shape)
     if dims is None:
         return found
+    counts = {here for dim in dims for old, here in dim if old != here}
     try:
-        return replace(found, shape=_sizes(dims), arguments=_arguments(found, dims))
-    except _Full:
-        return found
+        with TokensAlone(counts):
+            few = replace(found, shape=_sizes(dims), arguments=_arguments(found, dims))
+            if any(isinstance(op.target, compat.AutogradFunction) for op in found.ops):
+                _backward(few)
+        return few
     except Exception:  # an operator that does not run on fewer tokens may well run on all
         return found
+
+
+def _backward(found: Region) -> None:
+    """Run what a user's backward does, which may be something else than to differentiate the forward."""
+    leaf = torch.zeros(found.shape, dtype=torch.float64).requires_grad_()
+    with torch.enable_grad():
+        out = found.run(leaf)
+        torch.autograd.grad(out, leaf, torch.ones_like(out))
 
 
 def _cut(shape: Sequence[int]) -> Dims | None:
@@ -62,7 +75,7 @@ def _cut(shape: Sequence[int]) -> Dims | None:
 
 
 def _arguments(found: Region, dims: Dims) -> tuple[Arguments, ...]:
-    known: dict[Value, torch.Tensor] = {found.leaf: torch.rand(_sizes(dims), dtype=torch.float64)}
+    known: dict[Value, torch.Tensor] = {found.leaf: torch.zeros(_sizes(dims), dtype=torch.float64)}
     structure = {found.leaf: dims}
     arguments = []
     for op, given in zip(found.ops, found.arguments, strict=True):
@@ -93,7 +106,7 @@ def _is_independent(op: Op, args: Any, kwargs: Any) -> bool:
     """Whether no number among the arguments can be a size or a place among the tokens."""
     given: list[Any] = [*args, *kwargs.values()]
     if isinstance(op.target, compat.AutogradFunction):
-        given += op.target.arguments()
+        given += map_leaves(lambda a: (a.start, a.stop) if isinstance(a, slice) else a, list(op.target.arguments()))
     elif torch.Tag.pointwise in op.target.tags:
         return True
     return all(abs(n) < _FEW or n == _TO_THE_END for n in leaves(given) if type(n) is int)

@@ -56,24 +56,32 @@ class Editor:
         if len(have) == len(shape) and all(compat.same_size(a, b) for a, b in zip(have, shape, strict=True)):
             return node
         symbolic = [d for d, size in enumerate(shape) if not isinstance(size, int)]
-        # One size may be left for reshape to find; so products of symbolic sizes need no expression.
+        # One size may be left for reshape to find, and that is one that no input has: a product of symbolic sizes.
+        left = next((d for d in symbolic if self._dimension(shape[d]) is None), symbolic[-1] if symbolic else None)
         sizes = [
-            size if isinstance(size, int) else -1 if d == symbolic[-1] else self._size(size)
-            for d, size in enumerate(shape)
+            size if isinstance(size, int) else -1 if d == left else self._size(size) for d, size in enumerate(shape)
         ]
         return self._call("reshape", node, *sizes)
 
     def _size(self, size: Any) -> fx.Node:
-        """A node for a symbolic size: some dimension of an input of the graph or of the site that has it."""
+        """A node for a symbolic size."""
+        found = self._dimension(size)
+        if found is None:
+            raise Decline("a symbolic size is not the size of any input")
+        node, d = found
+        return node if d is None else self._call("size", node, d)
+
+    def _dimension(self, size: Any) -> tuple[fx.Node, int | None] | None:
+        """An input of the graph or of the site that has the size as a dimension, and which, or that is the size."""
         node: fx.Node
         for node in (*self.graph.find_nodes(op="placeholder"), *self.operands):
             example = compat.example(node)
             if isinstance(example, torch.SymInt) and compat.same_size(example, size):
-                return node
+                return node, None
             for d, have in enumerate(example.shape if isinstance(example, torch.Tensor) else ()):
                 if not isinstance(have, int) and compat.same_size(have, size):
-                    return self._call("size", node, d)
-        raise Decline("a symbolic size is not the size of any input")
+                    return node, d
+        return None
 
     def _item(self, call: fx.Node, index: int) -> fx.Node:
         return self._call(operator.getitem, call, index)

@@ -163,3 +163,27 @@ def _assert_complete(model: Any, x: Tensor) -> None:
     assert not outcome.report.declined, str(outcome.report)
     mixed = not isinstance(model, ResidualOfAddcmul)
     assert any("sinkhorn" in site.detail for site in outcome.report.rewritten) == mixed, str(outcome.report)
+
+
+class TokensMerged(Parts):
+    """One row of tokens inside, whose number is a product; scale and bias in one call."""
+
+    def forward(self, z: Tensor) -> Tensor:
+        batch, length, n, width = z.shape
+        x = z.reshape(batch * length, n, width)
+        flat = x.flatten(1)
+        alpha = torch.cat([a.expand(k) for a, k in zip(self.alpha, ROWS, strict=True)])
+        mixes = F.linear(flat, self.phi) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + 1e-6)
+        pre, post, res = torch.addcmul(self.beta, mixes, alpha).split(ROWS, -1)
+        h_res = res.unflatten(-1, (N, N)).softmax(-1) + 1e-6
+        h_res = h_res / (h_res.sum(-2, keepdim=True) + 1e-6)
+        f = self.layer((torch.sigmoid(pre).unsqueeze(-1) * x).sum(1))
+        out = 2 * torch.sigmoid(post).unsqueeze(-1) * f.unsqueeze(1) + h_res.mT @ x
+        return out.view(batch, length, n, width)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_tokens_merged_whatever_their_number(dynamic: bool) -> None:
+    outcome = check.run(TokensMerged(), (torch.randn(TokensMerged.shape),), dynamic=dynamic)
+    check.assert_as_accurate(outcome)
+    assert outcome.operators == FULL, str(outcome.report)
