@@ -99,8 +99,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             (tensor,) = written
             if id(tensor) in self.known:
                 self.alive[self.known[id(tensor)].index] = torch.ops.aten.alias.default(tensor)
-        with compat.symbolic_sizes():
-            result = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         if func._opname in _VIEWS_IN_PLACE:
             func = getattr(getattr(torch.ops.aten, func._opname[:-1]), func._overloadname)
         for tensor in written:

@@ -62,7 +62,6 @@ from mhc_compile.compat.operators import (
     functorch_is_active,
     no_autocast_cache,
     registered_operators,
-    symbolic_sizes,
 )
 from mhc_compile.compat.values import (
     FloatWatch,
@@ -135,7 +134,6 @@ __all__ = [
     "state_change",
     "storage_of",
     "symbolic_expression",
-    "symbolic_sizes",
     "tensor_metadata",
     "trace_artifact",
     "writes",

@@ -75,10 +75,3 @@ def no_autocast_cache() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(before)
-
-
-def symbolic_sizes() -> contextlib.AbstractContextManager[None]:
-    """Under this, fake tensors of symbolic sizes go through operators whose shapes torch works out in Python."""
-    from torch._dispatch.python import enable_python_dispatcher
-
-    return enable_python_dispatcher()
