@@ -191,6 +191,14 @@ MUTATIONS = (
     "{v} = {v}.flip(-1)",
     "{v} = {v}.roll(1, 0)",
     "{v} = {v}.roll(1, -1)",
+    "{v} = {v}.roll(1, 1)",
+    # what only many tokens show
+    "{v} = {v} * (1 + (torch.arange({v}.shape[1]) > 100).view(-1, *[1] * ({v}.dim() - 2)))",
+    "{v} = torch.where(torch.ones_like({v}).cumsum(1) > 100, {v}.detach(), {v})",
+    "{v} = torch.where(torch.ones_like({v}).cumsum(0) > 100, 0.5 * {v}, {v})",
+    "{v} = torch.where(torch.ones_like({v}).sum() > 4000, 1.25 * {v}, {v})",
+    "{v} = torch.cat([{v}[:, :100], 0.75 * {v}[:, 100:]], 1)",
+    "{v} = {v} * (1 + 0.001 * {v}.abs().sum())",
     "{v} = {v}.transpose(-1, -2).contiguous().view({v}.shape)",
     "{v} = {v}.transpose(-1, -2) if {v}.shape[-1] == {v}.shape[-2] else {v}.flip(-2)",
     "{v} = {v}.transpose(0, 1) if {v}.shape[0] == {v}.shape[1] else {v}.flip(0)",
@@ -347,7 +355,7 @@ def _nearly(pick: Pick) -> Program:
     names = [name for name in MISSES if not any(word in name for word in ("dropout", "noise", "random"))]
     bases = list(dict.fromkeys(pick(names) for _ in range(pick([2, 3]))))
     n = pick([4, 2, 3])
-    batch, length, width = pick([2, n]), pick([3, n]), pick([6, n])
+    batch, length, width = pick([2, n]), pick([3, n, 3, 130]), pick([6, n])
     source = f"""
 from tests.zoo import near_gates, near_mixing, near_streams
 from tests.zoo.near import MISSES
@@ -380,7 +388,13 @@ def _written(pick: Pick) -> Program:
     """A program of the grammar."""
     layout = LAYOUTS[pick([*LAYOUTS, *[*LAYOUTS][:4] * 2])]
     n = pick([4, 2, 3])
-    sizes = {"b": pick([2, n]), "s": pick([3, n, 5]), "n": n, "c": pick([6, n, 8]), "t": pick([5, n])}
+    sizes = {
+        "b": pick([2, n]),
+        "s": pick([3, n, 5, 3, 141]),
+        "n": n,
+        "c": pick([6, n, 8]),
+        "t": pick([5, n, 5, n, 150]),
+    }
     sizes["d"] = n * sizes["c"]
     cast = pick([False] * 5 + [True])
     parts, lines = _sublayer(pick, layout, cast)

@@ -30,6 +30,7 @@ pytestmark = [
 
 # Drawn in parts, so that several workers share them; each draws programs of its own, always the same ones.
 PARTS, PROGRAMS = 5, 20
+FOUND = Path(__file__).parent / "found"
 
 
 @st.composite
@@ -91,15 +92,11 @@ def test_a_wrong_program_shrinks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert program == PLAIN
 
 
-@pytest.mark.parametrize(
-    "seed",
-    [
-        500124,  # a projection none of whose gates is a value of the program
-        504102,  # a write into part of the matrices of a Sinkhorn
-    ],
-)
-def test_programs_that_the_passes_once_failed_on(seed: int) -> None:
-    assert check(compose(Choices(seed))).complaint is None
+@pytest.mark.parametrize("file", sorted(FOUND.iterdir()), ids=lambda file: file.stem)
+def test_programs_that_the_passes_once_failed_on(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the fuzzer printed them."""
+    runpy.run_path(str(file), run_name="__main__")
+    assert "complaint=None" in capsys.readouterr().out
 
 
 def test_a_program_is_printed_as_one_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
