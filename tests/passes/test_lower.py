@@ -402,6 +402,8 @@ def test_kernels_compile_to_what_a_launch_compiles_to() -> None:
     """In Inductor's code, for many tokens and for one: no operator is left, and every kernel has the instructions of a
     launch, so neither Inductor's idea of an argument nor the number of tokens decides a result's bits."""
     pytest.importorskip("triton")
+    if torch.version.cuda is not None and not torch.cuda.is_available():
+        pytest.skip("a CUDA build looks for its driver as soon as a GPU is pretended")
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     result = subprocess.run(
         [sys.executable, "-m", "tests.passes.compile_lowered", "64", "1"],
