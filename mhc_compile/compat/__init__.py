@@ -74,6 +74,7 @@ from mhc_compile.compat.values import (
     quiet_shape_env,
     same_size,
     same_strides,
+    settle_sizes,
     storage_of,
     symbolic_expression,
 )
@@ -130,6 +131,7 @@ __all__ = [
     "registered_operators",
     "same_size",
     "same_strides",
+    "settle_sizes",
     "sort_topologically",
     "state_change",
     "storage_of",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -89,6 +90,39 @@ class FloatWatch:
 
 
 float_watch = FloatWatch()
+
+
+def settle_sizes(fake_mode: Any) -> None:
+    """Make constants of the symbolic sizes that the guards of a graph leave only one value for.
+
+    With `dynamic=True` the number of streams, read off a shape, is a symbol n; that a projection of n * n + 2 * n rows
+    has 24 of them fixes it, and nothing that is found with n = 4 needs another guard.
+    """
+    shape_env = getattr(fake_mode, "shape_env", None)
+    if shape_env is None:
+        return
+    import sympy
+
+    while True:
+        equations = (guard.expr.xreplace(shape_env.replacements) for guard in shape_env.guards)
+        fixed = next((found for found in map(_solution, equations) if found is not None), None)
+        if fixed is None or not shape_env.evaluate_expr(sympy.Eq(*fixed)):
+            return
+
+
+@functools.lru_cache(1024)
+def _solution(equation: Any) -> tuple[Any, int] | None:
+    """The symbol and its value, if this is a polynomial equation of one symbol with one positive root."""
+    import sympy
+
+    if not isinstance(equation, sympy.Eq) or len(equation.free_symbols) != 1:
+        return None
+    (symbol,) = equation.free_symbols
+    difference = equation.lhs - equation.rhs
+    if not difference.is_polynomial(symbol):
+        return None
+    roots = [root for root in sympy.Poly(difference, symbol).real_roots() if root > 0]
+    return (symbol, int(roots[0])) if len(roots) == 1 and roots[0].is_integer else None
 
 
 def has_hint(size: Any) -> bool:

@@ -187,3 +187,30 @@ def test_tokens_merged_whatever_their_number(dynamic: bool) -> None:
     outcome = check.run(TokensMerged(), (torch.randn(TokensMerged.shape),), dynamic=dynamic)
     check.assert_as_accurate(outcome)
     assert outcome.operators == FULL, str(outcome.report)
+
+
+class _SizesReadOffShapes(Sublayer):
+    """All sizes come from the streams; with dynamic shapes the number of streams is a symbol that guards fix."""
+
+    def forward(self, x: Tensor) -> Any:
+        batch, length, n, width = x.shape
+        mixes = F.linear(x.reshape(batch, length, n * width), self.phi) * self.rms(x.flatten(2))
+        pre, post, res = mixes.split((n, n, n * n), -1)
+        pre_bias, post_bias, res_bias = self.bias.split((n, n, n * n))
+        h_pre = self.pre(pre * self.scale[0] + pre_bias)
+        h_post = self.post(post * self.scale[1] + post_bias)
+        logits = res.view(batch, length, n, n) * self.scale[2] + res_bias.view(n, n)
+        f = self.layer(self.read(x, h_pre), x)
+        return self.write(x, f, h_post, self.res(logits))
+
+
+def test_sizes_read_off_shapes() -> None:
+    model = _SizesReadOffShapes(N, WIDTH, LENGTH, BATCH)
+    program, report = check.rewriting(model, dynamic=True)
+    for batch, length in ((2, 5), (3, 7), (2, 4)):
+        x = torch.randn(batch, length, N, WIDTH)
+        rewritten = check.evaluate(program, model, (x,))
+        for name, value in check.evaluate(model, model, (x,)).items():
+            assert check.error(rewritten[name], value) < 1e-4, name
+    assert report.graphs == 1, str(report)
+    assert sorted(site.op for site in report.rewritten) == FULL, str(report)
