@@ -21,7 +21,7 @@ PROGRAM = textwrap.dedent(
     import torch
     from torch._dynamo.utils import counters
     from mhc_compile import backend
-    from tests.e2e.deepseek_models import Stack
+    from mhc_compile.nn import Form, HyperConnection
 
     touched, options = json.loads(sys.argv[1])
     if touched:  # as if the file had another content
@@ -30,8 +30,8 @@ PROGRAM = textwrap.dedent(
         assert any(touched in file for file in backend._sources()), touched
         backend.compat.hash_files = lambda files: (hashed(files), touched)
     torch.manual_seed(0)
-    model = Stack(depth=1)
-    out = torch.compile(model, backend="mhc", options=options)(torch.randn(2, 3, 32))
+    model = HyperConnection(torch.nn.Tanh(), dim=8, form=Form.deepseek_v4(iterations=2))
+    out = torch.compile(model, backend="mhc", options=options)(torch.randn(2, 3, 4, 8))
     out.sum().backward()
     print(json.dumps({
         "autograd": counters["aot_autograd"]["autograd_cache_hit"],
