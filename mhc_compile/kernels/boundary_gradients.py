@@ -235,6 +235,16 @@ def split_tokens(tokens: int, width: int, device: torch.device) -> tuple[int, in
     return triton.cdiv(tokens, each), each
 
 
+def room(x: torch.Tensor, f: torch.Tensor, phi: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Room for dx [M, n, C], df [M, C], dphi_part [splits, K, n*C] and sums_part [blocks, n + n*n, M]."""
+    tokens, n, width = x.shape
+    splits, _ = split_tokens(tokens, width, x.device)
+    blocks = triton.cdiv(width, COLUMNS)
+    dphi_part = torch.empty(splits, *phi.shape, dtype=torch.float32, device=x.device)
+    sums_part = torch.empty(blocks, n + n * n, tokens, dtype=torch.float32, device=x.device)
+    return torch.empty_like(x), torch.empty_like(f), dphi_part, sums_part
+
+
 def forward(
     d_x_new: torch.Tensor,
     d_layer_input: torch.Tensor,
@@ -249,14 +259,12 @@ def forward(
     h_post: torch.Tensor,
     h_res: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """dx [M, n, C], df [M, C], dphi_part [splits, K, n*C] and sums_part [blocks, n + n*n, M]."""
+    """dx, df, dphi_part and sums_part as `room` lays them out."""
     tokens, n, width = x.shape
-    rows, columns = phi.shape[0], n * width
-    splits, each = split_tokens(tokens, width, x.device)
-    blocks = triton.cdiv(width, COLUMNS)
-    dx, df = torch.empty_like(x), torch.empty_like(f)
-    dphi_part = torch.empty(splits, rows, columns, dtype=torch.float32, device=x.device)
-    sums_part = torch.empty(blocks, n + n * n, tokens, dtype=torch.float32, device=x.device)
+    rows, columns = phi.shape
+    dx, df, dphi_part, sums_part = room(x, f, phi)
+    programs = dphi_part.shape[0] * sums_part.shape[0]
+    _, each = split_tokens(tokens, width, x.device)
     weight = torch.empty(2, ROWS, columns, dtype=torch.bfloat16, device=x.device)
     wide = [_aligned(t) for t in (d_x_new, d_layer_input, x_new, f, x)]
     with on_device(x):
@@ -266,7 +274,7 @@ def forward(
             HAS_NORM=norm_weight is not None, BLOCK=1024, num_warps=4,
         )  # fmt: skip
         launch(
-            boundary_gradients_kernel, (blocks * splits,),
+            boundary_gradients_kernel, (programs,),
             *wide, weight, dh, coefficient, h_pre, h_post, h_res, dx, df, dphi_part, sums_part, tokens, each, width,
             N=n, K=rows, ROW=dh.shape[2], ROWS=ROWS, BLOCK_M=TOKENS, BLOCK_C=COLUMNS, WARPS=WARPS, STAGES=STAGES,
             num_warps=WARPS,

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from mhc_compile.kernels import boundary, boundary_gradients
-from mhc_compile.kernels.boundary_gradients import COLUMNS, fits, split_tokens
-from mhc_compile.ops import _boundary_gradients
+from mhc_compile.kernels.boundary_gradients import COLUMNS, fits, room, split_tokens
 from tests.kernels.cases import DEVICE, FORMS, MARKS, draw, keywords, mix_case
 from tests.kernels.test_boundary import before, check
 
@@ -95,8 +94,9 @@ def test_tokens_are_split_without_a_rest() -> None:
         assert (splits - 1) * each < tokens <= splits * each
 
 
-def test_the_operator_knows_the_columns() -> None:
-    assert _boundary_gradients._COLUMNS == COLUMNS
+def test_partial_sums_are_of_whole_blocks() -> None:
+    x, f, phi = torch.empty(40, 4, 2 * COLUMNS + 16), torch.empty(40, 2 * COLUMNS + 16), torch.empty(24, 4)
+    assert room(x, f, phi)[3].shape == (3, 20, 40)
 
 
 @GPU
