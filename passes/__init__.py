@@ -10,7 +10,6 @@ import gc
 import logging
 import time
 from collections.abc import Collection
-from typing import Any
 
 from torch import fx
 
@@ -45,7 +44,7 @@ def run(graph: fx.Graph) -> tuple[fx.Graph | None, Report]:
     collecting = gc.isenabled()
     gc.disable()  # looking for cycles takes a third of the time, and those of the record are taken apart in the end
     try:
-        compat.settle_sizes(_fake_mode(graph))
+        compat.settle_sizes(compat.common_fake_mode(map(compat.example, graph.nodes)))
         shadow = shadowing.trace(functional(graph))
         plan = planning.plan(shadow, recognise(shadow))
         new = _rewrite(shadow, plan) if plan.sites else None
@@ -64,12 +63,6 @@ def run(graph: fx.Graph) -> tuple[fx.Graph | None, Report]:
     report.seconds = time.perf_counter() - begin
     log.info("%s", report)
     return new, report
-
-
-def _fake_mode(graph: fx.Graph) -> Any:
-    """That of the graph's inputs, None if it has none."""
-    modes = (getattr(compat.example(node), "fake_mode", None) for node in graph.find_nodes(op="placeholder"))
-    return next((mode for mode in modes if mode is not None), None)
 
 
 def fuse(

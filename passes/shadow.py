@@ -144,7 +144,7 @@ class SizeModel:
 class _Tracer:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
-        self.fake_mode = self._fake_mode()
+        self.fake_mode = compat.common_fake_mode(map(compat.example, graph.nodes))
         self.sizes = SizeModel()
         self.ops: list[Op] = []
         self.values: dict[fx.Node, Any] = {}
@@ -175,13 +175,6 @@ class _Tracer:
         for value in _values(self.graph_outputs):
             value.is_output = True
         return Shadow(self.graph, self.ops, self.values, position, states, self.writes, self.doubles)
-
-    def _fake_mode(self) -> Any:
-        for node in self.graph.nodes:
-            mode = getattr(compat.example(node), "fake_mode", None)
-            if mode is not None:
-                return mode
-        return None
 
     def _state(self) -> str:
         self.autocast = compat.autocast_state()

@@ -65,6 +65,7 @@ from mhc_compile.compat.operators import (
 )
 from mhc_compile.compat.values import (
     FloatWatch,
+    common_fake_mode,
     composites_in_python,
     fake_mode_of,
     float_watch,
@@ -92,6 +93,7 @@ __all__ = [
     "autograd_function",
     "below_autograd",
     "changes_global_state",
+    "common_fake_mode",
     "compile_id",
     "compile_with_inductor",
     "compile_without_inductor",

@@ -32,10 +32,15 @@ def quiet_fakes(values: Any) -> Iterator[None]:
     """Run an operator on the fake tensors among these values, without guards."""
     from torch.utils import _pytree as pytree
 
-    modes = (getattr(value, "fake_mode", None) for value in pytree.tree_leaves(values))
-    mode = next((mode for mode in modes if mode is not None), None)
+    mode = common_fake_mode(pytree.tree_leaves(values))
     with quiet_shape_env(mode), mode or contextlib.nullcontext():
         yield
+
+
+def common_fake_mode(values: Iterable[Any]) -> Any:
+    """The mode of the fake tensors among these values, None without any."""
+    modes = (getattr(value, "fake_mode", None) for value in values)
+    return next((mode for mode in modes if mode is not None), None)
 
 
 def fake_mode_of(tensor: Any) -> Any:

@@ -16,7 +16,7 @@ import torch
 
 from mhc_compile import compat
 from mhc_compile.passes.recognise.alone import TokensAlone
-from mhc_compile.passes.recognise.region import Arguments, Region, concrete, evaluate
+from mhc_compile.passes.recognise.region import Arguments, Region, concrete, evaluate, sample_shape
 from mhc_compile.passes.record import leaves, map_leaves
 from mhc_compile.passes.shadow import Op, Value
 
@@ -80,10 +80,9 @@ def _arguments(found: Region, dims: Dims) -> tuple[Arguments, ...]:
     arguments = []
     for op, given in zip(found.ops, found.arguments, strict=True):
         args, kwargs = concrete(given)
-        old = tuple(int(compat.hint(size)) for size in op.out.meta.shape)
         regrouped: Dims | None = None
         if op.name in ("view", "_unsafe_view", "reshape", "expand"):
-            source = structure[args[0]]
+            source, old = structure[args[0]], sample_shape(op.out)
             regrouped = _expanded(source, old) if op.name == "expand" else _reshaped(source, old)
             args = (args[0], list(_sizes(regrouped)), *args[2:])
         elif not _is_independent(op, args, kwargs):
@@ -91,8 +90,8 @@ def _arguments(found: Region, dims: Dims) -> tuple[Arguments, ...]:
         arguments.append((args, kwargs))
         for value, tensor in evaluate(op, (args, kwargs), known):
             known[value] = tensor
-            sizes = tuple(int(compat.hint(size)) for size in value.meta.shape)
-            structure[value] = regrouped or _matched(sizes, tensor.shape, [structure[s] for s in op.sources])
+            sources = [structure[source] for source in op.sources]
+            structure[value] = regrouped or _matched(sample_shape(value), tensor.shape, sources)
     if structure[found.out] != dims and prod(_sizes(structure[found.out])) != prod(_sizes(dims)):
         raise _Full
     return tuple(arguments)

@@ -75,7 +75,7 @@ class Region:
 
 def evaluate(op: Op, arguments: Arguments, known: dict[Value, Any]) -> Iterator[tuple[Value, Any]]:
     """What an operator makes of these arguments and the values in them."""
-    args, kwargs = map_leaves(lambda a: known[a] if isinstance(a, Value) else a, concrete(arguments))
+    args, kwargs = map_leaves(lambda a: known[a] if isinstance(a, Value) else _number(a), arguments)
     if kwargs.get("dtype") in _FLOATS:
         kwargs["dtype"] = torch.float64
     kwargs.pop("device", None)
@@ -101,8 +101,7 @@ def region(out: Value, is_leaf: Callable[[Value], bool]) -> Region | None:
     if not all(compat.has_hint(size) for value in (out, *leaves) for size in value.meta.shape):
         return None
     leaf = next(iter(leaves))
-    shape = tuple(int(compat.hint(size)) for size in leaf.meta.shape)
-    return Region(leaf, out, tuple(ops), shape, tuple((op.args, op.kwargs) for op in ops))
+    return Region(leaf, out, tuple(ops), sample_shape(leaf), tuple((op.args, op.kwargs) for op in ops))
 
 
 def _viewed(value: Value) -> Iterator[Value]:
@@ -179,6 +178,11 @@ def _reads_a_size(op: Op) -> bool:
         sized = any(isinstance(leaf, torch.SymInt) for leaf in _leaves(arguments))
         op.kind.reads_size = sized and not is_movement(op)
     return op.kind.reads_size
+
+
+def sample_shape(value: Value) -> tuple[int, ...]:
+    """The shape that a value was captured with."""
+    return tuple(int(compat.hint(size)) for size in value.meta.shape)
 
 
 def concrete(arguments: Arguments) -> Arguments:
