@@ -23,12 +23,10 @@ _UNITS: dict[str, Callable[[int], int]] = {
     "head_backward": lambda n: (n + 1) + (n + 1 + n),
     "expand_combine": lambda n: n + 1 + n,
     "expand_combine_backward": lambda n: n + n + 1 + n + 1,
-    # x' is written by the combine, read by the projection and once more by the sum.
-    "boundary": lambda n: (n + 1 + n) + n + (n + 1),
-    # The gradient that x' has already is read where dx' is written; the backward of the combine reads that.
-    "boundary_backward": lambda n: (n + 1) + (n + 1 + n + n) + (n + n + 1 + n + 1),
-    # Its second and third part in one pass: x', its gradient, d layer_input, x and f in, dx and df out.
-    "boundary_gradients": lambda n: (n + n + 1 + n + 1) + (n + 1),
+    # The combine projects x' while it writes it; only the sum that the gates weigh reads it.
+    "boundary": lambda n: (n + 1 + n) + (n + 1),
+    # d h_pre first, as above; then one pass from x', its gradient, d layer_input, x and f to dx and df.
+    "boundary_backward": lambda n: (n + 1) + (n + n + 1 + n + 1 + n + 1),
 }
 OPERATORS = tuple(_UNITS)
 

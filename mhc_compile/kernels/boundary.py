@@ -7,14 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from mhc_compile.forms import Gates, Rms, Sinkhorn
-from mhc_compile.kernels import boundary_gradients, expand_combine, generate_mix_and_aggregate
+from mhc_compile.kernels import boundary_gradients, combine_project, expand_combine, generate_mix_and_aggregate
 from mhc_compile.kernels.common import empty_gradient, nothing, token_view, wanted
 from mhc_compile.kernels.mix import backward_gates
 from mhc_compile.kernels.projection import reduce_parameters
-
-# Whether the wide part of backward runs as `boundary_gradients` where that fits. Alone it takes 0.53 ms where products
-# and combine take 0.72 (one H100, docs/performance.md); within a whole step it has not been measured yet.
-ONE_PASS = False
 
 
 def forward(
@@ -35,10 +31,19 @@ def forward(
     out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """(x_new [..., n, C], layer_input [..., C], the next h_post and h_res, h [..., K], ms [...])."""
-    x_new = expand_combine.forward(f, layer_bias, h_post, x, h_res, out_dtype=streams_dtype)
+    partials = None
+    if streams_dtype in (None, x.dtype) and h_res is not None and combine_project.fits(f, layer_bias, x, h_res, phi):
+        x_new = torch.empty_like(x)
+        partials = combine_project.forward(
+            token_view(f, 1), token_view(h_post, 1).contiguous(), token_view(x, 2), token_view(h_res, 2).contiguous(),
+            phi, norm_weight, token_view(x_new, 2),
+        )  # fmt: skip
+    else:
+        x_new = expand_combine.forward(f, layer_bias, h_post, x, h_res, out_dtype=streams_dtype)
     mix = generate_mix_and_aggregate.forward(
-        x_new, phi, scale, bias, norm_weight, rms=rms, gates=gates, sinkhorn=sinkhorn, out_dtype=out_dtype
-    )
+        x_new, phi, scale, bias, norm_weight, rms=rms, gates=gates, sinkhorn=sinkhorn, out_dtype=out_dtype,
+        partials=partials,
+    )  # fmt: skip
     return x_new, *mix
 
 
@@ -73,22 +78,24 @@ def backward(
     in_place gives up d_x_new, whose memory becomes that of dx where the two are alike.
     """
     needs = wanted(needs, 9)
-    if ONE_PASS and layer_bias is None and h_res is not None and all(needs[i] for i in (0, 2, 3, 4)):
-        streams = (d_x_new, d_layer_input, x_new, f, x)
-        if boundary_gradients.fits(streams, phi):
-            rows = [token_view(t, t.dim() - f.dim() + 1) for t in streams if t is not None]
-            logits = backward_gates(
-                rows[1], None, d_next_post, d_next_res, d_h, d_ms, rows[2], phi.shape[0], scale, bias, h, ms,
-                rms=rms, gates=gates, sinkhorn=sinkhorn,
-            )  # fmt: skip
-            dx, df, dphi_part, sums = torch.ops.mhc._boundary_gradients(
-                *rows, phi, norm_weight, logits.dh, logits.coefficient, logits.h_pre,
-                token_view(h_post, 1).contiguous(), token_view(h_res, 2).contiguous(),
-            )  # fmt: skip
-            d_post, d_res = empty_gradient(h_post, True, x), empty_gradient(h_res, True, x)
-            expand_combine.reduce_partial_sums(sums, nothing(sums), d_post, d_res, nothing(sums), dx)
-            d_parameters = reduce_parameters(dphi_part, dx, phi, norm_weight, logits.affine, needs[5:])
-            return df.view(f.shape), nothing(x), d_post, dx.view(x.shape), d_res, *d_parameters
+    streams = (d_x_new, d_layer_input, x_new, f, x)
+    whole = layer_bias is None and all(needs[i] for i in (0, 2, 3, 4))
+    if whole and h_res is not None and boundary_gradients.fits(streams, phi):
+        df = torch.empty_like(f)
+        dx = d_x_new if in_place and d_x_new is not None else torch.empty_like(x)
+        d_new, d_input, new, f_rows, x_rows = (token_view(t, t.dim() - f.dim() + 1) for t in streams if t is not None)
+        logits = backward_gates(
+            d_input, None, d_next_post, d_next_res, d_h, d_ms, new, phi.shape[0], scale, bias, h, ms,
+            rms=rms, gates=gates, sinkhorn=sinkhorn,
+        )  # fmt: skip
+        dphi_part, sums = boundary_gradients.backward(
+            token_view(dx, 2), token_view(df, 1), d_new, d_input, new, f_rows, x_rows, phi, norm_weight, logits.dh,
+            logits.coefficient, logits.h_pre, token_view(h_post, 1).contiguous(), token_view(h_res, 2).contiguous(),
+        )  # fmt: skip
+        d_post, d_res = empty_gradient(h_post, True, x), empty_gradient(h_res, True, x)
+        expand_combine.reduce_partial_sums(sums, nothing(sums), d_post, d_res, nothing(sums), x_rows)
+        d_parameters = reduce_parameters(dphi_part, x_rows, phi, norm_weight, logits.affine, needs[5:])
+        return df, nothing(x), d_post, dx, d_res, *d_parameters
     into_streams = any(needs[:5])
     d_new, *parameters = generate_mix_and_aggregate.backward(
         d_layer_input, d_next_post, d_next_res, d_h, d_ms, x_new, phi, scale, bias, norm_weight, h, ms,

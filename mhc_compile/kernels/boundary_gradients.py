@@ -8,9 +8,6 @@ A program owns COLUMNS columns of all streams and a stretch of tokens, TOKENS at
 in their own layout, one thread far from the next; here the program says where each tile lies, which Triton does not
 let it, and copies the next tile into shared memory while it computes. In C-units of n = 4 it reads 14 and writes 5,
 where products and combine apart move 27.
-
-Launches are those of an operator, `mhc::_boundary_gradients`: Inductor can put Triton kernels into its graphs, and none
-of Gluon.
 """
 
 # mypy: disable-error-code="assignment"
@@ -25,8 +22,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from mhc_compile.kernels.common import capability, launch, on_device, processors
-from mhc_compile.kernels.projection import split_kernel
+from mhc_compile.kernels.common import launch, on_device, processors
+from mhc_compile.kernels.opaque import opaque, runs_on
+from mhc_compile.kernels.projection import split_ahead
 
 TOKENS, COLUMNS = 16, 64
 WARPS, STAGES = 4, 2
@@ -80,6 +78,7 @@ def _factors(coefficient, h_pre, h_post, h_res, tok, live, tokens, N: gl.constex
     return values
 
 
+@opaque("dx", "df", "dphi_part", "sums_part")
 @gluon.jit(do_not_specialize=["M", "tokens_each"])
 def boundary_gradients_kernel(d_x_new, d_layer_input, x_new, f, x, phi, dh, coefficient, h_pre, h_post, h_res, dx,
                               df, dphi_part, sums_part, M, tokens_each, C, N: gl.constexpr, K: gl.constexpr,
@@ -225,7 +224,7 @@ def fits(streams: Sequence[torch.Tensor | None], phi: torch.Tensor) -> bool:
         return False
     n, width = x.shape[-2:]
     alike = n in (2, 4) and width % 16 == 0 and phi.shape[0] <= ROWS and x.numel() > 0
-    return alike and capability(x.device) in (80, 90, 100)
+    return alike and runs_on(x.device, 80, 90, 100)
 
 
 def split_tokens(tokens: int, width: int, device: torch.device) -> tuple[int, int]:
@@ -235,17 +234,9 @@ def split_tokens(tokens: int, width: int, device: torch.device) -> tuple[int, in
     return triton.cdiv(tokens, each), each
 
 
-def room(x: torch.Tensor, f: torch.Tensor, phi: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Room for dx [M, n, C], df [M, C], dphi_part [splits, K, n*C] and sums_part [blocks, n + n*n, M]."""
-    tokens, n, width = x.shape
-    splits, _ = split_tokens(tokens, width, x.device)
-    blocks = triton.cdiv(width, COLUMNS)
-    dphi_part = torch.empty(splits, *phi.shape, dtype=torch.float32, device=x.device)
-    sums_part = torch.empty(blocks, n + n * n, tokens, dtype=torch.float32, device=x.device)
-    return torch.empty_like(x), torch.empty_like(f), dphi_part, sums_part
-
-
-def forward(
+def backward(
+    dx: torch.Tensor,
+    df: torch.Tensor,
     d_x_new: torch.Tensor,
     d_layer_input: torch.Tensor,
     x_new: torch.Tensor,
@@ -258,30 +249,25 @@ def forward(
     h_pre: torch.Tensor,
     h_post: torch.Tensor,
     h_res: torch.Tensor,
-) -> tuple[torch.Tensor, ...]:
-    """dx, df, dphi_part and sums_part as `room` lays them out."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Fill dx [M, n, C], which may be d_x_new, and df [M, C]; return the partial sums of what is left.
+
+    These are dphi_part [splits, K, n*C] and sums_part [blocks, n + n*n, M], dh_post before the rows of dh_res.
+    """
     tokens, n, width = x.shape
     rows, columns = phi.shape
-    dx, df, dphi_part, sums_part = room(x, f, phi)
-    programs = dphi_part.shape[0] * sums_part.shape[0]
-    _, each = split_tokens(tokens, width, x.device)
-    weight = torch.empty(2, ROWS, columns, dtype=torch.bfloat16, device=x.device)
-    wide = [_aligned(t) for t in (d_x_new, d_layer_input, x_new, f, x)]
+    norm_weight = None if norm_weight is None else norm_weight.contiguous()
+    splits, each = split_tokens(tokens, width, x.device)
+    blocks = triton.cdiv(width, COLUMNS)
+
+    dphi_part = torch.empty(splits, rows, columns, dtype=torch.float32, device=x.device)
+    sums_part = torch.empty(blocks, n + n * n, tokens, dtype=torch.float32, device=x.device)
+    weight = split_ahead(phi, norm_weight, 2, ROWS)
     with on_device(x):
         launch(
-            split_kernel, (triton.cdiv(columns, 1024), ROWS),
-            phi, norm_weight, weight, phi.stride(0), phi.stride(1), columns, K=rows, PADDED_K=ROWS, PARTS=2,
-            HAS_NORM=norm_weight is not None, BLOCK=1024, num_warps=4,
+            boundary_gradients_kernel, (splits * blocks,),
+            d_x_new, d_layer_input, x_new, f, x, weight, dh, coefficient, h_pre, h_post, h_res, dx, df, dphi_part,
+            sums_part, tokens, each, width, N=n, K=rows, ROW=dh.shape[2], ROWS=ROWS, BLOCK_M=TOKENS, BLOCK_C=COLUMNS,
+            WARPS=WARPS, STAGES=STAGES, num_warps=WARPS,
         )  # fmt: skip
-        launch(
-            boundary_gradients_kernel, (programs,),
-            *wide, weight, dh, coefficient, h_pre, h_post, h_res, dx, df, dphi_part, sums_part, tokens, each, width,
-            N=n, K=rows, ROW=dh.shape[2], ROWS=ROWS, BLOCK_M=TOKENS, BLOCK_C=COLUMNS, WARPS=WARPS, STAGES=STAGES,
-            num_warps=WARPS,
-        )  # fmt: skip
-    return dx, df, dphi_part, sums_part
-
-
-def _aligned(t: torch.Tensor) -> torch.Tensor:
-    """t in memory that begins at a multiple of 16 bytes, which copies to shared memory take at once."""
-    return t.clone() if t.data_ptr() % 16 else t
+    return dphi_part, sums_part

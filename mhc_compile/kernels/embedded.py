@@ -19,12 +19,17 @@ import triton
 from torch.library import wrap_triton
 from triton.runtime.jit import JITFunction
 
+from mhc_compile.kernels.opaque import Opaque
+
 _OPTIONS = ("num_warps", "num_stages")
 _MOVE = 'tl.inline_asm_elementwise("mov.b{bits} $0, $1;", "={letter},{letter}", [{value}], tl.int{bits}, True, 1)'
 
 
 def record(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
     """What `launch` does while a graph is traced: the launch becomes a node of the graph."""
+    if isinstance(kernel, Opaque):
+        kernel.record(grid, args, options)
+        return
     values = dict(zip(kernel.arg_names, args, strict=False))
     values |= {name: value for name, value in options.items() if name not in _OPTIONS}
     special = tuple((name, options[name]) for name in _OPTIONS if name in options)

@@ -73,7 +73,7 @@ def combine_kernel(f, layer_bias, h_post, x, h_res, out, M, C, f_m, f_c, post_m,
                 acc = post[o] * fb
                 if HAS_RES:
                     for i in tl.static_range(N):
-                        acc += res[i * N + o] * xs[i].to(tl.float32)
+                        acc = tl.fma(res[i * N + o], xs[i].to(tl.float32), acc)
                 else:
                     acc += xs[o].to(tl.float32)
                 tl.store(out_at + o * out_n, acc.to(out.dtype.element_ty), mask=mask)

@@ -9,6 +9,7 @@ import torch
 from mhc_compile.forms import Gates, Rms, Sinkhorn
 from mhc_compile.kernels.common import wanted
 from mhc_compile.kernels.mix import backward_mix, forward_mix
+from mhc_compile.kernels.projection import Partials
 
 
 def forward(
@@ -22,8 +23,12 @@ def forward(
     gates: Gates,
     sinkhorn: Sinkhorn,
     out_dtype: torch.dtype | None = None,
+    partials: Partials | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(layer_input [..., C], h_post [..., n], h_res [..., n, n], h [..., K], ms [...]) of x [..., n, C]."""
+    """(layer_input [..., C], h_post [..., n], h_res [..., n, n], h [..., K], ms [...]) of x [..., n, C].
+
+    partials: the sums of the projection, where these are there already.
+    """
     mix = forward_mix(
         x,
         phi,
@@ -35,6 +40,7 @@ def forward(
         sinkhorn=sinkhorn,
         aggregate=True,
         out_dtype=out_dtype,
+        partials=partials,
     )
     return mix.layer_input, mix.h_post, mix.h_res, mix.h, mix.ms
 

@@ -258,8 +258,12 @@ def forward_mix(
     sinkhorn: Sinkhorn | None,
     aggregate: bool,
     out_dtype: torch.dtype | None = None,
+    partials: Partials | None = None,
 ) -> Mix:
-    """Gates of x [..., n, C], and with `aggregate` the layer input; phi's rows say which gates exist."""
+    """Gates of x [..., n, C], and with `aggregate` the layer input; phi's rows say which gates exist.
+
+    partials: the sums of the projection, where these are there already.
+    """
     n, width = x.shape[-2:]
     rows = phi.shape[0]
     lead = x.shape[:-2]
@@ -278,7 +282,7 @@ def forward_mix(
     result = Mix(out, pre, post, res, h, ms)
     if tokens == 0:
         return result
-    partials: Partials = project(flat, phi, norm_weight)
+    partials = partials or project(flat, phi, norm_weight)
     form = sinkhorn or Sinkhorn()
     tile = tile_for("aggregate", n, x.element_size())
     block_t, block_m, block_c = gate_tokens(n), tile.tokens, tile.columns

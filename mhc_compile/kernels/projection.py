@@ -263,6 +263,19 @@ def spread_kernel(d_h, d_ms, dh, coefficient, M, inverse_columns, K: tl.constexp
     tl.store(coefficient + tok, dms * (2.0 * inverse_columns), mask=live)
 
 
+def split_ahead(phi: torch.Tensor, norm_weight: torch.Tensor | None, parts: int, rows: int) -> torch.Tensor:
+    """The bf16 parts of phi * norm_weight [parts, rows, n*C], two or three, the largest first; rows beyond K are 0."""
+    columns = phi.shape[1]
+    weight = torch.empty(parts, rows, columns, dtype=torch.bfloat16, device=phi.device)
+    with on_device(phi):
+        launch(
+            split_kernel, (triton.cdiv(columns, 1024), rows),
+            phi, norm_weight, weight, phi.stride(0), phi.stride(1), columns, K=phi.shape[0], PADDED_K=rows,
+            PARTS=parts, HAS_NORM=norm_weight is not None, BLOCK=1024, num_warps=4,
+        )  # fmt: skip
+    return weight
+
+
 def project(x: torch.Tensor, phi: torch.Tensor, norm_weight: torch.Tensor | None) -> Partials:
     """Partial sums of h and of the squares for x [M, n, C] (M > 0) and phi [K, n*C]."""
     tokens, n, width = x.shape
@@ -285,14 +298,7 @@ def project(x: torch.Tensor, phi: torch.Tensor, norm_weight: torch.Tensor | None
     weight = phi
     with on_device(x):
         if ahead:
-            columns = n * width
-            weight = torch.empty(parts, blocks_k * rows_block, columns, dtype=torch.bfloat16, device=x.device)
-            launch(
-                split_kernel, (triton.cdiv(columns, 1024), blocks_k * rows_block),
-                phi, norm_weight, weight, phi.stride(0), phi.stride(1), columns, K=rows,
-                PADDED_K=blocks_k * rows_block, PARTS=parts, HAS_NORM=norm_weight is not None, BLOCK=1024,
-                num_warps=4,
-            )  # fmt: skip
+            weight = split_ahead(phi, norm_weight, parts, blocks_k * rows_block)
         launch(
             project_kernel, (tiles * stored, blocks_k),
             x, weight, norm_weight, h, squares, tokens, width, x.stride(0), x.stride(1), x.stride(2),

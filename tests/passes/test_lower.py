@@ -43,7 +43,17 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> FakeTensorMode:
     """Fake tensors on an H100 that need not exist."""
     pytest.importorskip("triton")
     monkeypatch.setattr(kernels, "_has_tensor_cores", lambda index: True)
-    for name in ("common", "aggregate", "boundary_gradients", "expand_combine", "mix", "projection"):
+    modules = (
+        "common",
+        "aggregate",
+        "boundary_gradients",
+        "combine_project",
+        "expand_combine",
+        "mix",
+        "opaque",
+        "projection",
+    )
+    for name in modules:
         module = importlib.import_module(f"mhc_compile.kernels.{name}")
         for function, value in (("processors", 132), ("capability", 90)):
             if hasattr(module, function):
@@ -125,11 +135,8 @@ def _boundary_backward(
     return mhc.boundary_backward(new, u, next_post, next_res, None, None, *saved, needs)
 
 
-def test_the_part_that_is_written_in_gluon_stays_an_operator(
-    fakes: FakeTensorMode, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_in_gluon_are_launched_by_an_operator(fakes: FakeTensorMode) -> None:
     """Inductor compiles a user's Triton kernel, and none of Gluon."""
-    monkeypatch.setattr(importlib.import_module("mhc_compile.kernels.boundary"), "ONE_PASS", True)
     values = _arguments(fakes)
     with fakes:
         values |= {name: values[name].bfloat16() for name in "xf"}
@@ -137,9 +144,9 @@ def test_the_part_that_is_written_in_gluon_stays_an_operator(
     report = passes.lower(graph)
     graph.lint()
     assert report.lowered == {"boundary": 1, "boundary_backward": 1}
-    assert _operators(graph) == ["mhc._boundary_gradients.default"]
-    # combine, project and mix; pre_gradient and mix_backward; the sums of gates and of parameters
-    assert len(_launches(graph)) == 7
+    assert _operators(graph) == ["mhc._launch.default"] * 2
+    # mix; pre_gradient, mix_backward and the split of phi; the sums of gates and of parameters
+    assert len(_launches(graph)) == 6
 
 
 def test_launches_get_the_strides_that_they_were_given(fakes: FakeTensorMode) -> None:

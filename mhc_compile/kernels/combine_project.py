@@ -1,0 +1,250 @@
+"""The combine with the next sublayer's projection in one pass, in Gluon for Hopper: x' is not read again.
+
+    x'[o] = h_post[o] f + sum_i h_res[i, o] x[i]        h = x' phi^T        squares = sum x'^2
+
+A program owns some tokens and goes through blocks of columns of all streams, while the next block is copied into
+shared memory. x' takes the place of x there, from where tensor cores get it; phi, in three bf16 parts, they read where
+it was copied to. In C-units of n = 4 that is 9, where combine and projection apart move 13.
+
+Blocks are dealt out in turn to GROUPS programs, which start together: what they read at one time lies side by side.
+A program adds its blocks chunk by chunk, or, when there are few tokens, stores one chunk and leaves the same additions
+to the reader, as in `projection`: a token's bits never depend on the number of tokens.
+"""
+
+# mypy: disable-error-code="assignment,var-annotated"
+# (A tuple that a kernel builds up one by one changes its type each time.)
+from __future__ import annotations
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from mhc_compile.kernels.boundary_gradients import ROWS, barrier
+from mhc_compile.kernels.common import launch, on_device, processors
+from mhc_compile.kernels.opaque import opaque, runs_on
+from mhc_compile.kernels.projection import GROUPS, SPLIT_AHEAD_TILES, Partials, parts_of, split_ahead
+
+TOKENS, COLUMNS = 64, 64
+WARPS, STAGES = 8, 2
+# Chunks that the blocks of a group are cut into.
+CHUNKS = 4
+
+
+@gluon.jit
+def _fetch(x_s, f_s, phi_s, stage, x, f, phi, tile, start, bound, M, C, N: gl.constexpr, PARTS: gl.constexpr,
+           ROWS: gl.constexpr, AHEAD: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_C: gl.constexpr,
+           TILE: gl.constexpr):  # fmt: skip
+    """Start copying the columns from `start` on and below `bound`: x (its streams one after the other), f, phi's parts."""
+    c = (start + gl.arange(0, BLOCK_C, gl.SliceLayout(0, TILE)))[None, :]
+    row = gl.arange(0, N * BLOCK_M, gl.SliceLayout(1, TILE))[:, None]
+    tok = (row % BLOCK_M).to(gl.int64) + tile
+    at = tok * (N * C) + (row // BLOCK_M) * C + c
+    async_copy.async_copy_global_to_shared(x_s.index(stage), x + at, mask=(tok < M) & (c < bound))
+    tok_1 = gl.arange(0, BLOCK_M, gl.SliceLayout(1, TILE)).to(gl.int64)[:, None] + tile
+    async_copy.async_copy_global_to_shared(f_s.index(stage), f + tok_1 * C + c, mask=(tok_1 < M) & (c < bound))
+    if AHEAD:
+        k = gl.arange(0, ROWS, gl.SliceLayout(1, TILE))[:, None]
+        for o in gl.static_range(N):
+            for part in gl.static_range(PARTS):
+                phi_at = phi + (part * ROWS + k) * (N * C) + o * C + c
+                async_copy.async_copy_global_to_shared(
+                    phi_s.index((stage * N + o) * PARTS + part), phi_at, mask=c < bound
+                )
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _split(phi_s, stage, phi, norm_weight, phi_k, phi_c, start, C, N: gl.constexpr, K: gl.constexpr,
+           PARTS: gl.constexpr, ROWS: gl.constexpr, HAS_NORM: gl.constexpr, BLOCK_C: gl.constexpr,
+           TILE: gl.constexpr):  # fmt: skip
+    """Put the parts of phi * norm_weight where `_fetch` would have copied them to."""
+    c = (start + gl.arange(0, BLOCK_C, gl.SliceLayout(0, TILE)))[None, :]
+    k = gl.arange(0, ROWS, gl.SliceLayout(1, TILE))[:, None]
+    weights = ()
+    for o in gl.static_range(N):
+        w = gl.load(phi + k * phi_k + (o * C + c) * phi_c, mask=(k < K) & (c < C), other=0.0).to(gl.float32)
+        if HAS_NORM:
+            w = w * gl.load(norm_weight + o * C + c, mask=c < C, other=0.0).to(gl.float32)
+        weights = weights + (w,)
+    for o in gl.static_range(N):
+        rest = weights[o]
+        for part in gl.static_range(PARTS):
+            phi_s.index((stage * N + o) * PARTS + part).store(rest.to(gl.bfloat16))
+            rest = rest - rest.to(gl.bfloat16).to(gl.float32)
+
+
+@opaque("out", "h_part", "squares_part")
+@gluon.jit(do_not_specialize=["M", "stored", "chunks_each"])
+def combine_project_kernel(f, h_post, x, h_res, phi, norm_weight, out, h_part, squares_part, M, C, phi_k, phi_c,
+                           stored, chunks_each, chunk_blocks, N: gl.constexpr, K: gl.constexpr, PARTS: gl.constexpr,
+                           ROWS: gl.constexpr, AHEAD: gl.constexpr, HAS_NORM: gl.constexpr, GROUPS: gl.constexpr,
+                           BLOCK_M: gl.constexpr, BLOCK_C: gl.constexpr, WARPS: gl.constexpr,
+                           STAGES: gl.constexpr):  # fmt: skip
+    """out [M, n, C], h_part [stored, K, M] and squares_part [stored, M]: each of the latter of chunks_each chunks.
+
+    AHEAD: phi [PARTS, ROWS, n*C] comes as bf16 parts, the largest first, its rows beyond K zero. Otherwise it is split
+    here, block by block.
+    """
+    LANES: gl.constexpr = BLOCK_C // 8
+    TILE: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
+    TOKEN: gl.constexpr = gl.SliceLayout(1, TILE)
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, ROWS * 4 // WARPS, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    PHASE: gl.constexpr = 64 // BLOCK_C
+    WIDE: gl.constexpr = gl.SwizzledSharedLayout(8, PHASE, 8 // PHASE, [1, 0])
+    RIGHT: gl.constexpr = gl.NVMMASharedLayout(2 * BLOCK_C, 16)
+
+    tokens = M.to(gl.int64)
+    tile = (gl.program_id(0) // stored).to(gl.int64) * BLOCK_M
+    part_of = gl.program_id(0) % stored
+    group = part_of // (stored // GROUPS)
+    first = part_of % (stored // GROUPS) * chunks_each * chunk_blocks
+    bound = gl.minimum((first + chunks_each * chunk_blocks) * GROUPS * BLOCK_C, C)
+    tok = gl.arange(0, BLOCK_M, TOKEN).to(gl.int64) + tile
+    live = tok < tokens
+    x_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, N * BLOCK_M, BLOCK_C], WIDE)
+    f_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_M, BLOCK_C], WIDE)
+    phi_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES * N * PARTS, ROWS, BLOCK_C], RIGHT)
+    for stage in gl.static_range(STAGES - 1):
+        start = ((first + stage) * GROUPS + group) * BLOCK_C
+        _fetch(
+            x_s, f_s, phi_s, stage, x, f, phi, tile, start, bound, M, C, N, PARTS, ROWS, AHEAD, BLOCK_M, BLOCK_C, TILE
+        )
+    post = ()
+    res = ()
+    for o in gl.static_range(N):
+        post = post + (gl.load(h_post + tok * N + o, mask=live, other=0.0)[:, None],)
+    for both in gl.static_range(N * N):
+        res = res + (gl.load(h_res + tok * (N * N) + both, mask=live, other=0.0)[:, None],)
+    h = gl.zeros([BLOCK_M, ROWS], gl.float32, MMA)
+    squares = gl.zeros([BLOCK_M], gl.float32, TOKEN)
+    turn = 0
+    for chunk in range(chunks_each):
+        h_chunk = gl.zeros([BLOCK_M, ROWS], gl.float32, MMA)
+        squares_chunk = gl.zeros([BLOCK_M], gl.float32, TOKEN)
+        for within in range(chunk_blocks):
+            block = first + chunk * chunk_blocks + within
+            if not AHEAD:
+                start = (block * GROUPS + group) * BLOCK_C
+                _split(
+                    phi_s, turn, phi, norm_weight, phi_k, phi_c, start, C, N, K, PARTS, ROWS, HAS_NORM, BLOCK_C, TILE
+                )
+            async_copy.wait_group(STAGES - 2)
+            # Tensor cores read shared memory past the threads that filled it.
+            fence_async_shared()
+            barrier()
+            start = ((block + STAGES - 1) * GROUPS + group) * BLOCK_C
+            ahead = (turn + STAGES - 1) % STAGES
+            _fetch(
+                x_s,
+                f_s,
+                phi_s,
+                ahead,
+                x,
+                f,
+                phi,
+                tile,
+                start,
+                bound,
+                M,
+                C,
+                N,
+                PARTS,
+                ROWS,
+                AHEAD,
+                BLOCK_M,
+                BLOCK_C,
+                TILE,
+            )
+            c = ((block * GROUPS + group) * BLOCK_C + gl.arange(0, BLOCK_C, gl.SliceLayout(0, TILE)))[None, :]
+            mask = live[:, None] & (c < C)
+            out_at = out + tok[:, None] * (N * C) + c
+            streams = x_s.index(turn)
+            row = f_s.index(turn).load(TILE).to(gl.float32)
+            old = ()
+            for i in gl.static_range(N):
+                old = old + (streams.slice(i * BLOCK_M, BLOCK_M, 0).load(TILE),)
+            terms = gl.zeros([BLOCK_M, BLOCK_C], gl.float32, TILE)
+            for o in gl.static_range(N):
+                v = post[o] * row
+                for i in gl.static_range(N):
+                    # Rounded as in `expand_combine`, to the bit.
+                    v = gl.fma(res[i * N + o], old[i].to(gl.float32), v)
+                new = v.to(gl.bfloat16)
+                gl.store(out_at + o * C, new, mask=mask)
+                # A thread reads of x what it overwrites, and nothing else.
+                streams.slice(o * BLOCK_M, BLOCK_M, 0).store(new)
+                v = new.to(gl.float32)
+                terms = gl.fma(v, v, terms)
+            squares_chunk += gl.sum(terms, axis=1)
+            barrier()
+            small = gl.zeros([BLOCK_M, ROWS], gl.float32, MMA)
+            large = gl.zeros([BLOCK_M, ROWS], gl.float32, MMA)
+            for o in gl.static_range(N):
+                new = streams.slice(o * BLOCK_M, BLOCK_M, 0).load(LEFT)
+                base = (turn * N + o) * PARTS
+                for part in gl.static_range(PARTS - 1):
+                    right = phi_s.index(base + PARTS - 1 - part).permute((1, 0))
+                    small = warpgroup_mma(new, right, small, is_async=True)
+                large = warpgroup_mma(new, phi_s.index(base).permute((1, 0)), large, is_async=True)
+            small, large = warpgroup_mma_wait(0, deps=(small, large))
+            # Not accumulated by tensor cores, which truncate (`common.add_rounded`).
+            h_chunk = gl.fma(large + small, gl.full_like(h_chunk, 1.0), h_chunk)
+            turn = (turn + 1) % STAGES
+        h += h_chunk
+        squares += squares_chunk
+    async_copy.wait_group(0)
+    tok_h = (gl.arange(0, BLOCK_M, gl.SliceLayout(1, MMA)).to(gl.int64) + tile)[:, None]
+    k = gl.arange(0, ROWS, gl.SliceLayout(0, MMA))[None, :]
+    gl.store(h_part + (part_of * K + k).to(gl.int64) * tokens + tok_h, h, mask=(tok_h < tokens) & (k < K))
+    gl.store(squares_part + part_of.to(gl.int64) * tokens + tok, squares, mask=live)
+
+
+def fits(
+    f: torch.Tensor, layer_bias: torch.Tensor | None, x: torch.Tensor, h_res: torch.Tensor | None, phi: torch.Tensor
+) -> bool:
+    """Whether the kernel is for f [..., C] and x [..., n, C] (x' of x's dtype), and for their device."""
+    if layer_bias is not None or h_res is None or x.numel() == 0:
+        return False
+    if any(t.dtype != torch.bfloat16 or not t.is_contiguous() for t in (f, x)):
+        return False
+    n, width = x.shape[-2:]
+    return n in (2, 4) and width % 16 == 0 and phi.shape[0] <= ROWS and runs_on(x.device, 90)
+
+
+def forward(
+    f: torch.Tensor,
+    h_post: torch.Tensor,
+    x: torch.Tensor,
+    h_res: torch.Tensor,
+    phi: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    out: torch.Tensor,
+) -> Partials:
+    """Fill out with x' [M, n, C]; the partial sums are those of its projection."""
+    tokens, n, width = x.shape
+    rows = phi.shape[0]
+    norm_weight = None if norm_weight is None else norm_weight.contiguous()
+    tiles, blocks = triton.cdiv(tokens, TOKENS), triton.cdiv(triton.cdiv(width, COLUMNS), GROUPS)
+    chunk = triton.cdiv(blocks, CHUNKS)
+    chunks = triton.cdiv(blocks, chunk)
+    each = chunks if tiles * GROUPS >= processors(x.device) else 1
+    stored = GROUPS * chunks // each
+    h = torch.empty(stored, rows, tokens, dtype=torch.float32, device=x.device)
+    squares = torch.empty(stored, tokens, dtype=torch.float32, device=x.device)
+    parts = max(2, parts_of(x, phi, norm_weight))
+    # As in `projection`: splitting phi once costs a launch, and pays where many programs need it.
+    ahead = tiles >= SPLIT_AHEAD_TILES
+    weight = split_ahead(phi, norm_weight, parts, ROWS) if ahead else phi
+    with on_device(x):
+        launch(
+            combine_project_kernel, (tiles * stored,),
+            f, h_post, x, h_res, weight, norm_weight, out, h, squares, tokens, width, weight.stride(-2),
+            weight.stride(-1), stored, each, chunk, N=n, K=rows, PARTS=parts, ROWS=ROWS, AHEAD=ahead,
+            HAS_NORM=norm_weight is not None and not ahead, GROUPS=GROUPS, BLOCK_M=TOKENS, BLOCK_C=COLUMNS,
+            WARPS=WARPS, STAGES=STAGES, num_warps=WARPS,
+        )  # fmt: skip
+    return Partials(h, squares, stored, chunks // each)

@@ -1,0 +1,40 @@
+"""mhc::_launch, which launches a kernel that Inductor cannot put into its graphs (`kernels.opaque` says which).
+
+launch: JSON of the kernel's path, the grid, the places of the tensors among its arguments, the other arguments by
+place, and its options. It is text because the code that calls the operator is kept on disk and read by other processes.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+from typing import Any
+
+import torch
+
+
+@functools.cache
+def _read(launch: str) -> tuple[Any, list[int], list[Any], dict[str, Any]]:
+    path, grid, places, rest, options = json.loads(launch)
+    module, name = path.rsplit(".", 1)
+    return getattr(importlib.import_module(module), name)[tuple(grid)], places, rest, options
+
+
+def _launch(launch: str, written: list[torch.Tensor], read: list[torch.Tensor]) -> None:
+    # Not at the top: operators work where Triton is missing.
+    from mhc_compile.kernels.common import on_device
+
+    start, places, rest, options = _read(launch)
+    args = list(rest)
+    for place, tensor in zip(places, (*written, *read), strict=True):
+        args[place] = tensor
+    with on_device(args[places[0]]):
+        start(*args, **options)
+
+
+# With as little between call and kernel as torch allows: the time that a launch takes is the host's.
+_library: Any = torch.library.Library("mhc", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("_launch(str launch, Tensor(a!)[] written, Tensor[] read) -> ()", tags=(torch.Tag.needs_exact_strides,))
+_library.impl("_launch", _launch, "CUDA")
+torch.library.register_fake("mhc::_launch", lambda launch, written, read: None, lib=_library)

@@ -1,0 +1,96 @@
+"""Gluon has no interpreter: on a CPU its kernels are replaced by what they compute, the host functions stay."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from mhc_compile.kernels import boundary_gradients, combine_project
+from mhc_compile.kernels.common import recorded
+from mhc_compile.kernels.opaque import Opaque
+from tests.kernels.cases import DEVICE
+
+
+@contextlib.contextmanager
+def watched(replace: bool = DEVICE == "cpu") -> Iterator[list[str]]:
+    """Yields the names of the kernels in Gluon as they are launched, or as torch computes what they would."""
+    names: list[str] = []
+
+    def start(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        if isinstance(kernel, Opaque):
+            names.append(kernel.kernel.__name__)
+            if replace:
+                _REPLACEMENTS[names[-1]](**dict(zip(kernel.kernel.arg_names, args, strict=False)), **options)
+                return
+        kernel[grid](*args, **options)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(recorded(start))
+        for module in (boundary_gradients, combine_project):
+            stack.enter_context(mock.patch.object(module, "runs_on", return_value=True))
+        yield names
+
+
+def _boundary_gradients(
+    d_x_new: Tensor,
+    d_layer_input: Tensor,
+    x_new: Tensor,
+    f: Tensor,
+    x: Tensor,
+    phi: Tensor,
+    dh: Tensor,
+    coefficient: Tensor,
+    h_pre: Tensor,
+    h_post: Tensor,
+    h_res: Tensor,
+    dx: Tensor,
+    df: Tensor,
+    dphi_part: Tensor,
+    sums_part: Tensor,
+    *_: Any,
+    **__: Any,
+) -> None:
+    """In float64, each sum whole in the place of its first part."""
+    tokens, n, _c = x.shape
+    rows = dphi_part.shape[1]
+    d_h = dh.double().sum(0)[:, :rows]
+    d_new = d_x_new.double() + (d_h @ phi.double().sum(0)[:rows]).view(x.shape)
+    d_new += coefficient[:, None, None] * x_new.double() + h_pre.t()[:, :, None] * d_layer_input.double()[:, None]
+    dx.copy_(torch.einsum("tio,toc->tic", h_res.double(), d_new))
+    df.copy_(torch.einsum("to,toc->tc", h_post.double(), d_new))
+    d_post = torch.einsum("toc,tc->ot", d_new, f.double())
+    d_res = torch.einsum("tic,toc->iot", x.double(), d_new).reshape(n * n, tokens)
+    dphi_part.zero_()[0] = d_h.t() @ x_new.double().flatten(1)
+    sums_part.zero_()[0] = torch.cat([d_post, d_res])
+
+
+def _combine_project(
+    f: Tensor,
+    h_post: Tensor,
+    x: Tensor,
+    h_res: Tensor,
+    phi: Tensor,
+    norm_weight: Tensor | None,
+    out: Tensor,
+    h_part: Tensor,
+    squares_part: Tensor,
+    *_: Any,
+    AHEAD: bool,
+    **__: Any,
+) -> None:
+    """In float64, each sum whole in the place of its first part."""
+    rows = h_part.shape[1]
+    new = h_post.double()[:, :, None] * f.double()[:, None] + torch.einsum("tio,tic->toc", h_res.double(), x.double())
+    out.copy_(new)
+    flat = out.double().flatten(1)
+    weight = phi.double().sum(0)[:rows] if AHEAD else phi.double() * (1.0 if norm_weight is None else norm_weight)
+    h_part.zero_()[0] = weight @ flat.t()
+    squares_part.zero_()[0] = flat.square().sum(1)
+
+
+_REPLACEMENTS = {"boundary_gradients_kernel": _boundary_gradients, "combine_project_kernel": _combine_project}

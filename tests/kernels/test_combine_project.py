@@ -1,0 +1,126 @@
+"""The forward of boundary with the projection in the combine's pass: on a CPU the pass is what it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from mhc_compile.kernels import boundary, combine_project, expand_combine
+from tests.kernels.cases import DEVICE, FORMS, MARKS, draw, keywords, mix_case
+from tests.kernels.gluon import watched
+from tests.kernels.test_boundary import before, check
+
+pytestmark = MARKS
+BF16 = torch.bfloat16
+KERNEL = "combine_project_kernel"
+GPU = pytest.mark.skipif(DEVICE == "cpu", reason="Gluon has no interpreter")
+
+
+@pytest.fixture
+def launched() -> Iterator[list[str]]:
+    with watched() as names:
+        yield names
+
+
+@pytest.mark.parametrize(
+    ("tokens", "n", "width", "parts", "norm"),
+    [(270, 4, 80, 3, True), (33, 2, 48, 3, True), (20, 4, 144, 3, False), (5, 4, 64, 2, False), (16, 4, 32, 1, True)],
+)
+def test_shapes(tokens: int, n: int, width: int, parts: int, norm: bool, launched: list[str]) -> None:
+    case = mix_case(tokens, n, width, dtype=BF16, parts=parts, norm=norm)
+    check(before(tokens, n, width, BF16, bias=False), case)
+    assert KERNEL in launched
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_parameters(dtype: torch.dtype, launched: list[str]) -> None:
+    """One and two parts stand for them."""
+    _, phi, *rest = mix_case(5, 4, 64, dtype=BF16).parameters
+    assert phi is not None
+    args = before(5, 4, 64, BF16, bias=False)
+    form = keywords(FORMS["deepseek"])
+    out = boundary.forward(*args, phi.to(dtype), *rest, **form)  # type: ignore[arg-type]
+    wide = boundary.forward(*args, phi.to(dtype).float(), *rest, **form)  # type: ignore[arg-type]
+    assert torch.equal(out[0], wide[0])
+    assert float((out[4] - wide[4]).norm() / wide[4].norm()) < 1e-6
+    assert launched == [KERNEL] * 2
+
+
+def _arguments(n: int = 4, width: int = 64) -> list[Tensor | None]:
+    f, x = torch.zeros(3, width, dtype=BF16), torch.zeros(3, n, width, dtype=BF16)
+    return [f, None, x, torch.zeros(3, n, n), torch.zeros(n * n + 2 * n, n * width)]
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (0, torch.zeros(3, 64)),
+        (0, torch.zeros(64, 3, dtype=BF16).t()),
+        (1, torch.zeros(64)),
+        (2, torch.zeros(3, 64, 4, dtype=BF16).mT),
+        (2, torch.zeros(0, 4, 64, dtype=BF16)),
+        (3, None),
+        (4, torch.zeros(40, 256)),
+    ],
+    ids=["f float32", "f transposed", "layer bias", "channels first", "no tokens", "unmixed", "rows"],
+)
+def test_what_it_is_not_for(place: int, value: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(combine_project, "runs_on", lambda device, *capabilities: 90 in capabilities)
+    arguments = _arguments()
+    assert combine_project.fits(*arguments)  # type: ignore[arg-type]
+    arguments[place] = value
+    assert not combine_project.fits(*arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("n", "width"), [(8, 64), (3, 64), (4, 40)])
+def test_sizes_that_it_is_not_for(n: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(combine_project, "runs_on", lambda device, *capabilities: True)
+    assert not combine_project.fits(*_arguments(n, width))  # type: ignore[arg-type]
+
+
+@GPU
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "n", "width", "rows"),
+    [(1, 4, 64, 24), (1000, 4, 1280, 24), (77, 2, 400, 8), (500, 4, 2576, 4), (8192, 4, 4096, 24), (300, 4, 7168, 24)],
+)
+def test_against_what_it_computes(tokens: int, n: int, width: int, rows: int, norm: bool) -> None:
+    f, x = draw(tokens, width, dtype=BF16), draw(tokens, n, width, dtype=BF16)
+    post, res = draw(tokens, n), draw(tokens, n, n, scale=0.5)
+    phi, weight = draw(rows, n * width, scale=0.1), draw(n * width) if norm else None
+
+    def run(replace: bool) -> tuple[Tensor, Tensor, Tensor]:
+        out = torch.empty_like(x)
+        with watched(replace):
+            partials = combine_project.forward(f, post, x, res, phi, weight, out)
+        return out, partials.h.double().sum(0), partials.squares.double().sum(0)
+
+    got, again, wanted = run(False), run(False), run(True)
+    assert torch.equal(got[0], expand_combine.forward(f, None, post, x, res))
+    assert all(map(torch.equal, got, again))
+    assert float((got[0].double() - wanted[0]).norm() / wanted[0].norm()) < 1e-4
+    # The sums are those of the x' that it stored.
+    flat = got[0].double().flatten(1)
+    h = (phi.double() if weight is None else phi.double() * weight.double()) @ flat.t()
+    assert float((got[1] - h).norm() / h.norm()) < 6e-7
+    squares = flat.square().sum(1)
+    assert float((got[2] - squares).norm() / squares.norm()) < 2e-7
+
+
+@GPU
+def test_a_token_does_not_depend_on_the_batch(launched: list[str]) -> None:
+    args, case = before(5000, 4, 1280, BF16, bias=False), mix_case(5000, 4, 1280, dtype=BF16)
+    form = keywords(FORMS["deepseek"])
+
+    def run(s: slice) -> tuple[Tensor, ...]:
+        cut = tuple(None if t is None else t[s] for t in args)
+        return boundary.forward(*cut, *case.parameters[1:], **form)
+
+    whole = run(slice(None))
+    for s in (slice(4999, 5000), slice(5, 69), slice(17, 150), slice(1, 1001)):
+        for a, b in zip(run(s), whole, strict=True):
+            assert torch.equal(a, b[s])
+    assert launched == [KERNEL] * 5
