@@ -23,7 +23,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from mhc_compile.kernels.common import launch, on_device, processors
-from mhc_compile.kernels.opaque import opaque, runs_on
+from mhc_compile.kernels.opaque import barrier, opaque, runs_on, to_bf16
 from mhc_compile.kernels.projection import split_ahead
 
 TOKENS, COLUMNS = 16, 64
@@ -33,13 +33,11 @@ ROWS = 32
 # Programs per processor: as many as its shared memory holds.
 WAVES = 2
 
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # triton 3.7 and 3.6
-
 
 @gluon.jit
-def _fetch(wide_s, thin_s, dh_s, stage, x_new, d_x_new, x, d_layer_input, f, dh, start, last, M, C, block,
-           N: gl.constexpr, K: gl.constexpr, ROW: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_C: gl.constexpr,
-           TILE: gl.constexpr, NARROW: gl.constexpr):  # fmt: skip
+def _fetch(new_s, grad_s, old_s, input_s, f_s, dh_s, stage, x_new, d_x_new, x, d_layer_input, f, dh, start, last, M,
+           C, block, N: gl.constexpr, K: gl.constexpr, ROW: gl.constexpr, BLOCK_M: gl.constexpr,
+           BLOCK_C: gl.constexpr, TILE: gl.constexpr, NARROW: gl.constexpr):  # fmt: skip
     """Start copying all that is read of the tokens from `start` on; streams lie one after the other as rows."""
     c = (block * BLOCK_C + gl.arange(0, BLOCK_C, gl.SliceLayout(0, TILE)))[None, :]
     row = gl.arange(0, N * BLOCK_M, gl.SliceLayout(1, TILE))[:, None]
@@ -56,12 +54,12 @@ def _fetch(wide_s, thin_s, dh_s, stage, x_new, d_x_new, x, d_layer_input, f, dh,
     at_1 = tok_1 * C + c
     mask_1 = (tok_1 < last) & (c < C)
     # What is needed first comes first.
-    async_copy.async_copy_global_to_shared(wide_s.index(stage * 3), x_new + at, mask=mask)
+    async_copy.async_copy_global_to_shared(new_s.index(stage), x_new + at, mask=mask)
     async_copy.async_copy_global_to_shared(dh_s.index(stage), dh_at, mask=(tok_h < last) & (k < K) & (part < 3))
-    async_copy.async_copy_global_to_shared(wide_s.index(stage * 3 + 1), d_x_new + at, mask=mask)
-    async_copy.async_copy_global_to_shared(thin_s.index(stage * 2), d_layer_input + at_1, mask=mask_1)
-    async_copy.async_copy_global_to_shared(wide_s.index(stage * 3 + 2), x + at, mask=mask)
-    async_copy.async_copy_global_to_shared(thin_s.index(stage * 2 + 1), f + at_1, mask=mask_1)
+    async_copy.async_copy_global_to_shared(grad_s.index(stage), d_x_new + at, mask=mask)
+    async_copy.async_copy_global_to_shared(input_s.index(stage), d_layer_input + at_1, mask=mask_1)
+    async_copy.async_copy_global_to_shared(old_s.index(stage), x + at, mask=mask)
+    async_copy.async_copy_global_to_shared(f_s.index(stage), f + at_1, mask=mask_1)
     async_copy.commit_group()
 
 
@@ -112,8 +110,12 @@ def boundary_gradients_kernel(d_x_new, d_layer_input, x_new, f, x, phi, dh, coef
     c = c_1[None, :]
 
     phi_s = gl.allocate_shared_memory(gl.bfloat16, [2 * N, ROWS, BLOCK_C], WIDE)
-    wide_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES * 3, N * BLOCK_M, BLOCK_C], WIDE)
-    thin_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES * 2, BLOCK_M, BLOCK_C], WIDE)
+    # An allocation for each tensor: between copies into the same, Triton puts a barrier.
+    new_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, N * BLOCK_M, BLOCK_C], WIDE)
+    grad_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, N * BLOCK_M, BLOCK_C], WIDE)
+    old_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, N * BLOCK_M, BLOCK_C], WIDE)
+    input_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_M, BLOCK_C], WIDE)
+    f_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_M, BLOCK_C], WIDE)
     dh_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 4 * BLOCK_M, 32], THIN)
     k = gl.arange(0, ROWS, TOKEN)[:, None]
     for o in gl.static_range(N):
@@ -123,8 +125,8 @@ def boundary_gradients_kernel(d_x_new, d_layer_input, x_new, f, x, phi, dh, coef
     first = split * tokens_each
     last = gl.minimum(first + tokens_each, M)
     for stage in gl.static_range(STAGES - 1):
-        _fetch(wide_s, thin_s, dh_s, stage, x_new, d_x_new, x, d_layer_input, f, dh, first + stage * BLOCK_M, last,
-               M, C, block, N, K, ROW, BLOCK_M, BLOCK_C, TILE, NARROW)  # fmt: skip
+        _fetch(new_s, grad_s, old_s, input_s, f_s, dh_s, stage, x_new, d_x_new, x, d_layer_input, f, dh,
+               first + stage * BLOCK_M, last, M, C, block, N, K, ROW, BLOCK_M, BLOCK_C, TILE, NARROW)  # fmt: skip
     lane = gl.arange(0, LANES, gl.SliceLayout(0, SUMS))[None, :]
     dphi = ()
     for _ in gl.static_range(N):
@@ -133,12 +135,10 @@ def boundary_gradients_kernel(d_x_new, d_layer_input, x_new, f, x, phi, dh, coef
     for start in range(first, last, BLOCK_M):
         async_copy.wait_group(STAGES - 2)
         barrier()
-        _fetch(wide_s, thin_s, dh_s, (turn + STAGES - 1) % STAGES, x_new, d_x_new, x, d_layer_input, f, dh,
-               start + (STAGES - 1) * BLOCK_M, last, M, C, block, N, K, ROW, BLOCK_M, BLOCK_C, TILE,
-               NARROW)  # fmt: skip
-        new_s = wide_s.index(turn * 3)
-        grad_s = wide_s.index(turn * 3 + 1)
-        old_s = wide_s.index(turn * 3 + 2)
+        _fetch(new_s, grad_s, old_s, input_s, f_s, dh_s, (turn + STAGES - 1) % STAGES, x_new, d_x_new, x,
+               d_layer_input, f, dh, start + (STAGES - 1) * BLOCK_M, last, M, C, block, N, K, ROW, BLOCK_M, BLOCK_C,
+               TILE, NARROW)  # fmt: skip
+        new_t = new_s.index(turn)
         parts_s = dh_s.index(turn)
         tok_1 = gl.arange(0, BLOCK_M, TOKEN).to(gl.int64) + start
         live = tok_1 < last
@@ -151,7 +151,7 @@ def boundary_gradients_kernel(d_x_new, d_layer_input, x_new, f, x, phi, dh, coef
         low_t = parts_s.slice(2 * BLOCK_M, BLOCK_M, 0).permute((1, 0)).load(LEFT)
         summed = ()
         for o in gl.static_range(N):
-            v = new_s.slice(o * BLOCK_M, BLOCK_M, 0).load(RIGHT)
+            v = new_t.slice(o * BLOCK_M, BLOCK_M, 0).load(RIGHT)
             part = mma_v2(low_t, v, gl.zeros([ROWS, BLOCK_C], gl.float32, MMA))
             part = mma_v2(middle_t, v, part)
             part = mma_v2(high_t, v, part)
@@ -161,7 +161,7 @@ def boundary_gradients_kernel(d_x_new, d_layer_input, x_new, f, x, phi, dh, coef
 
         high = parts_s.slice(0, BLOCK_M, 0).load(LEFT)
         middle = parts_s.slice(BLOCK_M, BLOCK_M, 0).load(LEFT)
-        d_input = thin_s.index(turn * 2).load(TILE).to(gl.float32)
+        d_input = input_s.index(turn).load(TILE).to(gl.float32)
         d_new = ()
         for o in gl.static_range(N):
             phi_high = phi_s.index(2 * o).load(RIGHT)
@@ -170,9 +170,9 @@ def boundary_gradients_kernel(d_x_new, d_layer_input, x_new, f, x, phi, dh, coef
             part = mma_v2(middle, phi_high, gl.zeros([BLOCK_M, BLOCK_C], gl.float32, MMA))
             part = mma_v2(high, phi_middle, part)
             part = mma_v2(high, phi_high, part)
-            new = new_s.slice(o * BLOCK_M, BLOCK_M, 0).load(TILE).to(gl.float32)
+            new = new_t.slice(o * BLOCK_M, BLOCK_M, 0).load(TILE).to(gl.float32)
             v = gl.convert_layout(part, TILE) + factors[0] * new
-            v += factors[1 + o] * d_input + grad_s.slice(o * BLOCK_M, BLOCK_M, 0).load(TILE).to(gl.float32)
+            v += factors[1 + o] * d_input + grad_s.index(turn).slice(o * BLOCK_M, BLOCK_M, 0).load(TILE).to(gl.float32)
             d_new = d_new + (v,)
 
         sums = ()
@@ -181,9 +181,9 @@ def boundary_gradients_kernel(d_x_new, d_layer_input, x_new, f, x, phi, dh, coef
         # f and the streams one by one: what is kept of each are sums, and its own gradient goes out at once.
         for i in gl.static_range(N + 1):
             if i == 0:
-                v = thin_s.index(turn * 2 + 1).load(TILE).to(gl.float32)
+                v = f_s.index(turn).load(TILE).to(gl.float32)
             else:
-                v = old_s.slice((i - 1) * BLOCK_M, BLOCK_M, 0).load(TILE).to(gl.float32)
+                v = old_s.index(turn).slice((i - 1) * BLOCK_M, BLOCK_M, 0).load(TILE).to(gl.float32)
             grad = gl.zeros([BLOCK_M, BLOCK_C], gl.float32, TILE)
             for o in gl.static_range(N):
                 total = gl.convert_layout(gl.sum(d_new[o] * v, axis=1), gl.SliceLayout(1, SUMS))[:, None]
@@ -197,9 +197,9 @@ def boundary_gradients_kernel(d_x_new, d_layer_input, x_new, f, x, phi, dh, coef
                 # h_post stands before the rows of h_res, as f before the streams.
                 grad += factors[1 + N + i * N + o] * d_new[o]
             if i == 0:
-                gl.store(df + tok_1[:, None] * C + c, grad.to(df.dtype.element_ty), mask=mask)
+                gl.store(df + tok_1[:, None] * C + c, to_bf16(grad), mask=mask)
             else:
-                gl.store(dx + at + (i - 1) * C, grad.to(dx.dtype.element_ty), mask=mask)
+                gl.store(dx + at + (i - 1) * C, to_bf16(grad), mask=mask)
         sums_tok = (gl.arange(0, BLOCK_M, gl.SliceLayout(1, SUMS)).to(gl.int64) + start)[:, None]
         for j in gl.static_range(SUM_TILES):
             row = j * LANES + lane

@@ -22,22 +22,22 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from mhc_compile.kernels.boundary_gradients import ROWS, barrier
+from mhc_compile.kernels.boundary_gradients import ROWS
 from mhc_compile.kernels.common import launch, on_device, processors
-from mhc_compile.kernels.opaque import opaque, runs_on
+from mhc_compile.kernels.opaque import barrier, opaque, runs_on, to_bf16
 from mhc_compile.kernels.projection import GROUPS, SPLIT_AHEAD_TILES, Partials, parts_of, split_ahead
 
 TOKENS, COLUMNS = 64, 64
 WARPS, STAGES = 8, 2
 # Chunks that the blocks of a group are cut into.
-CHUNKS = 4
+CHUNKS = 8
 
 
 @gluon.jit
 def _fetch(x_s, f_s, phi_s, stage, x, f, phi, tile, start, bound, M, C, N: gl.constexpr, PARTS: gl.constexpr,
            ROWS: gl.constexpr, AHEAD: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_C: gl.constexpr,
            TILE: gl.constexpr):  # fmt: skip
-    """Start copying the columns from `start` on and below `bound`: x (its streams one after the other), f, phi's parts."""
+    """Start copying the columns from `start` on, below `bound`: x (one stream after the other), f and phi's parts."""
     c = (start + gl.arange(0, BLOCK_C, gl.SliceLayout(0, TILE)))[None, :]
     row = gl.arange(0, N * BLOCK_M, gl.SliceLayout(1, TILE))[:, None]
     tok = (row % BLOCK_M).to(gl.int64) + tile
@@ -46,13 +46,10 @@ def _fetch(x_s, f_s, phi_s, stage, x, f, phi, tile, start, bound, M, C, N: gl.co
     tok_1 = gl.arange(0, BLOCK_M, gl.SliceLayout(1, TILE)).to(gl.int64)[:, None] + tile
     async_copy.async_copy_global_to_shared(f_s.index(stage), f + tok_1 * C + c, mask=(tok_1 < M) & (c < bound))
     if AHEAD:
-        k = gl.arange(0, ROWS, gl.SliceLayout(1, TILE))[:, None]
-        for o in gl.static_range(N):
-            for part in gl.static_range(PARTS):
-                phi_at = phi + (part * ROWS + k) * (N * C) + o * C + c
-                async_copy.async_copy_global_to_shared(
-                    phi_s.index((stage * N + o) * PARTS + part), phi_at, mask=c < bound
-                )
+        k = gl.arange(0, N * ROWS, gl.SliceLayout(1, TILE))[:, None]
+        for part in gl.static_range(PARTS):
+            phi_at = phi + (part * ROWS + k % ROWS) * (N * C) + (k // ROWS) * C + c
+            async_copy.async_copy_global_to_shared(phi_s[part].index(stage), phi_at, mask=c < bound)
     async_copy.commit_group()
 
 
@@ -72,7 +69,7 @@ def _split(phi_s, stage, phi, norm_weight, phi_k, phi_c, start, C, N: gl.constex
     for o in gl.static_range(N):
         rest = weights[o]
         for part in gl.static_range(PARTS):
-            phi_s.index((stage * N + o) * PARTS + part).store(rest.to(gl.bfloat16))
+            phi_s[part].index(stage).slice(o * ROWS, ROWS, 0).store(rest.to(gl.bfloat16))
             rest = rest - rest.to(gl.bfloat16).to(gl.float32)
 
 
@@ -107,7 +104,10 @@ def combine_project_kernel(f, h_post, x, h_res, phi, norm_weight, out, h_part, s
     live = tok < tokens
     x_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, N * BLOCK_M, BLOCK_C], WIDE)
     f_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_M, BLOCK_C], WIDE)
-    phi_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES * N * PARTS, ROWS, BLOCK_C], RIGHT)
+    # Of one allocation each: between copies into the same, Triton puts a barrier.
+    phi_s = ()
+    for _ in gl.static_range(PARTS):
+        phi_s = phi_s + (gl.allocate_shared_memory(gl.bfloat16, [STAGES, N * ROWS, BLOCK_C], RIGHT),)
     for stage in gl.static_range(STAGES - 1):
         start = ((first + stage) * GROUPS + group) * BLOCK_C
         _fetch(
@@ -173,7 +173,7 @@ def combine_project_kernel(f, h_post, x, h_res, phi, norm_weight, out, h_part, s
                 for i in gl.static_range(N):
                     # Rounded as in `expand_combine`, to the bit.
                     v = gl.fma(res[i * N + o], old[i].to(gl.float32), v)
-                new = v.to(gl.bfloat16)
+                new = to_bf16(v)
                 gl.store(out_at + o * C, new, mask=mask)
                 # A thread reads of x what it overwrites, and nothing else.
                 streams.slice(o * BLOCK_M, BLOCK_M, 0).store(new)
@@ -185,11 +185,12 @@ def combine_project_kernel(f, h_post, x, h_res, phi, norm_weight, out, h_part, s
             large = gl.zeros([BLOCK_M, ROWS], gl.float32, MMA)
             for o in gl.static_range(N):
                 new = streams.slice(o * BLOCK_M, BLOCK_M, 0).load(LEFT)
-                base = (turn * N + o) * PARTS
-                for part in gl.static_range(PARTS - 1):
-                    right = phi_s.index(base + PARTS - 1 - part).permute((1, 0))
-                    small = warpgroup_mma(new, right, small, is_async=True)
-                large = warpgroup_mma(new, phi_s.index(base).permute((1, 0)), large, is_async=True)
+                for part in gl.static_range(PARTS - 1, -1, -1):
+                    right = phi_s[part].index(turn).slice(o * ROWS, ROWS, 0).permute((1, 0))
+                    if part > 0:
+                        small = warpgroup_mma(new, right, small, is_async=True)
+                    else:
+                        large = warpgroup_mma(new, right, large, is_async=True)
             small, large = warpgroup_mma_wait(0, deps=(small, large))
             # Not accumulated by tensor cores, which truncate (`common.add_rounded`).
             h_chunk = gl.fma(large + small, gl.full_like(h_chunk, 1.0), h_chunk)
@@ -231,7 +232,12 @@ def forward(
     tiles, blocks = triton.cdiv(tokens, TOKENS), triton.cdiv(triton.cdiv(width, COLUMNS), GROUPS)
     chunk = triton.cdiv(blocks, CHUNKS)
     chunks = triton.cdiv(blocks, chunk)
-    each = chunks if tiles * GROUPS >= processors(x.device) else 1
+
+    def rounds(each: int) -> int:
+        """Chunks that a processor goes through, one program after the other."""
+        return int(triton.cdiv(tiles * GROUPS * triton.cdiv(chunks, each), processors(x.device)) * each)
+
+    each = chunks if rounds(chunks) <= rounds(1) else 1
     stored = GROUPS * chunks // each
     h = torch.empty(stored, rows, tokens, dtype=torch.float32, device=x.device)
     squares = torch.empty(stored, tokens, dtype=torch.float32, device=x.device)

@@ -13,8 +13,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from mhc_compile.kernels.common import capability
+
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # triton 3.7 and 3.6
+
+
+@gluon.jit
+def to_bf16(v):
+    """v rounded to bf16, two numbers at a time: Triton converts one by one, on a unit an eighth as wide."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [v], dtype=gl.bfloat16, is_pure=True, pack=2
+    )
 
 
 def opaque(*writes: str) -> Callable[[Any], Opaque]:
