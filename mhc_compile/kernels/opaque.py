@@ -7,16 +7,16 @@ what it makes are arguments that it writes.
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from mhc_compile.kernels.common import capability
+from mhc_compile.kernels.common import capability, on_device
 
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # triton 3.7 and 3.6
 
@@ -45,11 +45,19 @@ class Opaque:
         self._written = [kernel.arg_names.index(name) for name in writes]
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return functools.partial(self._start, grid)
+        return partial(self._start, grid)
 
     def _start(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        given = [_aligned(a) if isinstance(a, torch.Tensor) else a for a in args]
+        given = self.aligned(args)
         self.kernel[grid](*given, **options)
+        self.put_back(args, given)
+
+    def aligned(self, args: Sequence[Any]) -> list[Any]:
+        """The arguments with copies of those tensors that begin elsewhere."""
+        return [a.clone() if isinstance(a, torch.Tensor) and a.data_ptr() % 16 else a for a in args]
+
+    def put_back(self, args: Sequence[Any], given: Sequence[Any]) -> None:
+        """Copy what was written into copies."""
         for i in self._written:
             if given[i] is not args[i]:
                 args[i].copy_(given[i])
@@ -63,10 +71,35 @@ class Opaque:
         torch.ops.mhc._launch(launch, [args[i] for i in self._written], [args[i] for i in read])
 
 
+class Launch:
+    """One launch of an opaque kernel, again and again: after the first, past all that Triton asks of the arguments.
+
+    places: where the tensors stand that it is called with; rest: the other arguments in their places.
+    """
+
+    def __init__(
+        self, kernel: Opaque, grid: Sequence[int], places: Sequence[int], rest: Sequence[Any], options: dict[str, Any]
+    ) -> None:
+        self._kernel, self._grid, self._places, self._rest, self._options = kernel, tuple(grid), places, rest, options
+        self._constants = [options[name] for name in kernel.kernel.arg_names[len(rest) :]]
+        self._compiled: dict[Any, Callable[..., Any]] = {}
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> None:
+        args = list(self._rest)
+        for place, tensor in zip(self._places, tensors, strict=True):
+            args[place] = tensor
+        given = self._kernel.aligned(args)
+        # The numbers are those of this launch, and tensors are aligned: their types are what is left.
+        key = (tensors[0].device, *[tensor.dtype for tensor in tensors])
+        with on_device(tensors[0]):
+            if key in self._compiled:
+                self._compiled[key](*given, *self._constants)
+            else:
+                compiled = self._kernel.kernel[self._grid](*given, **self._options)
+                self._compiled[key] = compiled[(*self._grid, 1, 1)[:3]]
+        self._kernel.put_back(args, given)
+
+
 def runs_on(device: torch.device, *capabilities: int) -> bool:
     """Whether device is a GPU of NVIDIA's with one of these compute capabilities, 90 for 9.0."""
     return device.type == "cuda" and torch.version.hip is None and capability(device) in capabilities
-
-
-def _aligned(t: torch.Tensor) -> torch.Tensor:
-    return t.clone() if t.data_ptr() % 16 else t

@@ -15,22 +15,17 @@ import torch
 
 
 @functools.cache
-def _read(launch: str) -> tuple[Any, list[int], list[Any], dict[str, Any]]:
+def _read(launch: str) -> Any:
+    # Not at the top: operators work where Triton is missing.
+    from mhc_compile.kernels.opaque import Launch
+
     path, grid, places, rest, options = json.loads(launch)
     module, name = path.rsplit(".", 1)
-    return getattr(importlib.import_module(module), name)[tuple(grid)], places, rest, options
+    return Launch(getattr(importlib.import_module(module), name), grid, places, rest, options)
 
 
 def _launch(launch: str, written: list[torch.Tensor], read: list[torch.Tensor]) -> None:
-    # Not at the top: operators work where Triton is missing.
-    from mhc_compile.kernels.common import on_device
-
-    start, places, rest, options = _read(launch)
-    args = list(rest)
-    for place, tensor in zip(places, (*written, *read), strict=True):
-        args[place] = tensor
-    with on_device(args[places[0]]):
-        start(*args, **options)
+    _read(launch)([*written, *read])
 
 
 # With as little between call and kernel as torch allows: the time that a launch takes is the host's.
