@@ -80,6 +80,13 @@ def group_sizes(k: int, n: int) -> list[int]:
     return [n, n, n * n][: 1 if k == n else 2 if k == 2 * n else 3]
 
 
+def group_sums(rows: Tensor, scale: Tensor, n: int) -> Tensor:
+    """The gradient of scale from that of every row [K]."""
+    if scale.numel() == rows.numel():
+        return rows
+    return torch.stack([part.sum() for part in torch.split(rows, group_sizes(rows.numel(), n))])
+
+
 def _rms_factor(ms: Tensor, rms: Rms) -> Tensor:
     if rms.mode == "inside":
         return torch.rsqrt(ms + rms.eps)
@@ -172,9 +179,7 @@ def gradients(
         ms = upcast(ms.reshape(-1), d_normed.dtype)
         dms = _rms_gradient((d_normed * rows_of(h)).sum(-1), ms, rms, r.squeeze(-1))
     if needs[2]:
-        dscale = (d_logits * normed).sum(0)
-        if scale.numel() != k:
-            dscale = torch.stack([part.sum() for part in torch.split(dscale, group_sizes(k, n))])
+        dscale = group_sums((d_logits * normed).sum(0), scale, n)
     if needs[3]:
         dbias = d_logits.sum(0)
     return dh, dms, dscale, dbias
@@ -196,7 +201,8 @@ def _check(
     return tuple(tokens), parts
 
 
-def _fake(h: Tensor, ms: Tensor, scale: Tensor, bias: Tensor, n: int, **forms: Any) -> tuple[Tensor, ...]:
+def fake(h: Tensor, ms: Tensor, scale: Tensor, bias: Tensor, n: int, **forms: Any) -> tuple[Tensor, ...]:
+    """Tensors like the results, their elements left open."""
     dtype, tokens, k = accumulation_dtype(h), h.shape[:-1], h.shape[-1]
     side = n if k > 2 * n else 0
     return (
@@ -262,7 +268,7 @@ differentiate(
         forms=("rms", "gates"),
         check=_check,
         reference=reference,
-        fake=_fake,
+        fake=fake,
         kernel="scale.forward",
     ),
     define(
