@@ -3,6 +3,7 @@
 // other token.
 
 #include <cmath>
+#include <cstring>
 #include <vector>
 
 constexpr int K = N * N + 2 * N;
@@ -99,7 +100,7 @@ template <bool rows> static void half_step_gradient(Matrix& d, Matrix& p, const 
 struct Tile {
     V ms, root_ms, r, h[K], normed[K], weight[K], logits[K];
 
-    Tile(const Form& form, const float* all_h, const float* all_ms, const float* scale, const float* bias, int k,
+    Tile(const Form& form, const float* all_h, const float* all_ms, const float* scale, const float* bias, long k,
          bool grouped, long first, long tokens) {
         load(h, all_h, k, first, tokens);
         load(&ms, all_ms, 1, first, tokens);
@@ -132,7 +133,7 @@ struct Tile {
 static inline bool over_rows(int step, const Form& form) { return (step % 2 == 0) == bool(form.rows_first); }
 
 extern "C" void forward(const Form* given, const float* h, const float* ms, const float* scale, const float* bias,
-                        float* pre, float* post, float* res, int k, int grouped, long tokens, int threads) {
+                        float* pre, float* post, float* res, long k, long grouped, long tokens, long threads) {
     const Form form = *given;
     #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (long first = 0; first < tokens; first += LANES) {
@@ -155,7 +156,7 @@ extern "C" void forward(const Form* given, const float* h, const float* ms, cons
 // d_pre, d_post and d_res may be null. d_scale and d_bias are the tokens' shares of these gradients, [tokens, k].
 extern "C" void backward(const Form* given, const float* h, const float* ms, const float* scale, const float* bias,
                          const float* d_pre, const float* d_post, const float* d_res, float* pre, float* d_h,
-                         float* d_ms, float* d_scale, float* d_bias, int k, int grouped, long tokens, int threads) {
+                         float* d_ms, float* d_scale, float* d_bias, long k, long grouped, long tokens, long threads) {
     const Form form = *given;
     #pragma omp parallel num_threads(threads) if (threads > 1)
     {
@@ -216,4 +217,31 @@ extern "C" void backward(const Form* given, const float* h, const float* ms, con
             store(d_ms, &d, 1, first, tokens);
         }
     }
+}
+
+static float product(const float* a, const float* b, long width) {
+    V parts[4] = {};
+    long c = 0;
+    for (; c + 4 * LANES <= width; c += 4 * LANES)
+        for (int part = 0; part < 4; part++) {
+            V left, right;
+            std::memcpy(&left, a + c + part * LANES, sizeof left);
+            std::memcpy(&right, b + c + part * LANES, sizeof right);
+            parts[part] += left * right;
+        }
+    V sums = (parts[0] + parts[1]) + (parts[2] + parts[3]);
+    float total = 0;
+    for (int lane = 0; lane < LANES; lane++) total += sums[lane];
+    for (; c < width; c++) total += a[c] * b[c];
+    return total;
+}
+
+// out[m, i, o] = <a[m, i], b[m, o]> of [tokens, N, width] and [tokens, others, width].
+extern "C" void products(const float* a, const float* b, float* out, long others, long width, long tokens,
+                         long threads) {
+    #pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (long m = 0; m < tokens; m++)
+        for (long i = 0; i < N; i++)
+            for (long o = 0; o < others; o++)
+                out[(m * N + i) * others + o] = product(a + (m * N + i) * width, b + (m * others + o) * width, width);
 }

@@ -1,9 +1,9 @@
-"""mhc::_gates and its gradient: `scale` and `sinkhorn` in one loop over tokens, into which lowering takes operators apart.
+"""What lowering makes of operators on a CPU: the work of a token after its projection as one loop over tokens.
 
-What a token needs after its projection is some thousand sums and quotients of a few numbers: less work than calling
-torch once for each of 150 operations on all tokens, and Inductor, which would fuse them, takes seconds to compile every
-Sinkhorn. Written down as a loop, the compiler that Inductor has chosen takes a second, once for a number of streams and
-a machine. That is for float32 without logarithms; the references do the rest, and all where there is no compiler.
+These are some thousand sums and quotients of a few numbers: less work than calling torch for each of 150 operations on
+all tokens, and Inductor, which would fuse them, takes seconds to compile every Sinkhorn. Written down as a loop, a
+second is enough, once for a number of streams and a machine. The loops are for float32 without logarithms; the
+references do the rest, and everything where there is no compiler.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,13 @@ from torch import Tensor
 
 from mhc_compile import compat
 from mhc_compile.forms import RMS_MODES, Gates, Rms, Sinkhorn
+from mhc_compile.ops import _mix
 from mhc_compile.ops._checks import accumulation_dtype
-from mhc_compile.ops._register import define, scalars
-from mhc_compile.ops._tensors import rows_of
-from mhc_compile.ops.aggregate import pre_gradient
+from mhc_compile.ops._register import group, scalars, without_autocast
+from mhc_compile.ops._tensors import fake_gradients, settle, stream_products, tokens_of
+from mhc_compile.ops._transforms import library
 from mhc_compile.ops.scale import fake as fake_scale
-from mhc_compile.ops.scale import gradients as scale_gradients
 from mhc_compile.ops.scale import group_sums
-from mhc_compile.ops.scale import reference as scale_reference
-from mhc_compile.ops.sinkhorn import gradient as sinkhorn_gradient
-from mhc_compile.ops.sinkhorn import reference as sinkhorn_reference
 
 log = logging.getLogger(__name__)
 
@@ -71,52 +69,53 @@ def _library(n: int) -> Any:
     except Exception as error:  # whatever is wrong with the compiler, the references do without
         log.warning("the gates run operator by operator, because their loop could not be compiled: %s", error)
         return None
-    sizes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_int]
-    for function, tensors in ((library.forward, 7), (library.backward, 12)):
-        function.argtypes = [ctypes.POINTER(_Form), *[ctypes.c_void_p] * tensors, *sizes]
+    whole, address = ctypes.c_long, ctypes.c_void_p
+    library.forward.argtypes = [ctypes.POINTER(_Form), *[address] * 7, *[whole] * 4]
+    library.backward.argtypes = [ctypes.POINTER(_Form), *[address] * 12, *[whole] * 4]
+    library.products.argtypes = [*[address] * 3, *[whole] * 4]
+    for function in (library.forward, library.backward, library.products):
         function.restype = None
     return library
 
 
-def _loops(h: Tensor, n: int, sinkhorn: Sinkhorn) -> Any:
+def _suits(*tensors: Tensor) -> bool:
+    """Whether the loops can read all of these."""
+    return all(
+        t is None or (t.device.type == "cpu" and t.dtype == torch.float32 and t.is_contiguous()) for t in tensors
+    )
+
+
+def _threads(tokens: int) -> int:
+    return max(1, min(torch.get_num_threads(), tokens // _TOKENS_OF_A_THREAD))
+
+
+def _pointers(tensors: Sequence[Tensor | None]) -> list[int | None]:
+    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+def _gates_library(h: Tensor, n: int, sinkhorn: Sinkhorn) -> Any:
     logarithms = sinkhorn.log_domain and h.shape[-1] > 2 * n
-    suits = h.device.type == "cpu" and h.dtype == torch.float32 and h.numel() > 0 and not logarithms
-    return _library(n) if suits else None
-
-
-def _run(function: Any, form: _Form, tensors: list[Tensor | None], h: Tensor, scale: Tensor) -> None:
-    k, tokens = h.shape[-1], h.shape[:-1].numel()
-    threads = max(1, min(torch.get_num_threads(), tokens // _TOKENS_OF_A_THREAD))
-    pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-    function(form, *pointers, k, scale.numel() != k, tokens, threads)
+    return _library(n) if _suits(h) and h.numel() > 0 and not logarithms else None
 
 
 def _plain(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.to(torch.float32).contiguous()
 
 
-def _forward(
+def _narrow_forward(
     h: Tensor, ms: Tensor, scale: Tensor, bias: Tensor, n: int, *, rms: Rms, gates: Gates, sinkhorn: Sinkhorn
-) -> tuple[Tensor, ...]:
-    loops = _loops(h, n, sinkhorn)
-    if loops is None:
-        pre, post, logits = scale_reference(h, ms, scale, bias, n, rms=rms, gates=gates)
-        return pre, post, sinkhorn_reference(logits, sinkhorn=sinkhorn)
-    results = fake_scale(h, ms, scale, bias, n)
-    arguments = [_plain(tensor) for tensor in (h, ms, scale, bias)]
-    _run(loops.forward, _form(rms, gates, sinkhorn), [*arguments, *results], h, scale)
-    return results
+) -> _mix.Narrow:
+    library = _gates_library(h, n, sinkhorn)
+    if library is None:
+        return _mix.narrow_forward(h, ms, scale, bias, n, rms=rms, gates=gates, sinkhorn=sinkhorn)
+    h_pre, h_post, h_res = fake_scale(h, ms, scale, bias, n)
+    pointers = _pointers([h, ms, _plain(scale), _plain(bias), h_pre, h_post, h_res])
+    k, tokens = h.shape[-1], ms.numel()
+    library.forward(_form(rms, gates, sinkhorn), *pointers, k, scale.numel() != k, tokens, _threads(tokens))
+    return h_pre, h_post, h_res
 
 
-def _check_nothing(*arguments: Any, **forms: Any) -> None:
-    """Lowering alone calls these operators, with what the operator that it takes apart has checked."""
-
-
-def _fake_forward(h: Tensor, *rest: Any, **forms: Any) -> tuple[Tensor, ...]:
-    return fake_scale(h, *rest)
-
-
-def _backward(
+def _narrow_backward(
     d_layer_input: Tensor | None,
     d_h_pre: Tensor | None,
     d_h_post: Tensor | None,
@@ -126,64 +125,89 @@ def _backward(
     ms: Tensor,
     scale: Tensor,
     bias: Tensor,
+    needs: Sequence[bool],
     *,
     rms: Rms,
     gates: Gates,
     sinkhorn: Sinkhorn,
-) -> tuple[Tensor, ...]:
-    """h_pre, dh, dms, dscale, dbias; at most one of d_layer_input and d_h_pre is given."""
-    n = x.shape[-2]
-    d_pre = d_h_pre if d_layer_input is None else pre_gradient(d_layer_input, x)
-    results = _fake_backward(None, None, None, None, x, h, ms, scale, bias)
-    h_pre, dh, dms, dscale, dbias = results
-    loops = _loops(h, n, sinkhorn)
-    if loops is None:
-        pre, _, logits = scale_reference(h, ms, scale, bias, n, rms=rms, gates=gates)
-        d_res = None if d_h_res is None else sinkhorn_gradient(d_h_res, logits, sinkhorn=sinkhorn).flatten(-2)
-        rows = [None if d is None else rows_of(d) for d in (d_pre, d_h_post, d_res)]
-        narrow = scale_gradients(*rows, h, ms, scale, bias, n, (True,) * 4, rms=rms, gates=gates)
-        for result, value in zip(results, (pre, *narrow), strict=True):
-            result.copy_(value.view(result.shape))
-        return results
-    arguments = [_plain(tensor) for tensor in (h, ms, scale, bias, d_pre, d_h_post, d_h_res)]
-    # The shares of tokens in the gradients of scale and bias, [2, M, K].
-    shares = h.new_empty((2, *rows_of(h).shape))
-    _run(loops.backward, _form(rms, gates, sinkhorn), [*arguments, h_pre, dh, dms, *shares], h, scale)
-    sums = shares.sum(1)
-    dscale.copy_(group_sums(sums[0], scale, n))
-    dbias.copy_(sums[1])
-    return results
+) -> _mix.NarrowGradients:
+    n, k, tokens = x.shape[-2], h.shape[-1], ms.numel()
+    library = _gates_library(h, n, sinkhorn)
+    if library is None:
+        gradients = (d_layer_input, d_h_pre, d_h_post, d_h_res)
+        return _mix.narrow_backward(*gradients, x, h, ms, scale, bias, needs, rms=rms, gates=gates, sinkhorn=sinkhorn)
+    if d_layer_input is not None:
+        d_h_pre = products(x, d_layer_input.unsqueeze(-2)).squeeze(-1)
+    arguments = [_plain(tensor) for tensor in (h, ms, scale, bias, d_h_pre, d_h_post, d_h_res)]
+    h_pre, dh, dms = h.new_empty(x.shape[:-1]), h.new_empty(tokens, k), h.new_empty(tokens)
+    # The shares of tokens in the gradients of scale and bias.
+    shares = h.new_empty(2, tokens, k)
+    pointers = _pointers([*arguments, h_pre, dh, dms, *shares])
+    library.backward(_form(rms, gates, sinkhorn), *pointers, k, scale.numel() != k, tokens, _threads(tokens))
+    dscale, dbias = shares.sum(1) if needs[2] or needs[3] else (None, None)
+    return h_pre, dh, dms, None if dscale is None else group_sums(dscale, scale, n), dbias
 
 
-def _fake_backward(
-    d_layer_input: Tensor | None,
-    d_h_pre: Tensor | None,
-    d_h_post: Tensor | None,
-    d_h_res: Tensor | None,
-    x: Tensor,
-    *narrow: Tensor,
-    **forms: Any,
-) -> tuple[Tensor, ...]:
-    h_pre = x.new_empty(x.shape[:-1], dtype=accumulation_dtype(x))
-    return h_pre, *(x.new_empty(tensor.shape, dtype=tensor.dtype) for tensor in narrow)
+def products(a: Tensor, b: Tensor) -> Tensor:
+    """out[..., i, o] = <a[..., i], b[..., o]>, accumulated in float32 (float64); [..., i, C], [..., o, C]."""
+    library = _library(a.shape[-2]) if _suits(a, b) and a.numel() > 0 else None
+    shape = (*a.shape[:-1], b.shape[-2])
+    if library is None:
+        return settle(stream_products(tokens_of(a), tokens_of(b)), shape, accumulation_dtype(a))
+    out = a.new_empty(shape)
+    tokens = a.shape[:-2].numel()
+    library.products(*_pointers([a, b, out]), b.shape[-2], a.shape[-1], tokens, _threads(tokens))
+    return out
 
 
 _FORMS = ("rms", "gates", "sinkhorn")
 
-define(
-    "_gates",
-    f"(Tensor h, Tensor ms, Tensor scale, Tensor bias, int n, *, {scalars(*_FORMS)}) -> (Tensor, Tensor, Tensor)",
-    forms=_FORMS,
-    check=_check_nothing,
-    reference=_forward,
-    fake=_fake_forward,
+
+@functools.cache
+def _forms(given: frozenset[tuple[str, Any]]) -> dict[str, Any]:
+    defaults = Rms().as_kwargs() | Gates().as_kwargs() | Sinkhorn().as_kwargs()
+    return group(_FORMS, defaults | dict(given))
+
+
+def _define(name: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """As `_register.define`, without what only calls by users need, which is as long as the work itself: lowering has
+    every argument from an operator that checked it.
+    """
+
+    def run(*arguments: Any, **given: Any) -> Any:
+        with without_autocast(arguments):
+            return implementation(*arguments, **(_forms(frozenset(given.items())) if given else {}))
+
+    library.define(name + schema)  # type: ignore[no-untyped-call]
+    library.impl(name, run, "CPU")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"mhc::{name}", fake, lib=library)
+
+
+def _backward(*arguments: Any, **forms: Any) -> tuple[Tensor, ...]:
+    return _mix.backward(*arguments, narrow=_narrow_backward, **forms)
+
+
+def _fake_backward(*arguments: Any, **forms: Any) -> tuple[Tensor, ...]:
+    x, phi, scale, bias, norm_weight, _, _, needs = arguments[6:14]
+    return fake_gradients((x, phi, scale, bias, norm_weight), needs, x)
+
+
+_define(
+    "_mix",
+    f"({_mix.ARGUMENTS}=None, *, {scalars(*_FORMS)}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    functools.partial(_mix.forward, narrow=_narrow_forward),
+    lambda x, phi, *narrow, **forms: _mix.fake_forward(x, phi),
 )
-define(
-    "_gates_backward",
-    "(Tensor? d_layer_input, Tensor? d_h_pre, Tensor? d_h_post, Tensor? d_h_res, Tensor x, Tensor h, Tensor ms,"
-    f" Tensor scale, Tensor bias, *, {scalars(*_FORMS)}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    forms=_FORMS,
-    check=_check_nothing,
-    reference=_backward,
-    fake=_fake_backward,
+_define(
+    "_mix_backward",
+    "(Tensor? d_layer_input, Tensor? d_h_pre, Tensor? d_h_post, Tensor? d_h_res, Tensor? d_h, Tensor? d_ms,"
+    f" {_mix.SAVED}, *, {scalars(*_FORMS)}) -> {_mix.GRADIENTS}",
+    _backward,
+    _fake_backward,
+)
+_define(
+    "_products",
+    "(Tensor a, Tensor b) -> Tensor",
+    products,
+    lambda a, b: a.new_empty((*a.shape[:-1], b.shape[-2]), dtype=accumulation_dtype(a)),
 )

@@ -1,8 +1,8 @@
 """What operators consist of on a CPU: the parts that Inductor makes faster, and operators for the rest.
 
 Inductor gets products and sums over streams. It neither reorders nor contracts them, so a token's bits still depend on
-no other token; its sums over columns and its exponentials would not keep that. What sums over columns or tokens stays an
-operator. So do the gates with Sinkhorn, which Inductor would take long to compile: `mhc::_gates`, one loop over tokens.
+no other token; its sums over columns and its exponentials would not keep that. What sums over columns or tokens is left
+to the operators of `mhc_compile.ops._gates`, and so is Sinkhorn, whose unrolled loop takes long to compile.
 """
 
 from __future__ import annotations
@@ -64,13 +64,18 @@ def expand_combine_backward(
     needs: Sequence[bool],
     d_x: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """df = sum_o h_post[o] * dx'[o] and dx[i] = sum_o h_res[i, o] * dx'[o] + d_x[i]; the operator has the rest."""
+    """df = sum_o h_post[o] * dx'[o] and dx[i] = sum_o h_res[i, o] * dx'[o] + d_x[i]; products over columns the rest."""
     dtype, streams = accumulation_dtype(x), range(x.shape[-2])
-    sums = [False, needs[1], needs[2], False, needs[4]]
-    df, d_bias, d_post, dx, d_res = torch.ops.mhc.expand_combine_backward(
-        d_x_new, f, layer_bias, h_post, x, h_res, sums
-    )
     wide = d_x_new.to(dtype)
+    df, d_bias, d_post, dx, d_res = fake_gradients((f, layer_bias, h_post, x, h_res), [False] * 5, x)
+    if needs[1]:
+        only_bias = [False, True, False, False, False]
+        d_bias = torch.ops.mhc.expand_combine_backward(d_x_new, f, layer_bias, h_post, x, h_res, only_bias)[1]
+    if needs[2]:
+        rows = f.to(dtype) if layer_bias is None else f.to(dtype) + layer_bias.to(dtype)
+        d_post = torch.ops.mhc._products(wide, rows[..., None, :])[..., 0].to(h_post.dtype)
+    if needs[4] and h_res is not None:
+        d_res = torch.ops.mhc._products(x.to(dtype), wide).to(h_res.dtype)
     if needs[0]:
         post = h_post.to(dtype)
         df = _sum([post[..., o, None] * wide[..., o, :] for o in streams]).to(f.dtype)
@@ -83,12 +88,10 @@ def expand_combine_backward(
     return df, d_bias, d_post, dx, d_res
 
 
-def generate_mix(
-    x: Tensor, phi: Tensor, scale: Tensor, bias: Tensor, norm_weight: Tensor | None = None, **scalars: Any
-) -> tuple[Tensor, ...]:
-    """The projection and the gates, an operator each."""
-    h, ms = torch.ops.mhc.projection(x, phi, norm_weight)
-    return *torch.ops.mhc._gates(h, ms, scale, bias, x.shape[-2], **scalars), h, ms
+def generate_mix(x: Tensor, *parameters: Any, **scalars: Any) -> tuple[Tensor, ...]:
+    """All of it by the operator with the loop."""
+    mix: tuple[Tensor, ...] = torch.ops.mhc._mix(x, *parameters, **scalars)
+    return mix
 
 
 def generate_mix_and_aggregate(
@@ -99,76 +102,30 @@ def generate_mix_and_aggregate(
     return aggregate(x, h_pre, out_dtype=out_dtype), *rest
 
 
-def head(x: Tensor, *parameters: Any, out_dtype: torch.dtype | None = None, **scalars: Any) -> tuple[Tensor, ...]:
+def head(x: Tensor, *parameters: Any, **scalars: Any) -> tuple[Tensor, ...]:
     """generate_mix_and_aggregate without what has no elements."""
-    out, _, _, h, ms = generate_mix_and_aggregate(x, *parameters, out_dtype=out_dtype, **scalars)
+    out, _, _, h, ms = generate_mix_and_aggregate(x, *parameters, **scalars)
     return out, h, ms
 
 
-def _mix_backward(
-    gradients: Sequence[Tensor | None],
-    x: Tensor,
-    phi: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    norm_weight: Tensor | None,
-    h: Tensor,
-    ms: Tensor,
-    needs: Sequence[bool],
-    d_x: Tensor | None = None,
-    **scalars: Any,
-) -> tuple[Tensor, ...]:
-    """The gradients of the gates by their operator, and those of the projection by its own, which begin with the rest.
-
-    gradients: of layer_input, h_pre, h_post, h_res, h and ms.
-    """
-    *of_gates, d_h, d_ms = gradients
-    parameters = (scale, bias)
-    h_pre, dh, dms, *narrow = torch.ops.mhc._gates_backward(*of_gates, x, h, ms, *parameters, **scalars)
-    dh = dh if d_h is None else dh + d_h
-    dms = dms if d_ms is None else dms + d_ms
-    if needs[0] and of_gates[0] is not None:
-        dtype = accumulation_dtype(x)
-        aggregated = h_pre[..., None] * of_gates[0].to(dtype)[..., None, :]
-        d_x = aggregated if d_x is None else aggregated + d_x.to(dtype)
-    wide_needs = [needs[0], needs[1], needs[4]]
-    dx, dphi, d_norm_weight = torch.ops.mhc.projection_backward(dh, dms, x, phi, norm_weight, wide_needs, d_x)
-    absent = fake_gradients(parameters, [False, False], x)
-    dscale, dbias = (narrow[i] if needs[2 + i] else absent[i] for i in range(2))
-    return dx, dphi, dscale, dbias, d_norm_weight
-
-
-def generate_mix_backward(
-    d_h_pre: Tensor | None,
-    d_h_post: Tensor | None,
-    d_h_res: Tensor | None,
-    d_h: Tensor | None,
-    d_ms: Tensor | None,
-    *saved: Any,
-    **scalars: Any,
-) -> tuple[Tensor, ...]:
-    """The gradients of generate_mix."""
-    return _mix_backward((None, d_h_pre, d_h_post, d_h_res, d_h, d_ms), *saved, **scalars)
+def generate_mix_backward(*arguments: Any, **scalars: Any) -> tuple[Tensor, ...]:
+    """All of it by the operator with the loop, as of the next two."""
+    gradients: tuple[Tensor, ...] = torch.ops.mhc._mix_backward(None, *arguments, **scalars)
+    return gradients
 
 
 def generate_mix_and_aggregate_backward(
-    d_layer_input: Tensor | None,
-    d_h_post: Tensor | None,
-    d_h_res: Tensor | None,
-    d_h: Tensor | None,
-    d_ms: Tensor | None,
-    *saved: Any,
-    **scalars: Any,
+    d_layer_input: Tensor | None, *arguments: Any, **scalars: Any
 ) -> tuple[Tensor, ...]:
-    """The gradients of generate_mix_and_aggregate."""
-    return _mix_backward((d_layer_input, None, d_h_post, d_h_res, d_h, d_ms), *saved, **scalars)
+    """There is no gradient of h_pre."""
+    gradients: tuple[Tensor, ...] = torch.ops.mhc._mix_backward(d_layer_input, None, *arguments, **scalars)
+    return gradients
 
 
-def head_backward(
-    d_out: Tensor | None, d_h: Tensor | None, d_ms: Tensor | None, *saved: Any, **scalars: Any
-) -> tuple[Tensor, ...]:
-    """The gradients of head."""
-    return _mix_backward((d_out, None, None, None, d_h, d_ms), *saved, **scalars)
+def head_backward(d_out: Tensor | None, *arguments: Any, **scalars: Any) -> tuple[Tensor, ...]:
+    """There are no gradients of h_pre, h_post and h_res."""
+    gradients: tuple[Tensor, ...] = torch.ops.mhc._mix_backward(d_out, None, None, None, *arguments, **scalars)
+    return gradients
 
 
 def boundary(
@@ -208,10 +165,12 @@ def boundary_backward(
     needs: Sequence[bool],
     **scalars: Any,
 ) -> tuple[Tensor, ...]:
-    """The gradients of the mix, and with that of x' those of expand_combine."""
-    gradients = (d_layer_input, None, d_next_post, d_next_res, d_h, d_ms)
+    """The gradient of x' by that of the mix, and from it those of expand_combine."""
+    gradients = (d_layer_input, d_next_post, d_next_res, d_h, d_ms)
     parameters = (phi, scale, bias, norm_weight)
-    d_new, *d_parameters = _mix_backward(gradients, x_new, *parameters, h, ms, [True, *needs[5:]], d_x_new, **scalars)
+    d_new, *d_parameters = generate_mix_and_aggregate_backward(
+        *gradients, x_new, *parameters, h, ms, [True, *needs[5:]], d_x_new, **scalars
+    )
     combine = expand_combine_backward if _is_fused(x, needs) else torch.ops.mhc.expand_combine_backward
     return *combine(d_new, f, layer_bias, h_post, x, h_res, list(needs[:5])), *d_parameters
 
