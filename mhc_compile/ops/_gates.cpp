@@ -29,6 +29,9 @@ static inline V root(V x) {
 
 static inline V sigmoid(V x) { return 1.0f / (exponential(-x) + 1.0f); }
 
+// The parts pre, post and res, if a scale is for a whole part.
+static inline int group(int j) { return (j >= N) + (j >= 2 * N); }
+
 // Tokens [first, first + LANES) of [tokens, width], a vector for each column; past the end the last token again.
 static void load(V* to, const float* from, int width, long first, long tokens) {
     for (int lane = 0; lane < LANES; lane++) {
@@ -110,7 +113,7 @@ struct Tile {
         else r = root_ms < form.rms_eps ? all(form.rms_eps) : root_ms;
         r = 1.0f / r;
         for (int j = 0; j < k; j++) {
-            weight[j] = all(scale[grouped ? (j >= N) + (j >= 2 * N) : j]);
+            weight[j] = all(scale[grouped ? group(j) : j]);
             normed[j] = h[j] * r;
             logits[j] = bias[j] + normed[j] * weight[j];
         }
@@ -153,7 +156,7 @@ extern "C" void forward(const Form* given, const float* h, const float* ms, cons
     }
 }
 
-// d_pre, d_post and d_res may be null. d_scale and d_bias are the tokens' shares of these gradients, [tokens, k].
+// d_pre, d_post and d_res may be null. d_scale and d_bias hold the share of every token in these gradients.
 extern "C" void backward(const Form* given, const float* h, const float* ms, const float* scale, const float* bias,
                          const float* d_pre, const float* d_post, const float* d_res, float* pre, float* d_h,
                          float* d_ms, float* d_scale, float* d_bias, long k, long grouped, long tokens, long threads) {
@@ -199,15 +202,15 @@ extern "C" void backward(const Form* given, const float* h, const float* ms, con
                 for (int j = 0; j < N * N; j++) d_logits[2 * N + j] = d.at[j];
             }
             store(d_bias, d_logits, k, first, tokens);
-            V shares[K], d_r = {};
-            for (int j = 0; j < k; j++) shares[j] = d_logits[j] * tile.normed[j];
-            store(d_scale, shares, k, first, tokens);
+            V shares[K] = {}, d_projection[K], d_r = {};
             for (int j = 0; j < k; j++) {
+                shares[grouped ? group(j) : j] += d_logits[j] * tile.normed[j];
                 V d_normed = d_logits[j] * tile.weight[j];
                 d_r += d_normed * tile.h[j];
-                shares[j] = d_normed * tile.r;
+                d_projection[j] = d_normed * tile.r;
             }
-            store(d_h, shares, k, first, tokens);
+            store(d_scale, shares, grouped ? group(k - 1) + 1 : k, first, tokens);
+            store(d_h, d_projection, k, first, tokens);
             // d_r is of the size of the token, so it is multiplied in between: d_r / dms alone overflows for small ones.
             V d = -0.5f * (d_r * tile.r * tile.r * tile.r);
             if (form.rms_mode != 0) {
@@ -219,29 +222,37 @@ extern "C" void backward(const Form* given, const float* h, const float* ms, con
     }
 }
 
+// Sums of blocks are summed, so that errors grow with neither.
 static float product(const float* a, const float* b, long width) {
-    V parts[4] = {};
-    long c = 0;
-    for (; c + 4 * LANES <= width; c += 4 * LANES)
-        for (int part = 0; part < 4; part++) {
-            V left, right;
-            std::memcpy(&left, a + c + part * LANES, sizeof left);
-            std::memcpy(&right, b + c + part * LANES, sizeof right);
-            parts[part] += left * right;
-        }
-    V sums = (parts[0] + parts[1]) + (parts[2] + parts[3]);
+    constexpr long BLOCK = 64 * LANES;
     float total = 0;
-    for (int lane = 0; lane < LANES; lane++) total += sums[lane];
-    for (; c < width; c++) total += a[c] * b[c];
+    for (long begin = 0; begin < width; begin += BLOCK) {
+        long c = begin, end = begin + BLOCK < width ? begin + BLOCK : width;
+        V parts[4] = {};
+        for (; c + 4 * LANES <= end; c += 4 * LANES)
+            #pragma GCC unroll 4
+            for (int part = 0; part < 4; part++) {
+                V left, right;
+                std::memcpy(&left, a + c + part * LANES, sizeof left);
+                std::memcpy(&right, b + c + part * LANES, sizeof right);
+                parts[part] += left * right;
+            }
+        V sums = (parts[0] + parts[1]) + (parts[2] + parts[3]);
+        float sum = 0;
+        for (int lane = 0; lane < LANES; lane++) sum += sums[lane];
+        for (; c < end; c++) sum += a[c] * b[c];
+        total += sum;
+    }
     return total;
 }
 
-// out[m, i, o] = <a[m, i], b[m, o]> of [tokens, N, width] and [tokens, others, width].
-extern "C" void products(const float* a, const float* b, float* out, long others, long width, long tokens,
+// out[m, i, o] = <a[m, i], b[m, o]> of [tokens, rows, width] and [tokens, others, width].
+extern "C" void products(const float* a, const float* b, float* out, long rows, long others, long width, long tokens,
                          long threads) {
     #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (long m = 0; m < tokens; m++)
-        for (long i = 0; i < N; i++)
+        for (long i = 0; i < rows; i++)
             for (long o = 0; o < others; o++)
-                out[(m * N + i) * others + o] = product(a + (m * N + i) * width, b + (m * others + o) * width, width);
+                out[(m * rows + i) * others + o] =
+                    product(a + (m * rows + i) * width, b + (m * others + o) * width, width);
 }

@@ -23,10 +23,20 @@ from mhc_compile.forms import RMS_MODES, Gates, Rms, Sinkhorn
 from mhc_compile.ops import _mix
 from mhc_compile.ops._checks import accumulation_dtype
 from mhc_compile.ops._register import group, scalars, without_autocast
-from mhc_compile.ops._tensors import fake_gradients, settle, stream_products, tokens_of
+from mhc_compile.ops._tensors import (
+    fake_gradients,
+    matmul_rows,
+    rows_of,
+    settle,
+    settle_gradient,
+    stream_products,
+    tokens_of,
+)
 from mhc_compile.ops._transforms import library
+from mhc_compile.ops.projection import gradients as projection_gradients
+from mhc_compile.ops.projection import reference as projection_reference
+from mhc_compile.ops.projection import weighted_phi
 from mhc_compile.ops.scale import fake as fake_scale
-from mhc_compile.ops.scale import group_sums
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +82,7 @@ def _library(n: int) -> Any:
     whole, address = ctypes.c_long, ctypes.c_void_p
     library.forward.argtypes = [ctypes.POINTER(_Form), *[address] * 7, *[whole] * 4]
     library.backward.argtypes = [ctypes.POINTER(_Form), *[address] * 12, *[whole] * 4]
-    library.products.argtypes = [*[address] * 3, *[whole] * 4]
+    library.products.argtypes = [*[address] * 3, *[whole] * 5]
     for function in (library.forward, library.backward, library.products):
         function.restype = None
     return library
@@ -137,26 +147,25 @@ def _narrow_backward(
         gradients = (d_layer_input, d_h_pre, d_h_post, d_h_res)
         return _mix.narrow_backward(*gradients, x, h, ms, scale, bias, needs, rms=rms, gates=gates, sinkhorn=sinkhorn)
     if d_layer_input is not None:
-        d_h_pre = products(x, d_layer_input.unsqueeze(-2)).squeeze(-1)
+        d_h_pre = products(n, x, d_layer_input.unsqueeze(-2)).squeeze(-1)
     arguments = [_plain(tensor) for tensor in (h, ms, scale, bias, d_h_pre, d_h_post, d_h_res)]
     h_pre, dh, dms = h.new_empty(x.shape[:-1]), h.new_empty(tokens, k), h.new_empty(tokens)
     # The shares of tokens in the gradients of scale and bias.
-    shares = h.new_empty(2, tokens, k)
-    pointers = _pointers([*arguments, h_pre, dh, dms, *shares])
+    of_scale, of_bias = h.new_empty(tokens, scale.numel()), h.new_empty(tokens, k)
+    pointers = _pointers([*arguments, h_pre, dh, dms, of_scale, of_bias])
     library.backward(_form(rms, gates, sinkhorn), *pointers, k, scale.numel() != k, tokens, _threads(tokens))
-    dscale, dbias = shares.sum(1) if needs[2] or needs[3] else (None, None)
-    return h_pre, dh, dms, None if dscale is None else group_sums(dscale, scale, n), dbias
+    return h_pre, dh, dms, of_scale.sum(0) if needs[2] else None, of_bias.sum(0) if needs[3] else None
 
 
-def products(a: Tensor, b: Tensor) -> Tensor:
-    """out[..., i, o] = <a[..., i], b[..., o]>, accumulated in float32 (float64); [..., i, C], [..., o, C]."""
-    library = _library(a.shape[-2]) if _suits(a, b) and a.numel() > 0 else None
+def products(n: int, a: Tensor, b: Tensor) -> Tensor:
+    """out[..., i, o] = <a[..., i], b[..., o]>, accumulated in float32 (float64); n names the library."""
+    library = _library(n) if _suits(a, b) and a.numel() > 0 else None
     shape = (*a.shape[:-1], b.shape[-2])
     if library is None:
         return settle(stream_products(tokens_of(a), tokens_of(b)), shape, accumulation_dtype(a))
     out = a.new_empty(shape)
     tokens = a.shape[:-2].numel()
-    library.products(*_pointers([a, b, out]), b.shape[-2], a.shape[-1], tokens, _threads(tokens))
+    library.products(*_pointers([a, b, out]), a.shape[-2], b.shape[-2], a.shape[-1], tokens, _threads(tokens))
     return out
 
 
@@ -176,38 +185,92 @@ def _define(name: str, schema: str, implementation: Callable[..., Any], fake: Ca
 
     def run(*arguments: Any, **given: Any) -> Any:
         with without_autocast(arguments):
-            return implementation(*arguments, **(_forms(frozenset(given.items())) if given else {}))
+            return implementation(*arguments, **given)
 
     library.define(name + schema)  # type: ignore[no-untyped-call]
     library.impl(name, run, "CPU")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"mhc::{name}", fake, lib=library)
 
 
-def _backward(*arguments: Any, **forms: Any) -> tuple[Tensor, ...]:
-    return _mix.backward(*arguments, narrow=_narrow_backward, **forms)
+def _forward(
+    x: Tensor, phi: Tensor, scale: Tensor, bias: Tensor, norm_weight: Tensor | None = None, **given: Any
+) -> tuple[Tensor, ...]:
+    """As generate_mix."""
+    if _suits(x) and x.numel() > 0 and _library(x.shape[-2]) is not None:
+        flat = x.flatten(-2)
+        h = matmul_rows(rows_of(flat), weighted_phi(phi, norm_weight, x.dtype).T).view(*flat.shape[:-1], phi.shape[0])
+        ms = products(x.shape[-2], flat.unsqueeze(-2), flat.unsqueeze(-2)).view(flat.shape[:-1]).div_(flat.shape[-1])
+    else:
+        h, ms = projection_reference(x, phi, norm_weight)
+    return *_narrow_forward(h, ms, scale, bias, x.shape[-2], **_forms(frozenset(given.items()))), h, ms
+
+
+def _backward(
+    d_layer_input: Tensor | None,
+    d_h_pre: Tensor | None,
+    d_h_post: Tensor | None,
+    d_h_res: Tensor | None,
+    d_h: Tensor | None,
+    d_ms: Tensor | None,
+    x: Tensor,
+    phi: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    norm_weight: Tensor | None,
+    h: Tensor,
+    ms: Tensor,
+    needs: Sequence[bool],
+    **given: Any,
+) -> tuple[Tensor, ...]:
+    """dh @ phi, h_pre and dms, from which Inductor makes dx; dphi, dscale, dbias, dnorm_weight."""
+    gradients = (d_layer_input, d_h_pre, d_h_post, d_h_res)
+    narrow_needs = (True, True, needs[2], needs[3])
+    narrow = _narrow_backward(*gradients, x, h, ms, scale, bias, narrow_needs, **_forms(frozenset(given.items())))
+    h_pre, dh, dms, dscale, dbias = narrow
+    assert dh is not None
+    assert dms is not None
+    dh = dh if d_h is None else dh + rows_of(d_h)
+    dms = dms if d_ms is None else dms + d_ms.reshape(-1)
+    wide_needs = (needs[0], needs[1], needs[4])
+    dx, dphi, dnorm_weight = projection_gradients(
+        dh, None, x, phi, norm_weight, wide_needs, dx_dtype=accumulation_dtype(x)
+    )
+    return (
+        dh.new_empty(0) if dx is None else dx.view(x.shape),
+        h_pre,
+        dms.view(ms.shape),
+        settle_gradient(dphi, phi, x),
+        settle_gradient(dscale, scale, x),
+        settle_gradient(dbias, bias, x),
+        settle_gradient(dnorm_weight, norm_weight, x),
+    )
 
 
 def _fake_backward(*arguments: Any, **forms: Any) -> tuple[Tensor, ...]:
-    x, phi, scale, bias, norm_weight, _, _, needs = arguments[6:14]
-    return fake_gradients((x, phi, scale, bias, norm_weight), needs, x)
+    x, phi, scale, bias, norm_weight, _, ms, needs = arguments[6:14]
+    dtype = accumulation_dtype(x)
+    dx = x.new_empty(x.shape if needs[0] else 0, dtype=dtype)
+    rest = fake_gradients((phi, scale, bias, norm_weight), needs[1:], x, streams=())
+    return dx, x.new_empty(x.shape[:-1], dtype=dtype), ms.new_empty(ms.shape), *rest
 
 
 _define(
     "_mix",
     f"({_mix.ARGUMENTS}=None, *, {scalars(*_FORMS)}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    functools.partial(_mix.forward, narrow=_narrow_forward),
+    _forward,
     lambda x, phi, *narrow, **forms: _mix.fake_forward(x, phi),
 )
 _define(
     "_mix_backward",
     "(Tensor? d_layer_input, Tensor? d_h_pre, Tensor? d_h_post, Tensor? d_h_res, Tensor? d_h, Tensor? d_ms,"
-    f" {_mix.SAVED}, *, {scalars(*_FORMS)}) -> {_mix.GRADIENTS}",
+    f" {_mix.ARGUMENTS}, Tensor h, Tensor ms, bool[] needs, *, {scalars(*_FORMS)})"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _fake_backward,
 )
 _define(
     "_products",
     "(Tensor a, Tensor b) -> Tensor",
-    products,
+    lambda a, b: products(a.shape[-2], a, b),
     lambda a, b: a.new_empty((*a.shape[:-1], b.shape[-2]), dtype=accumulation_dtype(a)),
 )

@@ -6,7 +6,7 @@ h_pre and the aggregated streams is returned.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -134,14 +134,12 @@ def forward(
     phi: Tensor,
     scale: Tensor,
     bias: Tensor,
-    norm_weight: Tensor | None = None,
-    *,
-    narrow: Callable[..., Narrow] = narrow_forward,
+    norm_weight: Tensor | None,
     **forms: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """h_pre, h_post, h_res, h, ms."""
     h, ms = projection_reference(x, phi, norm_weight)
-    return *narrow(h, ms, scale, bias, x.shape[-2], **forms), h, ms
+    return *narrow_forward(h, ms, scale, bias, x.shape[-2], **forms), h, ms
 
 
 def fake_forward(x: Tensor, phi: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -171,16 +169,14 @@ def backward(
     h: Tensor,
     ms: Tensor,
     needs: Sequence[bool],
-    d_x: Tensor | None = None,
-    *,
-    narrow: Callable[..., NarrowGradients] = narrow_backward,
+    d_x: Tensor | None,
     **forms: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dx (+ d_x), dphi, dscale, dbias, dnorm_weight; at most one of d_layer_input and d_h_pre is given."""
     wide = needs[0] or needs[1] or needs[4]
     narrow_needs = (wide, needs[0], needs[2], needs[3])
     gradients = (d_layer_input, d_h_pre, d_h_post, d_h_res)
-    h_pre, dh, dms, dscale, dbias = narrow(*gradients, x, h, ms, scale, bias, narrow_needs, **forms)
+    h_pre, dh, dms, dscale, dbias = narrow_backward(*gradients, x, h, ms, scale, bias, narrow_needs, **forms)
     dx = dphi = dnorm_weight = None
     if dh is not None:
         dh = dh if d_h is None else dh + rows_of(d_h)

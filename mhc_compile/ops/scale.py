@@ -80,13 +80,6 @@ def group_sizes(k: int, n: int) -> list[int]:
     return [n, n, n * n][: 1 if k == n else 2 if k == 2 * n else 3]
 
 
-def group_sums(rows: Tensor, scale: Tensor, n: int) -> Tensor:
-    """The gradient of scale from that of every row [K]."""
-    if scale.numel() == rows.numel():
-        return rows
-    return torch.stack([part.sum() for part in torch.split(rows, group_sizes(rows.numel(), n))])
-
-
 def _rms_factor(ms: Tensor, rms: Rms) -> Tensor:
     if rms.mode == "inside":
         return torch.rsqrt(ms + rms.eps)
@@ -179,7 +172,9 @@ def gradients(
         ms = upcast(ms.reshape(-1), d_normed.dtype)
         dms = _rms_gradient((d_normed * rows_of(h)).sum(-1), ms, rms, r.squeeze(-1))
     if needs[2]:
-        dscale = group_sums((d_logits * normed).sum(0), scale, n)
+        dscale = (d_logits * normed).sum(0)
+        if scale.numel() != k:
+            dscale = torch.stack([part.sum() for part in torch.split(dscale, group_sizes(k, n))])
     if needs[3]:
         dbias = d_logits.sum(0)
     return dh, dms, dscale, dbias

@@ -108,24 +108,66 @@ def head(x: Tensor, *parameters: Any, **scalars: Any) -> tuple[Tensor, ...]:
     return out, h, ms
 
 
-def generate_mix_backward(*arguments: Any, **scalars: Any) -> tuple[Tensor, ...]:
-    """All of it by the operator with the loop, as of the next two."""
-    gradients: tuple[Tensor, ...] = torch.ops.mhc._mix_backward(None, *arguments, **scalars)
-    return gradients
+def _mix_backward(
+    gradients: Sequence[Tensor | None],
+    x: Tensor,
+    phi: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    norm_weight: Tensor | None,
+    h: Tensor,
+    ms: Tensor,
+    needs: Sequence[bool],
+    d_x: Tensor | None = None,
+    **scalars: Any,
+) -> tuple[Tensor, ...]:
+    """dx[i] = (dh @ phi)[i] + 2 / nC * dms * x[i] + h_pre[i] * d_layer_input + d_x[i]; the operator has the rest.
+
+    gradients: of layer_input, h_pre, h_post, h_res, h and ms.
+    """
+    dx, h_pre, dms, *rest = torch.ops.mhc._mix_backward(
+        *gradients, x, phi, scale, bias, norm_weight, h, ms, needs, **scalars
+    )
+    if needs[0]:
+        dx = dx + x.to(dx.dtype) * (dms * (2.0 / phi.shape[1]))[..., None, None]
+        if gradients[0] is not None:
+            dx = dx + h_pre[..., None] * gradients[0].to(dx.dtype)[..., None, :]
+        if d_x is not None:
+            dx = dx + d_x.to(dx.dtype)
+    return dx.to(x.dtype), *rest
+
+
+def generate_mix_backward(
+    d_h_pre: Tensor | None,
+    d_h_post: Tensor | None,
+    d_h_res: Tensor | None,
+    d_h: Tensor | None,
+    d_ms: Tensor | None,
+    *saved: Any,
+    **scalars: Any,
+) -> tuple[Tensor, ...]:
+    """The gradients of generate_mix."""
+    return _mix_backward((None, d_h_pre, d_h_post, d_h_res, d_h, d_ms), *saved, **scalars)
 
 
 def generate_mix_and_aggregate_backward(
-    d_layer_input: Tensor | None, *arguments: Any, **scalars: Any
+    d_layer_input: Tensor | None,
+    d_h_post: Tensor | None,
+    d_h_res: Tensor | None,
+    d_h: Tensor | None,
+    d_ms: Tensor | None,
+    *saved: Any,
+    **scalars: Any,
 ) -> tuple[Tensor, ...]:
-    """There is no gradient of h_pre."""
-    gradients: tuple[Tensor, ...] = torch.ops.mhc._mix_backward(d_layer_input, None, *arguments, **scalars)
-    return gradients
+    """The gradients of generate_mix_and_aggregate."""
+    return _mix_backward((d_layer_input, None, d_h_post, d_h_res, d_h, d_ms), *saved, **scalars)
 
 
-def head_backward(d_out: Tensor | None, *arguments: Any, **scalars: Any) -> tuple[Tensor, ...]:
-    """There are no gradients of h_pre, h_post and h_res."""
-    gradients: tuple[Tensor, ...] = torch.ops.mhc._mix_backward(d_out, None, None, None, *arguments, **scalars)
-    return gradients
+def head_backward(
+    d_out: Tensor | None, d_h: Tensor | None, d_ms: Tensor | None, *saved: Any, **scalars: Any
+) -> tuple[Tensor, ...]:
+    """The gradients of head."""
+    return _mix_backward((d_out, None, None, None, d_h, d_ms), *saved, **scalars)
 
 
 def boundary(
