@@ -41,7 +41,7 @@ from mhc_compile.ops.scale import fake as fake_scale
 log = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
-# What a thread should have to do at least: it takes some microseconds to wake one, and one for 5 tokens.
+# What a thread should have to do at least: waking one costs as much as some ten tokens.
 _TOKENS_OF_A_THREAD = 128
 
 
@@ -89,18 +89,15 @@ def _library(n: int) -> Any:
 
 
 def _suits(*tensors: Tensor) -> bool:
-    """Whether the loops can read all of these."""
-    return all(
-        t is None or (t.device.type == "cpu" and t.dtype == torch.float32 and t.is_contiguous()) for t in tensors
-    )
+    """Whether the loops can read these."""
+    return all(t.device.type == "cpu" and t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
 
 
-def _threads(tokens: int) -> int:
-    return max(1, min(torch.get_num_threads(), tokens // _TOKENS_OF_A_THREAD))
-
-
-def _pointers(tensors: Sequence[Tensor | None]) -> list[int | None]:
-    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+def _run(function: Any, form: tuple[_Form, ...], tensors: Sequence[Tensor | None], sizes: Sequence[int]) -> None:
+    """Call a loop; the last of its sizes is the number of tokens. tensors keeps alive what pointers point to."""
+    pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    threads = max(1, min(torch.get_num_threads(), sizes[-1] // _TOKENS_OF_A_THREAD))
+    function(*form, *pointers, *sizes, threads)
 
 
 def _gates_library(h: Tensor, n: int, sinkhorn: Sinkhorn) -> Any:
@@ -119,9 +116,9 @@ def _narrow_forward(
     if library is None:
         return _mix.narrow_forward(h, ms, scale, bias, n, rms=rms, gates=gates, sinkhorn=sinkhorn)
     h_pre, h_post, h_res = fake_scale(h, ms, scale, bias, n)
-    pointers = _pointers([h, ms, _plain(scale), _plain(bias), h_pre, h_post, h_res])
-    k, tokens = h.shape[-1], ms.numel()
-    library.forward(_form(rms, gates, sinkhorn), *pointers, k, scale.numel() != k, tokens, _threads(tokens))
+    tensors = [h, _plain(ms), _plain(scale), _plain(bias), h_pre, h_post, h_res]
+    k = h.shape[-1]
+    _run(library.forward, (_form(rms, gates, sinkhorn),), tensors, (k, scale.numel() != k, ms.numel()))
     return h_pre, h_post, h_res
 
 
@@ -152,8 +149,8 @@ def _narrow_backward(
     h_pre, dh, dms = h.new_empty(x.shape[:-1]), h.new_empty(tokens, k), h.new_empty(tokens)
     # The shares of tokens in the gradients of scale and bias.
     of_scale, of_bias = h.new_empty(tokens, scale.numel()), h.new_empty(tokens, k)
-    pointers = _pointers([*arguments, h_pre, dh, dms, of_scale, of_bias])
-    library.backward(_form(rms, gates, sinkhorn), *pointers, k, scale.numel() != k, tokens, _threads(tokens))
+    tensors = [*arguments, h_pre, dh, dms, of_scale, of_bias]
+    _run(library.backward, (_form(rms, gates, sinkhorn),), tensors, (k, scale.numel() != k, tokens))
     return h_pre, dh, dms, of_scale.sum(0) if needs[2] else None, of_bias.sum(0) if needs[3] else None
 
 
@@ -164,8 +161,7 @@ def products(n: int, a: Tensor, b: Tensor) -> Tensor:
     if library is None:
         return settle(stream_products(tokens_of(a), tokens_of(b)), shape, accumulation_dtype(a))
     out = a.new_empty(shape)
-    tokens = a.shape[:-2].numel()
-    library.products(*_pointers([a, b, out]), a.shape[-2], b.shape[-2], a.shape[-1], tokens, _threads(tokens))
+    _run(library.products, (), (a, b, out), (a.shape[-2], b.shape[-2], a.shape[-1], a.shape[:-2].numel()))
     return out
 
 

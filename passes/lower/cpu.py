@@ -2,7 +2,7 @@
 
 Inductor gets products and sums over streams. It neither reorders nor contracts them, so a token's bits still depend on
 no other token; its sums over columns and its exponentials would not keep that. What sums over columns or tokens is left
-to the operators of `mhc_compile.ops._gates`, and so is Sinkhorn, whose unrolled loop takes long to compile.
+to the operators of `mhc_compile.ops._gates`, as is Sinkhorn, whose unrolled loop takes long to compile.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def expand_combine_backward(
     dtype, streams = accumulation_dtype(x), range(x.shape[-2])
     wide = d_x_new.to(dtype)
     df, d_bias, d_post, dx, d_res = fake_gradients((f, layer_bias, h_post, x, h_res), [False] * 5, x)
-    if needs[1]:
+    if needs[1] and layer_bias is not None:
         only_bias = [False, True, False, False, False]
         d_bias = torch.ops.mhc.expand_combine_backward(d_x_new, f, layer_bias, h_post, x, h_res, only_bias)[1]
     if needs[2]:
