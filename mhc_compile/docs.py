@@ -215,7 +215,7 @@ class _Errors:
             for node in ast.walk(tree):
                 if isinstance(node, ast.FunctionDef):
                     self.functions[path.stem, node.name] = node
-                elif isinstance(node, ast.Call) and _name(node.func) == "define" and node.args:
+                elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "define":
                     check = next(keyword.value for keyword in node.keywords if keyword.arg == "check")
                     self.checks[ast.literal_eval(node.args[0])] = (path.stem, _name(check))
 

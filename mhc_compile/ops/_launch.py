@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from mhc_compile.ops._transforms import library
+
 
 @functools.cache
 def _read(launch: str) -> Any:
@@ -29,7 +31,8 @@ def _launch(launch: str, written: list[torch.Tensor], read: list[torch.Tensor]) 
 
 
 # With as little between call and kernel as torch allows: the time that a launch takes is the host's.
-_library: Any = torch.library.Library("mhc", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("_launch(str launch, Tensor(a!)[] written, Tensor[] read) -> ()", tags=(torch.Tag.needs_exact_strides,))
-_library.impl("_launch", _launch, "CUDA")
-torch.library.register_fake("mhc::_launch", lambda launch, written, read: None, lib=_library)
+library.define(  # type: ignore[no-untyped-call]
+    "_launch(str launch, Tensor(a!)[] written, Tensor[] read) -> ()", tags=(torch.Tag.needs_exact_strides,)
+)
+library.impl("_launch", _launch, "CUDA")  # type: ignore[no-untyped-call]
+torch.library.register_fake("mhc::_launch", lambda launch, written, read: None, lib=library)

@@ -7,6 +7,7 @@ h_pre and the aggregated streams is returned.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -86,21 +87,59 @@ def check_mix_backward(
     return parts
 
 
+Narrow = tuple[Tensor, Tensor, Tensor]
+NarrowGradients = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+def narrow_forward(
+    h: Tensor, ms: Tensor, scale: Tensor, bias: Tensor, n: int, *, rms: Rms, gates: Gates, sinkhorn: Sinkhorn
+) -> Narrow:
+    """h_pre, h_post, h_res of a projection."""
+    h_pre, h_post, logits = scale_reference(h, ms, scale, bias, n, rms=rms, gates=gates)
+    return h_pre, h_post, sinkhorn_reference(logits, sinkhorn=sinkhorn)
+
+
+def narrow_backward(
+    d_layer_input: Tensor | None,
+    d_h_pre: Tensor | None,
+    d_h_post: Tensor | None,
+    d_h_res: Tensor | None,
+    x: Tensor,
+    h: Tensor,
+    ms: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    needs: Sequence[bool],
+    *,
+    rms: Rms,
+    gates: Gates,
+    sinkhorn: Sinkhorn,
+) -> NarrowGradients:
+    """h_pre [..., n]; dh [M, K], dms [M], dscale and dbias; at most one of d_layer_input and d_h_pre is given."""
+    n = x.shape[-2]
+    h_pre, _, logits = scale_reference(h, ms, scale, bias, n, rms=rms, gates=gates)
+    d_pre = d_res = None
+    if d_layer_input is not None:
+        d_pre = pre_gradient(d_layer_input, x)
+    elif d_h_pre is not None:
+        d_pre = rows_of(d_h_pre)
+    if d_h_res is not None:
+        d_res = rows_of(sinkhorn_gradient(d_h_res, logits, sinkhorn=sinkhorn).flatten(-2))
+    d_post = None if d_h_post is None else rows_of(d_h_post)
+    return h_pre, *scale_gradients(d_pre, d_post, d_res, h, ms, scale, bias, n, needs, rms=rms, gates=gates)
+
+
 def forward(
     x: Tensor,
     phi: Tensor,
     scale: Tensor,
     bias: Tensor,
     norm_weight: Tensor | None,
-    *,
-    rms: Rms,
-    gates: Gates,
-    sinkhorn: Sinkhorn,
+    **forms: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """h_pre, h_post, h_res, h, ms."""
     h, ms = projection_reference(x, phi, norm_weight)
-    h_pre, h_post, logits = scale_reference(h, ms, scale, bias, x.shape[-2], rms=rms, gates=gates)
-    return h_pre, h_post, sinkhorn_reference(logits, sinkhorn=sinkhorn), h, ms
+    return *narrow_forward(h, ms, scale, bias, x.shape[-2], **forms), h, ms
 
 
 def fake_forward(x: Tensor, phi: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -131,29 +170,13 @@ def backward(
     ms: Tensor,
     needs: Sequence[bool],
     d_x: Tensor | None,
-    *,
-    rms: Rms,
-    gates: Gates,
-    sinkhorn: Sinkhorn,
+    **forms: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dx (+ d_x), dphi, dscale, dbias, dnorm_weight; at most one of d_layer_input and d_h_pre is given."""
-    n = x.shape[-2]
-    h_pre, _, logits = scale_reference(h, ms, scale, bias, n, rms=rms, gates=gates)
-
-    d_pre = d_res = None
-    if d_layer_input is not None:
-        d_pre = pre_gradient(d_layer_input, x)
-    elif d_h_pre is not None:
-        d_pre = rows_of(d_h_pre)
-    if d_h_res is not None:
-        d_res = rows_of(sinkhorn_gradient(d_h_res, logits, sinkhorn=sinkhorn).flatten(-2))
-    d_post = None if d_h_post is None else rows_of(d_h_post)
-
     wide = needs[0] or needs[1] or needs[4]
     narrow_needs = (wide, needs[0], needs[2], needs[3])
-    dh, dms, dscale, dbias = scale_gradients(
-        d_pre, d_post, d_res, h, ms, scale, bias, n, narrow_needs, rms=rms, gates=gates
-    )
+    gradients = (d_layer_input, d_h_pre, d_h_post, d_h_res)
+    h_pre, dh, dms, dscale, dbias = narrow_backward(*gradients, x, h, ms, scale, bias, narrow_needs, **forms)
     dx = dphi = dnorm_weight = None
     if dh is not None:
         dh = dh if d_h is None else dh + rows_of(d_h)

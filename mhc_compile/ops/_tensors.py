@@ -12,8 +12,9 @@ from mhc_compile.ops._checks import accumulation_dtype
 # A float32 copy of so many elements still lies in a cache near the core when the next operation reads it.
 # Measured with 512 to 2,048 tokens of 4 x 1,024: 2^17 to 2^19 are alike, all at once takes up to 6 times.
 _CHUNK_ELEMENTS = 1 << 18
-# Measured with 4 x 1,280 and 4 x 4,096 columns: fewer rows cost more with many tokens, more rows with one.
-_BLOCK_ROWS = 16
+# Measured with 4 x 256 and 4 x 4,096 columns: 16 rows gain a fifth with many tokens, and lose half with one.
+_BLOCK_ROWS = 8
+_ALIGNMENT = 64  # of torch's memory, and so of every block of rows in it
 
 
 def token_chunks(streams: Tensor) -> Iterator[slice]:
@@ -74,20 +75,21 @@ def matmul_rows(rows: Tensor, weight: Tensor) -> Tensor:
     """rows [M, K] @ weight [K, J], each row bitwise the same whatever other rows there are.
 
     On a CPU, BLAS chooses its kernel, and with it the order of a sum, by M (MKL has one for a single row, one for 2
-    and 3, one for more) and some by the alignment of memory. So it is only ever given one block of rows, into which
-    all are copied in turn. Measured with float32 streams at 4 x 1,280 and 4 x 4,096 columns, that makes
-    `generate_mix_and_aggregate` slower by 6 to 15% with many tokens, and by 0.1 and 0.25 ms (of 0.5) with one.
+    and 3, one for more) and some by the alignment of memory. So it is given a batch of equal blocks of rows.
     """
     if rows.device.type != "cpu":
         # Of CUDA tensors only float64 gets here, and GPUs too old for the kernels.
         return torch.mm(rows, weight)
-    out = rows.new_empty(rows.shape[0], weight.shape[1])
-    block = rows.new_zeros(_BLOCK_ROWS, rows.shape[1])
-    for start in range(0, rows.shape[0], _BLOCK_ROWS):
-        part = rows[start : start + _BLOCK_ROWS]
-        block[: part.shape[0]] = part
-        out[start : start + _BLOCK_ROWS] = torch.mm(block, weight)[: part.shape[0]]
-    return out
+    tokens, width = rows.shape
+    block = _BLOCK_ROWS if width % 2 == 0 else 2 * _BLOCK_ROWS
+    # At least two, because a batch of one may go to another routine.
+    blocks = max(2, -(-tokens // block))
+    if tokens != blocks * block or not rows.is_contiguous() or rows.data_ptr() % _ALIGNMENT:
+        padded = rows.new_zeros(blocks * block, width)
+        padded[:tokens] = rows
+        rows = padded
+    out = torch.bmm(rows.view(blocks, block, width), weight.expand(blocks, -1, -1))
+    return out.view(-1, weight.shape[1])[:tokens]
 
 
 def _matmul_is_exact(value: Tensor) -> bool:

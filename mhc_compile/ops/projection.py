@@ -94,15 +94,16 @@ def gradients(
     needs: Sequence[bool],
     d_x: Tensor | None = None,
     aggregated: tuple[Tensor, Tensor] | None = None,
+    dx_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx [M, n, C] in the dtype of x; dphi, dnorm_weight in the accumulation dtype, as dh [M, K] and dms [M].
+    """dx [M, n, C] in the dtype of x or dx_dtype; dphi, dnorm_weight in the accumulation dtype, as dh [M, K], dms [M].
 
     d_x, as x, is added to dx before it is rounded; and aggregated: the product of h_pre [M, n] and
     d_layer_input [M, C].
     """
     dtype, streams = accumulation_dtype(x), tokens_of(x)
     weight = weighted_phi(phi, norm_weight, dtype)
-    dx = streams.new_empty(streams.shape) if needs[0] else None
+    dx = streams.new_empty(streams.shape, dtype=dx_dtype) if needs[0] else None
     product = torch.zeros_like(weight) if needs[1] or needs[2] else None
     for tokens in token_chunks(streams):
         flat = upcast(streams[tokens], dtype).flatten(-2)

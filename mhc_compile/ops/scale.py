@@ -196,7 +196,8 @@ def _check(
     return tuple(tokens), parts
 
 
-def _fake(h: Tensor, ms: Tensor, scale: Tensor, bias: Tensor, n: int, **forms: Any) -> tuple[Tensor, ...]:
+def fake(h: Tensor, ms: Tensor, scale: Tensor, bias: Tensor, n: int, **forms: Any) -> tuple[Tensor, ...]:
+    """Tensors like the results, their elements left open."""
     dtype, tokens, k = accumulation_dtype(h), h.shape[:-1], h.shape[-1]
     side = n if k > 2 * n else 0
     return (
@@ -262,7 +263,7 @@ differentiate(
         forms=("rms", "gates"),
         check=_check,
         reference=reference,
-        fake=_fake,
+        fake=fake,
         kernel="scale.forward",
     ),
     define(

@@ -1,8 +1,8 @@
 """What operators consist of on a CPU: the parts that Inductor makes faster, and operators for the rest.
 
-Only products and sums over streams are taken apart. Inductor neither reorders nor contracts them, so a token's bits
-still depend on no other token; its sums over columns and its exponentials would not keep that. What sums over columns
-or tokens stays an operator, and so does Sinkhorn, whose unrolled loop takes long to compile.
+Inductor gets products and sums over streams. It neither reorders nor contracts them, so a token's bits still depend on
+no other token; its sums over columns and its exponentials would not keep that. What sums over columns or tokens is left
+to the operators of `mhc_compile.ops._gates`, as is Sinkhorn, whose unrolled loop takes long to compile.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mhc_compile.ops._checks import accumulation_dtype
+from mhc_compile.ops._tensors import fake_gradients
 
 _MAX_UNROLLED = 8  # streams; the products below are spelled out
 
@@ -63,13 +64,18 @@ def expand_combine_backward(
     needs: Sequence[bool],
     d_x: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """df = sum_o h_post[o] * dx'[o] and dx[i] = sum_o h_res[i, o] * dx'[o] + d_x[i]; the operator has the rest."""
+    """df = sum_o h_post[o] * dx'[o] and dx[i] = sum_o h_res[i, o] * dx'[o] + d_x[i]; products over columns the rest."""
     dtype, streams = accumulation_dtype(x), range(x.shape[-2])
-    sums = [False, needs[1], needs[2], False, needs[4]]
-    df, d_bias, d_post, dx, d_res = torch.ops.mhc.expand_combine_backward(
-        d_x_new, f, layer_bias, h_post, x, h_res, sums
-    )
     wide = d_x_new.to(dtype)
+    df, d_bias, d_post, dx, d_res = fake_gradients((f, layer_bias, h_post, x, h_res), [False] * 5, x)
+    if needs[1] and layer_bias is not None:
+        only_bias = [False, True, False, False, False]
+        d_bias = torch.ops.mhc.expand_combine_backward(d_x_new, f, layer_bias, h_post, x, h_res, only_bias)[1]
+    if needs[2]:
+        rows = f.to(dtype) if layer_bias is None else f.to(dtype) + layer_bias.to(dtype)
+        d_post = torch.ops.mhc._products(wide, rows[..., None, :])[..., 0].to(h_post.dtype)
+    if needs[4] and h_res is not None:
+        d_res = torch.ops.mhc._products(x.to(dtype), wide).to(h_res.dtype)
     if needs[0]:
         post = h_post.to(dtype)
         df = _sum([post[..., o, None] * wide[..., o, :] for o in streams]).to(f.dtype)
@@ -82,12 +88,86 @@ def expand_combine_backward(
     return df, d_bias, d_post, dx, d_res
 
 
+def generate_mix(x: Tensor, *parameters: Any, **scalars: Any) -> tuple[Tensor, ...]:
+    """All of it by the operator with the loop."""
+    mix: tuple[Tensor, ...] = torch.ops.mhc._mix(x, *parameters, **scalars)
+    return mix
+
+
 def generate_mix_and_aggregate(
     x: Tensor, *parameters: Any, out_dtype: torch.dtype | None = None, **scalars: Any
 ) -> tuple[Tensor, ...]:
-    """The gates by `mhc::generate_mix`, and the aggregate with them."""
-    h_pre, *rest = torch.ops.mhc.generate_mix(x, *parameters, **scalars)
+    """generate_mix, and the aggregate with its h_pre."""
+    h_pre, *rest = generate_mix(x, *parameters, **scalars)
     return aggregate(x, h_pre, out_dtype=out_dtype), *rest
+
+
+def head(x: Tensor, *parameters: Any, **scalars: Any) -> tuple[Tensor, ...]:
+    """generate_mix_and_aggregate without what has no elements."""
+    out, _, _, h, ms = generate_mix_and_aggregate(x, *parameters, **scalars)
+    return out, h, ms
+
+
+def _mix_backward(
+    gradients: Sequence[Tensor | None],
+    x: Tensor,
+    phi: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    norm_weight: Tensor | None,
+    h: Tensor,
+    ms: Tensor,
+    needs: Sequence[bool],
+    d_x: Tensor | None = None,
+    **scalars: Any,
+) -> tuple[Tensor, ...]:
+    """dx[i] = (dh @ phi)[i] + 2 / nC * dms * x[i] + h_pre[i] * d_layer_input + d_x[i]; the operator has the rest.
+
+    gradients: of layer_input, h_pre, h_post, h_res, h and ms.
+    """
+    dx, h_pre, dms, *rest = torch.ops.mhc._mix_backward(
+        *gradients, x, phi, scale, bias, norm_weight, h, ms, needs, **scalars
+    )
+    if needs[0]:
+        dx = dx + x.to(dx.dtype) * (dms * (2.0 / phi.shape[1]))[..., None, None]
+        if gradients[0] is not None:
+            dx = dx + h_pre[..., None] * gradients[0].to(dx.dtype)[..., None, :]
+        if d_x is not None:
+            dx = dx + d_x.to(dx.dtype)
+    return dx.to(x.dtype), *rest
+
+
+def generate_mix_backward(
+    d_h_pre: Tensor | None,
+    d_h_post: Tensor | None,
+    d_h_res: Tensor | None,
+    d_h: Tensor | None,
+    d_ms: Tensor | None,
+    *saved: Any,
+    **scalars: Any,
+) -> tuple[Tensor, ...]:
+    """The gradients of generate_mix."""
+    return _mix_backward((None, d_h_pre, d_h_post, d_h_res, d_h, d_ms), *saved, **scalars)
+
+
+def generate_mix_and_aggregate_backward(
+    d_layer_input: Tensor | None,
+    d_h_post: Tensor | None,
+    d_h_res: Tensor | None,
+    d_h: Tensor | None,
+    d_ms: Tensor | None,
+    *saved: Any,
+    **scalars: Any,
+) -> tuple[Tensor, ...]:
+    """The gradients of generate_mix_and_aggregate."""
+    return _mix_backward((d_layer_input, None, d_h_post, d_h_res, d_h, d_ms), *saved, **scalars)
+
+
+def head_backward(
+    d_out: Tensor | None, d_h: Tensor | None, d_ms: Tensor | None, *saved: Any, **scalars: Any
+) -> tuple[Tensor, ...]:
+    """The gradients of head."""
+    return _mix_backward((d_out, None, None, None, d_h, d_ms), *saved, **scalars)
 
 
 def boundary(
@@ -127,34 +207,45 @@ def boundary_backward(
     needs: Sequence[bool],
     **scalars: Any,
 ) -> tuple[Tensor, ...]:
-    """The gradient of x' by the operator of the mix, and from it those of expand_combine."""
+    """The gradient of x' by that of the mix, and from it those of expand_combine."""
     gradients = (d_layer_input, d_next_post, d_next_res, d_h, d_ms)
     parameters = (phi, scale, bias, norm_weight)
-    d_new, *d_parameters = torch.ops.mhc.generate_mix_and_aggregate_backward(
+    d_new, *d_parameters = generate_mix_and_aggregate_backward(
         *gradients, x_new, *parameters, h, ms, [True, *needs[5:]], d_x_new, **scalars
     )
-    return *expand_combine_backward(d_new, f, layer_bias, h_post, x, h_res, needs[:5]), *d_parameters
+    combine = expand_combine_backward if _is_fused(x, needs) else torch.ops.mhc.expand_combine_backward
+    return *combine(d_new, f, layer_bias, h_post, x, h_res, list(needs[:5])), *d_parameters
 
 
-_FORWARD: dict[str, Callable[..., Any]] = {
+_PARTS: dict[str, Callable[..., Any]] = {
     "aggregate": aggregate,
     "expand_combine": expand_combine,
-    "generate_mix_and_aggregate": generate_mix_and_aggregate,
-    "boundary": boundary,
-}
-_BACKWARD: dict[str, Callable[..., Any]] = {
     "expand_combine_backward": expand_combine_backward,
+    "generate_mix": generate_mix,
+    "generate_mix_backward": generate_mix_backward,
+    "generate_mix_and_aggregate": generate_mix_and_aggregate,
+    "generate_mix_and_aggregate_backward": generate_mix_and_aggregate_backward,
+    "head": head,
+    "head_backward": head_backward,
+    "boundary": boundary,
     "boundary_backward": boundary_backward,
 }
+
+
+def _is_fused(x: Tensor, needs: Sequence[bool]) -> bool:
+    """Whether expand_combine_backward is better taken apart: without df and dx there is nothing to fuse.
+
+    With 1,024 tokens of 4 x 1,024 the fused loops are faster by a quarter in float32, slower by as much in bfloat16.
+    """
+    return x.dtype in (torch.float32, torch.float64) and (needs[0] or needs[3])
 
 
 def parts(name: str, x: Tensor, needs: Sequence[bool]) -> Callable[..., Any] | None:
     """What an operator on streams x consists of, None where it is better left whole; needs: of a backward."""
     if x.shape[-2] > _MAX_UNROLLED:
         return None
-    if name in _FORWARD:
-        return _FORWARD[name]
-    # With 1,024 tokens of 4 x 1,024 the fused loops are faster by a quarter in float32, slower by as much in bfloat16;
-    # without df and dx there is nothing to fuse.
-    fused = x.dtype in (torch.float32, torch.float64) and (needs[0] or needs[3])
-    return _BACKWARD.get(name) if fused else None
+    if name == "expand_combine_backward" and not _is_fused(x, needs):
+        return None
+    if name == "boundary_backward" and not any(needs[:5]):
+        return None
+    return _PARTS.get(name)

@@ -1,0 +1,258 @@
+// The gates of tokens from their projections, and the gradients: what `scale` and `sinkhorn` compute, in their order.
+// N, the number of streams, is defined above. A lane is a token, and nothing mixes lanes: a token's bits depend on no
+// other token.
+
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+constexpr int K = N * N + 2 * N;
+constexpr int LANES = 8;
+typedef float V __attribute__((vector_size(4 * LANES)));
+
+struct Form {
+    float rms_eps, pre_eps, post_mult, post_eps, eps, start_eps;
+    int rms_mode, steps, softmax, rows_first, clamp;
+};
+
+static inline V all(float x) { return V{} + x; }
+
+static inline V exponential(V x) {
+    for (int lane = 0; lane < LANES; lane++) x[lane] = std::exp(x[lane]);
+    return x;
+}
+
+static inline V root(V x) {
+    for (int lane = 0; lane < LANES; lane++) x[lane] = std::sqrt(x[lane]);
+    return x;
+}
+
+static inline V sigmoid(V x) { return 1.0f / (exponential(-x) + 1.0f); }
+
+// The parts pre, post and res, if a scale is for a whole part.
+static inline int group(int j) { return (j >= N) + (j >= 2 * N); }
+
+// Tokens [first, first + LANES) of [tokens, width], a vector for each column; past the end the last token again.
+static void load(V* to, const float* from, int width, long first, long tokens) {
+    for (int lane = 0; lane < LANES; lane++) {
+        const float* row = from + width * (first + lane < tokens ? first + lane : tokens - 1);
+        for (int j = 0; j < width; j++) to[j][lane] = row[j];
+    }
+}
+
+static void store(float* to, const V* from, int width, long first, long tokens) {
+    for (int lane = 0; lane < LANES && first + lane < tokens; lane++)
+        for (int j = 0; j < width; j++) to[width * (first + lane) + j] = from[j][lane];
+}
+
+struct Matrix {
+    V at[N * N];
+    // Element b of row a, or of column a.
+    template <bool rows> V& get(int a, int b) { return at[rows ? a * N + b : b * N + a]; }
+    template <bool rows> V sum(int a) {
+        V total = get<rows>(a, 0);
+        for (int b = 1; b < N; b++) total += get<rows>(a, b);
+        return total;
+    }
+    template <bool rows> V largest(int a) {
+        V found = get<rows>(a, 0);
+        for (int b = 1; b < N; b++) found = get<rows>(a, b) > found ? get<rows>(a, b) : found;
+        return found;
+    }
+};
+
+template <bool rows> static void start(Matrix& p, bool softmax) {
+    for (int a = 0; a < N; a++) {
+        V largest = p.largest<rows>(a);
+        for (int b = 0; b < N; b++) p.get<rows>(a, b) = exponential(p.get<rows>(a, b) - largest);
+        V total = softmax ? p.sum<rows>(a) : all(1);
+        for (int b = 0; b < N; b++) p.get<rows>(a, b) /= total;
+    }
+}
+
+template <bool rows> static void start_gradient(Matrix& d, Matrix& p, Matrix& logits, bool softmax) {
+    for (int a = 0; a < N; a++) {
+        for (int b = 0; b < N; b++) d.get<rows>(a, b) *= p.get<rows>(a, b);
+        V total = d.sum<rows>(a), largest = logits.largest<rows>(a), ties = {};
+        for (int b = 0; b < N; b++) ties += logits.get<rows>(a, b) == largest ? all(1) : all(0);
+        for (int b = 0; b < N; b++) {
+            V through = logits.get<rows>(a, b) == largest ? total / ties : all(0);
+            d.get<rows>(a, b) -= softmax ? p.get<rows>(a, b) * total : through;
+        }
+    }
+}
+
+template <bool rows> static void half_step(Matrix& p, V* totals, const Form& form) {
+    for (int a = 0; a < N; a++) {
+        V total = p.sum<rows>(a);
+        totals[a] = !form.clamp ? total + form.eps : total < form.eps ? all(form.eps) : total;
+        for (int b = 0; b < N; b++) p.get<rows>(a, b) /= totals[a];
+    }
+}
+
+template <bool rows> static void half_step_gradient(Matrix& d, Matrix& p, const V* totals, const Form& form) {
+    for (int a = 0; a < N; a++) {
+        V through = d.get<rows>(a, 0) * p.get<rows>(a, 0);
+        for (int b = 1; b < N; b++) through += d.get<rows>(a, b) * p.get<rows>(a, b);
+        if (form.clamp) through = totals[a] > form.eps ? through : all(0);
+        for (int b = 0; b < N; b++) d.get<rows>(a, b) = (d.get<rows>(a, b) - through) / totals[a];
+    }
+}
+
+// What both directions begin with.
+struct Tile {
+    V ms, root_ms, r, h[K], normed[K], weight[K], logits[K];
+
+    Tile(const Form& form, const float* all_h, const float* all_ms, const float* scale, const float* bias, long k,
+         bool grouped, long first, long tokens) {
+        load(h, all_h, k, first, tokens);
+        load(&ms, all_ms, 1, first, tokens);
+        root_ms = root(ms);
+        if (form.rms_mode == 0) r = root(ms + form.rms_eps);
+        else if (form.rms_mode == 1) r = root_ms + form.rms_eps;
+        else r = root_ms < form.rms_eps ? all(form.rms_eps) : root_ms;
+        r = 1.0f / r;
+        for (int j = 0; j < k; j++) {
+            weight[j] = all(scale[grouped ? group(j) : j]);
+            normed[j] = h[j] * r;
+            logits[j] = bias[j] + normed[j] * weight[j];
+        }
+    }
+
+    Matrix residual() const {
+        Matrix result;
+        for (int j = 0; j < N * N; j++) result.at[j] = logits[2 * N + j];
+        return result;
+    }
+
+    Matrix begin(const Form& form) const {
+        Matrix p = residual();
+        if (form.softmax || form.rows_first) start<true>(p, form.softmax);
+        else start<false>(p, false);
+        return p;
+    }
+};
+
+static inline bool over_rows(int step, const Form& form) { return (step % 2 == 0) == bool(form.rows_first); }
+
+extern "C" void forward(const Form* given, const float* h, const float* ms, const float* scale, const float* bias,
+                        float* pre, float* post, float* res, long k, long grouped, long tokens, long threads) {
+    const Form form = *given;
+    #pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (long first = 0; first < tokens; first += LANES) {
+        const Tile tile(form, h, ms, scale, bias, k, grouped, first, tokens);
+        V gates[N], totals[N];
+        for (int i = 0; i < N; i++) gates[i] = sigmoid(tile.logits[i]) + form.pre_eps;
+        store(pre, gates, N, first, tokens);
+        if (k == N) continue;
+        for (int i = 0; i < N; i++) gates[i] = form.post_mult * sigmoid(tile.logits[N + i]) + form.post_eps;
+        store(post, gates, N, first, tokens);
+        if (k == 2 * N) continue;
+        Matrix p = tile.begin(form);
+        for (V& element : p.at) element += form.start_eps;
+        for (int s = 0; s < form.steps; s++)
+            over_rows(s, form) ? half_step<true>(p, totals, form) : half_step<false>(p, totals, form);
+        store(res, p.at, N * N, first, tokens);
+    }
+}
+
+// d_pre, d_post and d_res may be null. d_scale and d_bias hold the share of every token in these gradients.
+extern "C" void backward(const Form* given, const float* h, const float* ms, const float* scale, const float* bias,
+                         const float* d_pre, const float* d_post, const float* d_res, float* pre, float* d_h,
+                         float* d_ms, float* d_scale, float* d_bias, long k, long grouped, long tokens, long threads) {
+    const Form form = *given;
+    #pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        std::vector<Matrix> history(k > 2 * N && d_res ? form.steps + 1 : 0);
+        std::vector<V> totals(N * history.size());
+        #pragma omp for
+        for (long first = 0; first < tokens; first += LANES) {
+            const Tile tile(form, h, ms, scale, bias, k, grouped, first, tokens);
+            V gates[2 * N], d_logits[K] = {};
+            // sigmoid(l) * sigmoid(-l) keeps its relative accuracy where s * (1 - s) cancels.
+            const float* given_gates[] = {d_pre, d_post};
+            for (int part = 0; part < 2 && part * N < k; part++) {
+                V* d = d_logits + part * N;
+                if (given_gates[part]) load(d, given_gates[part], N, first, tokens);
+                for (int i = 0; i < N; i++) {
+                    V logit = tile.logits[part * N + i], gate = sigmoid(logit);
+                    if (part == 0) gates[i] = gate + form.pre_eps;
+                    if (given_gates[part]) d[i] = gate * sigmoid(-logit) * d[i] * (part ? form.post_mult : 1.0f);
+                }
+            }
+            store(pre, gates, N, first, tokens);
+            if (!history.empty()) {
+                Matrix logits = tile.residual(), begun = tile.begin(form), d;
+                history[0] = begun;
+                for (V& element : history[0].at) element += form.start_eps;
+                for (int s = 0; s < form.steps; s++) {
+                    Matrix& p = history[s + 1] = history[s];
+                    V* sums = &totals[N * s];
+                    over_rows(s, form) ? half_step<true>(p, sums, form) : half_step<false>(p, sums, form);
+                }
+                load(d.at, d_res, N * N, first, tokens);
+                for (int s = form.steps; s-- > 0;) {
+                    Matrix& p = history[s + 1];
+                    const V* sums = &totals[N * s];
+                    over_rows(s, form) ? half_step_gradient<true>(d, p, sums, form)
+                                       : half_step_gradient<false>(d, p, sums, form);
+                }
+                if (form.softmax || form.rows_first) start_gradient<true>(d, begun, logits, form.softmax);
+                else start_gradient<false>(d, begun, logits, false);
+                for (int j = 0; j < N * N; j++) d_logits[2 * N + j] = d.at[j];
+            }
+            store(d_bias, d_logits, k, first, tokens);
+            V shares[K] = {}, d_projection[K], d_r = {};
+            for (int j = 0; j < k; j++) {
+                shares[grouped ? group(j) : j] += d_logits[j] * tile.normed[j];
+                V d_normed = d_logits[j] * tile.weight[j];
+                d_r += d_normed * tile.h[j];
+                d_projection[j] = d_normed * tile.r;
+            }
+            store(d_scale, shares, grouped ? group(k - 1) + 1 : k, first, tokens);
+            store(d_h, d_projection, k, first, tokens);
+            // d_r is of the size of the token, so it is multiplied in between: d_r / dms alone overflows for small ones.
+            V d = -0.5f * (d_r * tile.r * tile.r * tile.r);
+            if (form.rms_mode != 0) {
+                V still = all(form.rms_mode == 2 ? form.rms_eps : 0.0f);
+                d = tile.root_ms > still ? -0.5f * (d_r * tile.r * tile.r / tile.root_ms) : all(0);
+            }
+            store(d_ms, &d, 1, first, tokens);
+        }
+    }
+}
+
+// Sums of blocks are summed, so that errors grow with neither.
+static float product(const float* a, const float* b, long width) {
+    constexpr long BLOCK = 64 * LANES;
+    float total = 0;
+    for (long begin = 0; begin < width; begin += BLOCK) {
+        long c = begin, end = begin + BLOCK < width ? begin + BLOCK : width;
+        V parts[4] = {};
+        for (; c + 4 * LANES <= end; c += 4 * LANES)
+            #pragma GCC unroll 4
+            for (int part = 0; part < 4; part++) {
+                V left, right;
+                std::memcpy(&left, a + c + part * LANES, sizeof left);
+                std::memcpy(&right, b + c + part * LANES, sizeof right);
+                parts[part] += left * right;
+            }
+        V sums = (parts[0] + parts[1]) + (parts[2] + parts[3]);
+        float sum = 0;
+        for (int lane = 0; lane < LANES; lane++) sum += sums[lane];
+        for (; c < end; c++) sum += a[c] * b[c];
+        total += sum;
+    }
+    return total;
+}
+
+// out[m, i, o] = <a[m, i], b[m, o]> of [tokens, rows, width] and [tokens, others, width].
+extern "C" void products(const float* a, const float* b, float* out, long rows, long others, long width, long tokens,
+                         long threads) {
+    #pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (long m = 0; m < tokens; m++)
+        for (long i = 0; i < rows; i++)
+            for (long o = 0; o < others; o++)
+                out[(m * rows + i) * others + o] =
+                    product(a + (m * rows + i) * width, b + (m * others + o) * width, width);
+}

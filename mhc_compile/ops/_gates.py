@@ -1,0 +1,272 @@
+"""What lowering makes of operators on a CPU: the work of a token after its projection as one loop over tokens.
+
+These are some thousand sums and quotients of a few numbers: less work than calling torch for each of 150 operations on
+all tokens, and Inductor, which would fuse them, takes seconds to compile every Sinkhorn. Written down as a loop, a
+second is enough, once for a number of streams and a machine. The loops are for float32 without logarithms; the
+references do the rest, and everything where there is no compiler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mhc_compile import compat
+from mhc_compile.forms import RMS_MODES, Gates, Rms, Sinkhorn
+from mhc_compile.ops import _mix
+from mhc_compile.ops._checks import accumulation_dtype
+from mhc_compile.ops._register import group, scalars, without_autocast
+from mhc_compile.ops._tensors import (
+    fake_gradients,
+    matmul_rows,
+    rows_of,
+    settle,
+    settle_gradient,
+    stream_products,
+    tokens_of,
+)
+from mhc_compile.ops._transforms import library
+from mhc_compile.ops.projection import gradients as projection_gradients
+from mhc_compile.ops.projection import reference as projection_reference
+from mhc_compile.ops.projection import weighted_phi
+from mhc_compile.ops.scale import fake as fake_scale
+
+log = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_suffix(".cpp")
+# What a thread should have to do at least: waking one costs as much as some ten tokens.
+_TOKENS_OF_A_THREAD = 128
+
+
+class _Form(ctypes.Structure):
+    """Rms, Gates and Sinkhorn as the source has them."""
+
+    _fields_ = [
+        *((name, ctypes.c_float) for name in ("rms_eps", "pre_eps", "post_mult", "post_eps", "eps", "start_eps")),
+        *((name, ctypes.c_int) for name in ("rms_mode", "steps", "softmax", "rows_first", "clamp")),
+    ]
+
+
+@functools.cache
+def _form(rms: Rms, gates: Gates, sinkhorn: Sinkhorn) -> _Form:
+    return _Form(
+        rms_eps=rms.eps,
+        rms_mode=RMS_MODES.index(rms.mode),
+        pre_eps=gates.pre_eps,
+        post_mult=gates.post_mult,
+        post_eps=gates.post_eps,
+        steps=sinkhorn.steps,
+        softmax=sinkhorn.start == "softmax",
+        rows_first=sinkhorn.first == "rows",
+        eps=sinkhorn.eps,
+        start_eps=sinkhorn.start_eps,
+        clamp=sinkhorn.clamp,
+    )
+
+
+@functools.cache
+def _library(n: int) -> Any:
+    """The loops for n streams, None where they cannot be compiled."""
+    try:
+        library = compat.cpp_library(f"constexpr int N = {n};\n{_SOURCE.read_text(encoding='utf-8')}")
+    except Exception as error:  # whatever is wrong with the compiler, the references do without
+        log.warning("the gates run operator by operator, because their loop could not be compiled: %s", error)
+        return None
+    whole, address = ctypes.c_long, ctypes.c_void_p
+    library.forward.argtypes = [ctypes.POINTER(_Form), *[address] * 7, *[whole] * 4]
+    library.backward.argtypes = [ctypes.POINTER(_Form), *[address] * 12, *[whole] * 4]
+    library.products.argtypes = [*[address] * 3, *[whole] * 5]
+    for function in (library.forward, library.backward, library.products):
+        function.restype = None
+    return library
+
+
+def _suits(*tensors: Tensor) -> bool:
+    """Whether the loops can read these."""
+    return all(t.device.type == "cpu" and t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
+
+
+def _run(function: Any, form: tuple[_Form, ...], tensors: Sequence[Tensor | None], sizes: Sequence[int]) -> None:
+    """Call a loop; the last of its sizes is the number of tokens. tensors keeps alive what pointers point to."""
+    pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    threads = max(1, min(torch.get_num_threads(), sizes[-1] // _TOKENS_OF_A_THREAD))
+    function(*form, *pointers, *sizes, threads)
+
+
+def _gates_library(h: Tensor, n: int, sinkhorn: Sinkhorn) -> Any:
+    logarithms = sinkhorn.log_domain and h.shape[-1] > 2 * n
+    return _library(n) if _suits(h) and h.numel() > 0 and not logarithms else None
+
+
+def _plain(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.to(torch.float32).contiguous()
+
+
+def _narrow_forward(
+    h: Tensor, ms: Tensor, scale: Tensor, bias: Tensor, n: int, *, rms: Rms, gates: Gates, sinkhorn: Sinkhorn
+) -> _mix.Narrow:
+    library = _gates_library(h, n, sinkhorn)
+    if library is None:
+        return _mix.narrow_forward(h, ms, scale, bias, n, rms=rms, gates=gates, sinkhorn=sinkhorn)
+    h_pre, h_post, h_res = fake_scale(h, ms, scale, bias, n)
+    tensors = [h, _plain(ms), _plain(scale), _plain(bias), h_pre, h_post, h_res]
+    k = h.shape[-1]
+    _run(library.forward, (_form(rms, gates, sinkhorn),), tensors, (k, scale.numel() != k, ms.numel()))
+    return h_pre, h_post, h_res
+
+
+def _narrow_backward(
+    d_layer_input: Tensor | None,
+    d_h_pre: Tensor | None,
+    d_h_post: Tensor | None,
+    d_h_res: Tensor | None,
+    x: Tensor,
+    h: Tensor,
+    ms: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    needs: Sequence[bool],
+    *,
+    rms: Rms,
+    gates: Gates,
+    sinkhorn: Sinkhorn,
+) -> _mix.NarrowGradients:
+    n, k, tokens = x.shape[-2], h.shape[-1], ms.numel()
+    library = _gates_library(h, n, sinkhorn)
+    if library is None:
+        gradients = (d_layer_input, d_h_pre, d_h_post, d_h_res)
+        return _mix.narrow_backward(*gradients, x, h, ms, scale, bias, needs, rms=rms, gates=gates, sinkhorn=sinkhorn)
+    if d_layer_input is not None:
+        d_h_pre = products(n, x, d_layer_input.unsqueeze(-2)).squeeze(-1)
+    arguments = [_plain(tensor) for tensor in (h, ms, scale, bias, d_h_pre, d_h_post, d_h_res)]
+    h_pre, dh, dms = h.new_empty(x.shape[:-1]), h.new_empty(tokens, k), h.new_empty(tokens)
+    # The shares of tokens in the gradients of scale and bias.
+    of_scale, of_bias = h.new_empty(tokens, scale.numel()), h.new_empty(tokens, k)
+    tensors = [*arguments, h_pre, dh, dms, of_scale, of_bias]
+    _run(library.backward, (_form(rms, gates, sinkhorn),), tensors, (k, scale.numel() != k, tokens))
+    return h_pre, dh, dms, of_scale.sum(0) if needs[2] else None, of_bias.sum(0) if needs[3] else None
+
+
+def products(n: int, a: Tensor, b: Tensor) -> Tensor:
+    """out[..., i, o] = <a[..., i], b[..., o]>, accumulated in float32 (float64); n names the library."""
+    library = _library(n) if _suits(a, b) and a.numel() > 0 else None
+    shape = (*a.shape[:-1], b.shape[-2])
+    if library is None:
+        return settle(stream_products(tokens_of(a), tokens_of(b)), shape, accumulation_dtype(a))
+    out = a.new_empty(shape)
+    _run(library.products, (), (a, b, out), (a.shape[-2], b.shape[-2], a.shape[-1], a.shape[:-2].numel()))
+    return out
+
+
+_FORMS = ("rms", "gates", "sinkhorn")
+
+
+@functools.cache
+def _forms(given: frozenset[tuple[str, Any]]) -> dict[str, Any]:
+    defaults = Rms().as_kwargs() | Gates().as_kwargs() | Sinkhorn().as_kwargs()
+    return group(_FORMS, defaults | dict(given))
+
+
+def _define(name: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """As `_register.define`, without what only calls by users need, which is as long as the work itself: lowering has
+    every argument from an operator that checked it.
+    """
+
+    def run(*arguments: Any, **given: Any) -> Any:
+        with without_autocast(arguments):
+            return implementation(*arguments, **given)
+
+    library.define(name + schema)  # type: ignore[no-untyped-call]
+    library.impl(name, run, "CPU")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"mhc::{name}", fake, lib=library)
+
+
+def _forward(
+    x: Tensor, phi: Tensor, scale: Tensor, bias: Tensor, norm_weight: Tensor | None = None, **given: Any
+) -> tuple[Tensor, ...]:
+    """As generate_mix."""
+    if _suits(x) and x.numel() > 0 and _library(x.shape[-2]) is not None:
+        flat = x.flatten(-2)
+        h = matmul_rows(rows_of(flat), weighted_phi(phi, norm_weight, x.dtype).T).view(*flat.shape[:-1], phi.shape[0])
+        ms = products(x.shape[-2], flat.unsqueeze(-2), flat.unsqueeze(-2)).view(flat.shape[:-1]).div_(flat.shape[-1])
+    else:
+        h, ms = projection_reference(x, phi, norm_weight)
+    return *_narrow_forward(h, ms, scale, bias, x.shape[-2], **_forms(frozenset(given.items()))), h, ms
+
+
+def _backward(
+    d_layer_input: Tensor | None,
+    d_h_pre: Tensor | None,
+    d_h_post: Tensor | None,
+    d_h_res: Tensor | None,
+    d_h: Tensor | None,
+    d_ms: Tensor | None,
+    x: Tensor,
+    phi: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    norm_weight: Tensor | None,
+    h: Tensor,
+    ms: Tensor,
+    needs: Sequence[bool],
+    **given: Any,
+) -> tuple[Tensor, ...]:
+    """dh @ phi, h_pre and dms, from which Inductor makes dx; dphi, dscale, dbias, dnorm_weight."""
+    gradients = (d_layer_input, d_h_pre, d_h_post, d_h_res)
+    narrow_needs = (True, True, needs[2], needs[3])
+    narrow = _narrow_backward(*gradients, x, h, ms, scale, bias, narrow_needs, **_forms(frozenset(given.items())))
+    h_pre, dh, dms, dscale, dbias = narrow
+    assert dh is not None
+    assert dms is not None
+    dh = dh if d_h is None else dh + rows_of(d_h)
+    dms = dms if d_ms is None else dms + d_ms.reshape(-1)
+    wide_needs = (needs[0], needs[1], needs[4])
+    dx, dphi, dnorm_weight = projection_gradients(
+        dh, None, x, phi, norm_weight, wide_needs, dx_dtype=accumulation_dtype(x)
+    )
+    return (
+        dh.new_empty(0) if dx is None else dx.view(x.shape),
+        h_pre,
+        dms.view(ms.shape),
+        settle_gradient(dphi, phi, x),
+        settle_gradient(dscale, scale, x),
+        settle_gradient(dbias, bias, x),
+        settle_gradient(dnorm_weight, norm_weight, x),
+    )
+
+
+def _fake_backward(*arguments: Any, **forms: Any) -> tuple[Tensor, ...]:
+    x, phi, scale, bias, norm_weight, _, ms, needs = arguments[6:14]
+    dtype = accumulation_dtype(x)
+    dx = x.new_empty(x.shape if needs[0] else 0, dtype=dtype)
+    rest = fake_gradients((phi, scale, bias, norm_weight), needs[1:], x, streams=())
+    return dx, x.new_empty(x.shape[:-1], dtype=dtype), ms.new_empty(ms.shape), *rest
+
+
+_define(
+    "_mix",
+    f"({_mix.ARGUMENTS}=None, *, {scalars(*_FORMS)}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _forward,
+    lambda x, phi, *narrow, **forms: _mix.fake_forward(x, phi),
+)
+_define(
+    "_mix_backward",
+    "(Tensor? d_layer_input, Tensor? d_h_pre, Tensor? d_h_post, Tensor? d_h_res, Tensor? d_h, Tensor? d_ms,"
+    f" {_mix.ARGUMENTS}, Tensor h, Tensor ms, bool[] needs, *, {scalars(*_FORMS)})"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _backward,
+    _fake_backward,
+)
+_define(
+    "_products",
+    "(Tensor a, Tensor b) -> Tensor",
+    lambda a, b: products(a.shape[-2], a, b),
+    lambda a, b: a.new_empty((*a.shape[:-1], b.shape[-2]), dtype=accumulation_dtype(a)),
+)

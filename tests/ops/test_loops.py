@@ -1,0 +1,119 @@
+"""The operators that lowering on a CPU leaves: their loops against float64 and the references."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mhc_compile.forms import RMS_MODES, SINKHORN_AXES, SINKHORN_STARTS, Gates, Rms, Sinkhorn
+from mhc_compile.ops import _gates, _mix
+
+WIDTH = 40
+# No neighbours of others: sizes of parts, and forms that differ in one thing.
+FORMS = list(itertools.product(RMS_MODES, SINKHORN_STARTS, SINKHORN_AXES, (False, True), (0, 1, 39)))
+
+
+def _tensors(n: int, parts: int, tokens: int, *, groups: bool = True) -> dict[str, Any]:
+    torch.manual_seed(0)
+    k = [n, 2 * n, 2 * n + n * n][parts - 1]
+    return {
+        "d_layer_input": torch.randn(tokens, WIDTH),
+        "d_h_pre": None,
+        "d_h_post": torch.randn(tokens, n) if parts > 1 else None,
+        "d_h_res": torch.randn(tokens, n, n) if parts > 2 else None,
+        "x": torch.randn(tokens, n, WIDTH),
+        "h": torch.randn(tokens, k) * 3,
+        "ms": torch.rand(tokens) + 0.1,
+        "scale": torch.rand(parts if groups else k) + 0.5,
+        "bias": torch.randn(k),
+    }
+
+
+def _evaluate(forward: Any, backward: Any, t: dict[str, Any], forms: dict[str, Any]) -> list[Tensor]:
+    given = forward(*(t[name] for name in ("h", "ms", "scale", "bias")), t["x"].shape[-2], **forms)
+    return [*given, *backward(*t.values(), [True] * 4, **forms)]
+
+
+def _error(values: list[Tensor], exact: list[Tensor]) -> list[float]:
+    return [((a.double() - b).norm() / b.norm().clamp_min(1e-30)).item() for a, b in zip(values, exact, strict=True)]
+
+
+@pytest.mark.parametrize(("n", "parts"), [(4, 3), (4, 2), (4, 1), (3, 3), (1, 3)])
+def test_loops_are_as_accurate_as_the_references(n: int, parts: int) -> None:
+    """In all forms, with whole tiles and parts of one, a scale for groups and for rows."""
+    assert _gates._library(n) is not None
+    for (mode, start, first, clamp, steps), tokens in zip(FORMS, itertools.cycle([37, 8]), strict=False):
+        t = _tensors(n, parts, tokens, groups=steps != 1)
+        forms = {
+            "rms": Rms(0.3, mode),
+            "gates": Gates(0.1, 1.5, 0.2),
+            "sinkhorn": Sinkhorn(steps, start, first, eps=0.4 if clamp else 1e-6, clamp=clamp),
+        }
+        loops = _evaluate(_gates._narrow_forward, _gates._narrow_backward, t, forms)
+        plain = _evaluate(_mix.narrow_forward, _mix.narrow_backward, t, forms)
+        wide = {name: None if value is None else value.double() for name, value in t.items()}
+        exact = _evaluate(_mix.narrow_forward, _mix.narrow_backward, wide, forms)
+        assert [value.shape for value in loops] == [value.shape for value in exact]
+        for error, other in zip(_error(loops, exact), _error(plain, exact), strict=True):
+            # The same operations, but for the order of sums over columns and tokens.
+            assert error <= 2 * other + 8 * torch.finfo(torch.float32).eps, (forms, tokens)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_tokens_do_not_depend_on_each_other(threads: int) -> None:
+    t, phi = _tensors(4, 3, 700), torch.randn(24, 4 * WIDTH)
+    parameters, shared = (phi, t["scale"], t["bias"], None), {"scale", "bias"}
+
+    def evaluate(t: dict[str, Any]) -> list[Tensor]:
+        mhc, needs = torch.ops.mhc, [True, False, False, False, False]
+        gradients = (t["d_layer_input"], None, t["d_h_post"], t["d_h_res"], None, None)
+        return [
+            *mhc._mix(t["x"], *parameters),
+            *mhc._mix_backward(*gradients, t["x"], *parameters, t["h"], t["ms"], needs)[:3],
+            mhc._products(t["x"], t["x"]),
+        ]
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        whole = evaluate(t)
+        for some in (slice(0, 1), slice(5, 8), slice(3, 19), slice(400, None)):
+            part = {
+                name: value if value is None or name in shared else value[some].clone() for name, value in t.items()
+            }
+            assert all(torch.equal(a[some], b) for a, b in zip(whole, evaluate(part), strict=True)), some
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The references do the same, and it is said once."""
+
+    def fail(source: str) -> None:
+        raise RuntimeError("no compiler")
+
+    x, phi, bias = torch.randn(5, 4, WIDTH), torch.randn(24, 4 * WIDTH), torch.randn(24)
+    with_loops = torch.ops.mhc._mix(x, phi, torch.ones(3), bias)
+    _gates._library.cache_clear()
+    monkeypatch.setattr(_gates.compat, "cpp_library", fail)
+    try:
+        without = torch.ops.mhc._mix(x, phi, torch.ones(3), bias)
+        torch.ops.mhc._mix(x, phi, torch.ones(3), bias)
+    finally:
+        _gates._library.cache_clear()
+    assert [record.getMessage().split(": ")[1] for record in caplog.records] == ["no compiler"]
+    for a, b, c in zip(with_loops, without, torch.ops.mhc.generate_mix(x, phi, torch.ones(3), bias), strict=True):
+        assert torch.equal(b, c)
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_parameters_of_other_dtypes() -> None:
+    """They are copied, and the copies live as long as the loop reads them."""
+    x, phi = torch.randn(300, 4, WIDTH), torch.randn(24, 4 * WIDTH)
+    scale, bias = torch.rand(24).bfloat16(), torch.randn(24).bfloat16()
+    narrow = torch.ops.mhc._mix(x, phi, scale, bias)
+    assert all(map(torch.equal, narrow, torch.ops.mhc._mix(x, phi, scale.float(), bias.float())))
