@@ -116,3 +116,27 @@ def test_two_streams(kind: type[_TwoStreams], tokens: int) -> None:
     outcome = check.run(kind(2, WIDTH, 3, 2), (torch.randn(4, tokens, 2, WIDTH),))
     check.assert_as_accurate(outcome)
     assert outcome.operators == ["expand_combine", "generate_mix_and_aggregate"], str(outcome.report)
+
+
+class _LogDomain(Sublayer):
+    """Twenty iterations come so close to doubly stochastic that a gradient has to differ within a matrix to count."""
+
+    detached = False
+
+    def res(self, logits: Tensor) -> Tensor:
+        for axis in (-1, -2) * 20:
+            total = torch.logsumexp(logits, axis, keepdim=True)
+            logits = logits - (total.detach() if self.detached else total)
+        return logits.exp()
+
+
+class _LogDomainDetached(_LogDomain):
+    detached = True
+
+
+@pytest.mark.parametrize("tokens", [7, 64, 1024])
+@pytest.mark.parametrize(("kind", "rewritten"), [(_LogDomain, True), (_LogDomainDetached, False)])
+def test_log_domain_of_many_tokens(kind: type[_LogDomain], rewritten: bool, tokens: int) -> None:
+    outcome = check.run(kind(N, WIDTH, 3, 2), (torch.randn(4, tokens, N, WIDTH),), repeats=1)
+    check.assert_as_accurate(outcome)
+    assert any("log domain" in site.detail for site in outcome.report.rewritten) == rewritten, str(outcome.report)
