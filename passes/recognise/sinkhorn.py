@@ -63,7 +63,13 @@ def _turns(candidate: _Start) -> tuple[Turn, ...]:
 
 
 # A softmax has normalised the rows, so the columns are what comes next.
-_BEGINNINGS = (("softmax", "columns"), ("softmax", "rows"), ("exp", "rows"), ("exp", "columns"))
+_BEGINNINGS = (
+    ("softmax", "columns"),
+    ("softmax", "rows"),
+    *(("exp", first) for first in SINKHORN_AXES),
+    *(("plain_exp", first) for first in SINKHORN_AXES),
+    *(("global_exp", first) for first in SINKHORN_AXES),
+)
 
 
 def identify(found: Region, side: int) -> tuple[Sinkhorn, bool, bool] | str:
@@ -118,8 +124,11 @@ def _nearly(given: torch.Tensor, got: torch.Tensor, constants: list[float], limi
             for start_eps in sorted({0.0, rows, columns}) if rows != columns else ():
                 told[_Start(start, first, rows, start_eps, clamp, columns)] = why
     for first, eps, clamp in product(SINKHORN_AXES, constants[:4], (False, True)):
-        why = f"it starts from exp of logits that are not shifted by their maximum, so that eps {eps:g} acts otherwise"
-        told[_Start("bare", first, eps, 0.0, clamp)] = why
+        why = (
+            f"it begins with {first} and starts from exp of logits shifted by the maxima of the other axis, so that "
+            f"eps {eps:g} acts otherwise"
+        )
+        told[_Start("crossed", first, eps, 0.0, clamp)] = why
     near, _ = _near(list(told), given, got, limit)
     return f"{NEARLY} projection, but {told[near[0][0]]}" if near else None
 
@@ -259,8 +268,10 @@ def _begun(c: _Start, logits: torch.Tensor) -> torch.Tensor:
     """The matrices before the first half-step, in the log domain their logarithms."""
     if c.start == "softmax":
         return logits.log_softmax(-1) if c.log_domain else logits.softmax(-1) + c.start_eps
-    if c.start == "exp":
-        logits = logits - logits.amax(-1 if c.first == "rows" else -2, keepdim=True)
+    axis = -1 if c.first == "rows" else -2
+    shifts: dict[str, int | tuple[int, int]] = {"exp": axis, "crossed": -3 - axis, "global_exp": (-2, -1)}
+    if c.start in shifts:
+        logits = logits - logits.amax(shifts[c.start], keepdim=True)
     return logits if c.log_domain else logits.exp() + c.start_eps
 
 

@@ -140,3 +140,91 @@ def test_log_domain_of_many_tokens(kind: type[_LogDomain], rewritten: bool, toke
     outcome = check.run(kind(N, WIDTH, 3, 2), (torch.randn(4, tokens, N, WIDTH),), repeats=1)
     check.assert_as_accurate(outcome)
     assert any("log domain" in site.detail for site in outcome.report.rewritten) == rewritten, str(outcome.report)
+
+
+class _Exponential(Sublayer):
+    """exp of logits, some matrices of which are as small as the eps that are added to their sums."""
+
+    eps = 1e-6
+    axes = (-1, -2) * 4
+    detached = False
+
+    def __init__(self) -> None:
+        super().__init__(N, WIDTH, 3, 2)
+        with torch.no_grad():
+            self.scale[2] = 8.0
+            self.bias[2 * N :] += math.log(self.eps)
+
+    def exponential(self, logits: Tensor) -> Tensor:
+        return logits.exp()
+
+    def total(self, m: Tensor, axis: int) -> Tensor:
+        return m.sum(axis, keepdim=True) + self.eps
+
+    def res(self, logits: Tensor) -> Tensor:
+        m = self.exponential(logits)
+        for axis in self.axes:
+            m = m / self.total(m, axis)
+        return m
+
+
+class _ExponentialColumnsFirst(_Exponential):
+    axes = (-2, -1, -2)
+
+
+class _ExponentialClamped(_Exponential):
+    def total(self, m: Tensor, axis: int) -> Tensor:
+        return m.sum(axis, keepdim=True).clamp(min=self.eps)
+
+
+class _ExponentialPlusEps(_Exponential):
+    def exponential(self, logits: Tensor) -> Tensor:
+        return logits.exp() + self.eps
+
+
+class _ShiftedByAll(_Exponential):
+    def exponential(self, logits: Tensor) -> Tensor:
+        top = logits.amax((-2, -1), keepdim=True)
+        return (logits - (top.detach() if self.detached else top)).exp()
+
+
+class _ShiftedByFlatMaximum(_Exponential):
+    def exponential(self, logits: Tensor) -> Tensor:
+        return (logits - logits.flatten(-2).max(-1)[0][..., None, None]).exp()
+
+
+class _ShiftedByAllDetached(_ShiftedByAll):
+    detached = True
+
+
+class _ShiftedByAllTokens(_Exponential):
+    def exponential(self, logits: Tensor) -> Tensor:
+        return (logits - logits.max()).exp()
+
+
+class _ShiftedByAConstant(_Exponential):
+    def exponential(self, logits: Tensor) -> Tensor:
+        return (logits - 3.0).exp()
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (_Exponential, "plain_exp, rows first, 8 half-steps, eps 1e-06"),
+        (_ExponentialColumnsFirst, "plain_exp, columns first, 3 half-steps, eps 1e-06"),
+        (_ExponentialClamped, "plain_exp, rows first, 8 half-steps, eps 1e-06 clamped"),
+        (_ExponentialPlusEps, "plain_exp, rows first, 8 half-steps, eps 1e-06"),
+        (_ShiftedByAll, "global_exp, rows first, 8 half-steps, eps 1e-06"),
+        (_ShiftedByFlatMaximum, "global_exp, rows first, 8 half-steps, eps 1e-06"),
+        (_ShiftedByAConstant, "plain_exp, rows first, 8 half-steps, eps 1e-06"),
+        (_ShiftedByAllDetached, None),
+        (_ShiftedByAllTokens, None),
+    ],
+)
+def test_exponentials_whose_shift_does_not_cancel(kind: type[_Exponential], told: str | None) -> None:
+    """Where the shift is no form's, the projection is one of logits that are shifted before."""
+    outcome = check.run(kind(), (torch.randn(2, 3, N, WIDTH),))
+    check.assert_as_accurate(outcome)
+    (gates,) = (site.detail for site in outcome.report.rewritten if site.op == "generate_mix_and_aggregate")
+    assert gates.endswith(told) if told else "sinkhorn" not in gates, str(outcome.report)
+    assert ("sinkhorn" in outcome.operators) == (told is None), str(outcome.report)
