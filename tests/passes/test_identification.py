@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tests.zoo import check
@@ -228,3 +229,47 @@ def test_exponentials_whose_shift_does_not_cancel(kind: type[_Exponential], told
     (gates,) = (site.detail for site in outcome.report.rewritten if site.op == "generate_mix_and_aggregate")
     assert gates.endswith(told) if told else "sinkhorn" not in gates, str(outcome.report)
     assert ("sinkhorn" in outcome.operators) == (told is None), str(outcome.report)
+
+
+class _Scaled(Sublayer):
+    """A constant beside the norm, in one place or another: it belongs to the scale."""
+
+    place = ""
+
+    def mixes(self, x: Tensor) -> Tensor:
+        flat, d = self.flat(x), N * WIDTH
+        r = torch.rsqrt(flat.square().sum(-1, keepdim=True) + 1e-6)
+        wide = {
+            "after the norm": lambda: flat * r * d**0.5,
+            "before": lambda: d**0.5 * flat * r,
+            "in the factor": lambda: flat * (r * d**0.5),
+            "divided": lambda: flat * r / d**-0.5,
+            "with the weight": lambda: F.normalize(flat, dim=-1) * d**0.5 * (self.gain + 1),
+            "negative": lambda: flat * r * -1.5,
+            "bare": lambda: F.normalize(flat, dim=-1),
+            "on the streams": lambda: self.flat(x * 3.0) * r,
+        }
+        if self.place == "after the projection":
+            return self.project(flat * 3.0) * r
+        return self.project(wide[self.place]())
+
+    def __init__(self) -> None:
+        super().__init__(N, WIDTH, 3, 2)
+        self.gain = torch.nn.Parameter(0.2 * torch.randn(N * WIDTH))
+        with torch.no_grad():
+            self.phi.mul_(3.0)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize(
+    "place",
+    [
+        *("after the norm", "before", "in the factor", "divided", "with the weight", "negative", "bare"),
+        *("on the streams", "after the projection"),
+    ],
+)
+def test_constant_beside_the_norm(place: str, dynamic: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Scaled, "place", place)
+    outcome = check.run(_Scaled(), (torch.randn(2, 3, N, WIDTH),), dynamic=dynamic)
+    check.assert_as_accurate(outcome)
+    assert outcome.operators == ["expand_combine", "generate_mix_and_aggregate"], str(outcome.report)
