@@ -27,6 +27,9 @@ _NEGLIGIBLE = 1e-14
 # Sums of positive numbers and quotients keep the relative error of n + 2 roundings a half-step: 400 of them stay
 # under 1e-12, while a wrong form differs in the first digits on some of the matrices.
 _TOLERANCE = 1e-11
+# A half-step in the log domain rounds sums of logits and of potentials as large, and passes on what was rounded before
+# undiminished at most: a logsumexp changes by no more than the largest change of what it is of.
+_LOG_ROUNDINGS = 4 * torch.finfo(torch.float64).eps
 _FAR_OFF = 1e-3
 # How reasons begin that tell of an iteration over both axes.
 NEARLY = "is a Sinkhorn"
@@ -157,14 +160,17 @@ def _near(
                 wanted = _turned(got, transposed)
                 difference = (p - wanted).abs()
                 nearest = min(nearest, float(difference.nan_to_num(1.0).amax((1, 2, 3)).min()))
-                agree = (difference <= _allowed(wanted)).all(-1).all(-1).all(-1)
+                agree = (difference <= _allowed(wanted, given, log_domain, limit)).all(-1).all(-1).all(-1)
                 for c, turned in (forms[k] for k in agree.nonzero().squeeze(-1).tolist()):
                     near.add((c, (turned, transposed != (c.first == "columns"))))
     return [(c, turn) for c in candidates for turn in _turns(c) if (c, turn) in near], nearest
 
 
-def _allowed(wanted: torch.Tensor) -> torch.Tensor:
-    return _TOLERANCE * wanted.abs() + _NEGLIGIBLE
+def _allowed(wanted: torch.Tensor, logits: torch.Tensor, log_domain: bool, limit: int) -> torch.Tensor:
+    relative: torch.Tensor | float = _TOLERANCE
+    if log_domain:
+        relative = _TOLERANCE + _LOG_ROUNDINGS * limit * logits.abs().amax((-2, -1), keepdim=True)
+    return relative * wanted.abs() + _NEGLIGIBLE
 
 
 def _turned(matrices: torch.Tensor, transposed: bool) -> torch.Tensor:
@@ -202,7 +208,7 @@ def _run(found: Region, given: torch.Tensor, side: int) -> torch.Tensor | None:
             result = found.run(padded.view(shape))
         except Exception:  # an operator that does not run as recorded is one we cannot judge
             return None
-        if result.dtype != torch.float64 or tuple(result.shape) != shape:
+        if result.dtype != torch.float64 or result.shape[-2:] != (side, side) or result.numel() != padded.numel():
             return None
         pieces.append(result.reshape(-1, side, side)[: len(chunk)])
     return torch.cat(pieces)
@@ -252,8 +258,9 @@ def _least_steps(candidate: _Start) -> int:
 
 def _steps(candidate: _Start, logits: torch.Tensor, wanted: torch.Tensor, limit: int) -> int | None:
     """After how many half-steps the form equals `wanted`."""
+    allowed = _allowed(wanted, logits, candidate.log_domain, limit)
     for steps, p in enumerate(islice(_trajectory(candidate, logits), limit + 1)):
-        if bool(((p - wanted).abs() <= _allowed(wanted)).all()):
+        if bool(((p - wanted).abs() <= allowed).all()):
             return steps
     return None
 

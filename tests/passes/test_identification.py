@@ -273,3 +273,68 @@ def test_constant_beside_the_norm(place: str, dynamic: bool | None, monkeypatch:
     outcome = check.run(_Scaled(), (torch.randn(2, 3, N, WIDTH),), dynamic=dynamic)
     check.assert_as_accurate(outcome)
     assert outcome.operators == ["expand_combine", "generate_mix_and_aggregate"], str(outcome.report)
+
+
+class _FlatExponential(_Exponential):
+    """exp before the logits are seen as matrices; `order` is what happens to them in between."""
+
+    order = staticmethod(lambda flat: flat)
+
+    def logits(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        pre, post, res = super().logits(parts)
+        return pre, post, self.order(res.flatten(-2).flatten(0, 1).exp()).view(*pre.shape[:2], N, N)
+
+    def exponential(self, logits: Tensor) -> Tensor:
+        return logits
+
+
+class _FlatRolled(_FlatExponential):
+    order = staticmethod(lambda flat: flat.roll(1, -1))
+
+
+class _FlatNextToken(_FlatExponential):
+    order = staticmethod(lambda flat: flat.roll(1, 0))
+
+
+class _FlatHalfDetached(_FlatExponential):
+    order = staticmethod(lambda flat: torch.cat([flat[:, :8], flat[:, 8:].detach()], -1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "rewritten"),
+    [(_FlatExponential, True), (_FlatRolled, False), (_FlatNextToken, False), (_FlatHalfDetached, False)],
+)
+@pytest.mark.parametrize("length", [3, 150])
+def test_exponential_before_the_view(kind: type[_FlatExponential], rewritten: bool, length: int) -> None:
+    outcome = check.run(kind(), (torch.randn(2, length, N, WIDTH),))
+    check.assert_as_accurate(outcome)
+    (gates,) = (site.detail for site in outcome.report.rewritten if site.op == "generate_mix_and_aggregate")
+    assert ("plain_exp" in gates) == rewritten, str(outcome.report)
+
+
+class _LogPotentials(Sublayer):
+    """exp(M + u + v): the logits are rounded anew in every half-step."""
+
+    lost = 0.0
+
+    def res(self, logits: Tensor) -> Tensor:
+        u = v = torch.zeros_like(logits[..., 0])
+        for _ in range(20):
+            u = (
+                -torch.log(torch.exp(logits + v.unsqueeze(-2)).sum(-1) + self.lost)
+                if self.lost
+                else -torch.logsumexp(logits + v.unsqueeze(-2), -1)
+            )
+            v = -torch.logsumexp(logits + u.unsqueeze(-1), -2)
+        return torch.exp(logits + u.unsqueeze(-1) + v.unsqueeze(-2))
+
+
+class _LogPotentialsWithEps(_LogPotentials):
+    lost = 1e-10
+
+
+@pytest.mark.parametrize(("kind", "rewritten"), [(_LogPotentials, True), (_LogPotentialsWithEps, False)])
+def test_log_potentials(kind: type[_LogPotentials], rewritten: bool) -> None:
+    outcome = check.run(kind(N, WIDTH, 3, 2), (torch.randn(2, 3, N, WIDTH),))
+    check.assert_as_accurate(outcome)
+    assert any("log domain" in site.detail for site in outcome.report.rewritten) == rewritten, str(outcome.report)
