@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 RMS_MODES = ("inside", "outside", "clamp")
-SINKHORN_STARTS = ("softmax", "exp")
+SINKHORN_STARTS = ("softmax", "exp", "plain_exp", "global_exp")
 SINKHORN_AXES = ("rows", "columns")
 
 
@@ -48,10 +48,14 @@ class Sinkhorn:
 
     start "softmax": P = softmax(L, dim=-1) + start_eps
     start "exp":     P = exp(L - max of L along the axis that `first` normalises) + start_eps
+    start "plain_exp":  P = exp(L) + start_eps
+    start "global_exp": P = exp(L - max of L over both axes) + start_eps
     then alternately, beginning with `first` ("rows" sums over dim -1, "columns" over dim -2):
         P = P / (P.sum(axis) + eps), or with clamp P = P / max(P.sum(axis), eps)
 
-    With eps = start_eps = 0 everything is computed in the log domain, so that no logits underflow to 0 / 0.
+    With eps = start_eps = 0 everything is computed in the log domain, so that no logits underflow to 0 / 0. The last
+    two starts are computed from the shifted exponential of "exp" with start_eps and the first half-step's eps scaled to
+    match, which is the same and neither overflows nor underflows.
     The paper's T iterations after a row softmax, columns last, are 2 T - 1 half-steps.
     """
 

@@ -265,17 +265,22 @@ def _rms_factor(flat: Tensor, rms: Rms) -> Tensor:
     return (root + rms.eps if rms.mode == "outside" else root.clamp_min(rms.eps)).reciprocal()
 
 
+def _exponential(logits: Tensor, form: Sinkhorn, axis: int) -> Tensor:
+    if form.start == "plain_exp":
+        return torch.exp(logits)
+    return torch.exp(logits - logits.amax(axis if form.start == "exp" else (-2, -1), keepdim=True))
+
+
 def _sinkhorn(logits: Tensor, form: Sinkhorn) -> Tensor:
     axes = (-1, -2) if form.first == "rows" else (-2, -1)
     if form.log_domain:
         log_p = torch.log_softmax(logits, -1) if form.start == "softmax" else logits
-        if form.start == "exp" and form.steps == 0:
-            return torch.exp(logits - logits.amax(axes[0], keepdim=True))
+        if form.start != "softmax" and form.steps == 0:
+            return _exponential(logits, form, axes[0])
         for step in range(form.steps):
             log_p = torch.log_softmax(log_p, axes[step % 2])
         return torch.exp(log_p)
-    softmax = form.start == "softmax"
-    p = torch.softmax(logits, -1) if softmax else torch.exp(logits - logits.amax(axes[0], keepdim=True))
+    p = torch.softmax(logits, -1) if form.start == "softmax" else _exponential(logits, form, axes[0])
     p = _shifted(p, form.start_eps)
     for step in range(form.steps):
         total = p.sum(axes[step % 2], keepdim=True)

@@ -97,35 +97,71 @@ def _half_step_backward(p, dp, d, eps, AXIS: tl.constexpr, CLAMP: tl.constexpr, 
 
 
 @triton.jit
-def _start(logits, i, o, start_eps, N: tl.constexpr, START: tl.constexpr, FIRST: tl.constexpr,
-           LOG: tl.constexpr):  # fmt: skip
-    """P_0 (log domain: its logarithm) from logits that are -inf where padded."""
-    valid = (i < N) & (o < N)
+def _top(logits, i, o, N: tl.constexpr, FIRST: tl.constexpr):
+    """The largest of what is normalised first."""
+    if FIRST == "rows":
+        return tl.where(i < N, tl.max(logits, axis=1, keep_dims=True), 0.0)
+    else:
+        return tl.where(o < N, tl.max(logits, axis=0, keep_dims=True), 0.0)
+
+
+@triton.jit
+def _shift(logits, i, o, N: tl.constexpr, START: tl.constexpr, FIRST: tl.constexpr):
+    """What the form subtracts from the logits before exp."""
+    top = _top(logits, i, o, N, FIRST)
+    if START == "exp":
+        return top
+    elif START == "global_exp":
+        return tl.max(tl.max(logits, axis=0, keep_dims=True), axis=1, keep_dims=True) + top * 0.0
+    else:
+        return top * 0.0
+
+
+@triton.jit
+def _start(logits, i, o, eps, start_eps, pairs, N: tl.constexpr, START: tl.constexpr, FIRST: tl.constexpr,
+           LOG: tl.constexpr, ODD: tl.constexpr):  # fmt: skip
+    """P_0 without start_eps (log domain: its logarithm) from logits that are -inf where padded, and a root.
+
+    P_0 has the square of the root as a factor, which the first half step cancels if start_eps and eps have it too.
+    Where these are so large beside P_0 that float32 does not hold the factor, P_0 is 0.
+    """
     if START == "softmax":
         if LOG:
-            return logits - _log_sum(logits, i < N, 1)
+            return logits - _log_sum(logits, i < N, 1), 1.0
         else:
             top = tl.where(i < N, tl.max(logits, axis=1, keep_dims=True), 0.0)
             e = tl.exp(logits - top)
             total = tl.where(i < N, tl.sum(e, axis=1, keep_dims=True), 1.0)
-            return tl.where(valid, e / total + start_eps, 0.0)
+            return e / total, 1.0
+    elif LOG:
+        return logits - _shift(logits, i, o, N, START, FIRST), 1.0
+    elif START == "exp":
+        return tl.exp(logits - _top(logits, i, o, N, FIRST)), 1.0
     else:
-        if FIRST == "rows":
-            top = tl.where(i < N, tl.max(logits, axis=1, keep_dims=True), 0.0)
-        else:
-            top = tl.where(o < N, tl.max(logits, axis=0, keep_dims=True), 0.0)
-        if LOG:
-            return logits - top
-        else:
-            return tl.where(valid, tl.exp(logits - top) + start_eps, 0.0)
+        shift = _shift(logits, i, o, N, START, FIRST)
+        top = _top(logits, i, o, N, FIRST)
+        if not ODD:
+            top = tl.where(pairs > 0, top, shift)
+        most = 82.5 - tl.log(tl.maximum(tl.maximum(eps, start_eps), 1e-30))
+        more = shift - top
+        p = tl.where(more < most, tl.exp(logits - top), 0.0)
+        return p, tl.exp(0.5 * tl.minimum(more, most))
 
 
 @triton.jit
-def _start_backward(logits, dp, i, o, N: tl.constexpr, START: tl.constexpr, FIRST: tl.constexpr,
-                    LOG: tl.constexpr):  # fmt: skip
+def _beside_start(eps, root, START: tl.constexpr, LOG: tl.constexpr):
+    if LOG or START == "softmax" or START == "exp":
+        return eps
+    else:
+        return eps * root * root
+
+
+@triton.jit
+def _start_backward(logits, dp, i, o, eps, start_eps, pairs, N: tl.constexpr, START: tl.constexpr, FIRST: tl.constexpr,
+                    LOG: tl.constexpr, ODD: tl.constexpr):  # fmt: skip
     """d logits from dP_0 (log domain: from d log P_0). A maximum shares its gradient among ties."""
     if START == "softmax":
-        p = _start(logits, i, o, 0.0, N, START, FIRST, LOG)
+        p, _ = _start(logits, i, o, eps, start_eps, pairs, N, START, FIRST, LOG, ODD)
         if LOG:
             return dp - tl.exp(p) * tl.sum(dp, axis=1, keep_dims=True)
         else:
@@ -133,11 +169,26 @@ def _start_backward(logits, dp, i, o, N: tl.constexpr, START: tl.constexpr, FIRS
     else:
         AXIS: tl.constexpr = 1 if FIRST == "rows" else 0
         if not LOG:
-            dp = dp * _start(logits, i, o, 0.0, N, START, FIRST, LOG)
-        top = tl.max(logits, axis=AXIS, keep_dims=True)
+            p, _ = _start(logits, i, o, eps, start_eps, pairs, N, START, FIRST, LOG, ODD)
+            dp = dp * p
+        if START == "plain_exp":
+            return dp
+        top = _shift(logits, i, o, N, START, FIRST)
         at_top = ((logits == top) & (i < N) & (o < N)).to(tl.float32)
-        ties = tl.maximum(tl.sum(at_top, axis=AXIS, keep_dims=True), 1.0)
-        return dp - at_top / ties * tl.sum(dp, axis=AXIS, keep_dims=True)
+        ties = tl.sum(at_top, axis=AXIS, keep_dims=True)
+        through_top = tl.sum(dp, axis=AXIS, keep_dims=True)
+        if START == "global_exp":
+            ties = tl.sum(ties, axis=1 - AXIS, keep_dims=True)
+            through_top = tl.sum(through_top, axis=1 - AXIS, keep_dims=True)
+        return dp - at_top / tl.maximum(ties, 1.0) * through_top
+
+
+@triton.jit
+def _eps_now(eps, first_eps, is_first, START: tl.constexpr, LOG: tl.constexpr):
+    if LOG or START == "softmax" or START == "exp":
+        return eps
+    else:
+        return tl.where(is_first, first_eps, eps)
 
 
 @triton.jit
@@ -151,19 +202,24 @@ def sinkhorn(logits, i, o, eps, start_eps, pairs, history, tok, live, M, N: tl.c
     """
     rows = i < N
     columns = o < N
-    p = _start(logits, i, o, start_eps, N, START, FIRST, LOG)
+    p, root = _start(logits, i, o, eps, start_eps, pairs, N, START, FIRST, LOG, ODD)
+    first_eps = _beside_start(eps, root, START, LOG)
+    if not LOG:
+        p = tl.where(rows & columns, p + _beside_start(start_eps, root, START, LOG), 0.0)
     for pair in range(0, pairs):
+        now = _eps_now(eps, first_eps, pair == 0, START, LOG)
         if FIRST == "rows":
-            p = _half_step(p, i, rows, eps, history, 2 * pair, tok, live, M, N, 1, CLAMP, LOG, KEEP)
+            p = _half_step(p, i, rows, now, history, 2 * pair, tok, live, M, N, 1, CLAMP, LOG, KEEP)
             p = _half_step(p, o, columns, eps, history, 2 * pair + 1, tok, live, M, N, 0, CLAMP, LOG, KEEP)
         else:
-            p = _half_step(p, o, columns, eps, history, 2 * pair, tok, live, M, N, 0, CLAMP, LOG, KEEP)
+            p = _half_step(p, o, columns, now, history, 2 * pair, tok, live, M, N, 0, CLAMP, LOG, KEEP)
             p = _half_step(p, i, rows, eps, history, 2 * pair + 1, tok, live, M, N, 1, CLAMP, LOG, KEEP)
     if ODD:
+        now = _eps_now(eps, first_eps, pairs == 0, START, LOG)
         if FIRST == "rows":
-            p = _half_step(p, i, rows, eps, history, 2 * pairs, tok, live, M, N, 1, CLAMP, LOG, KEEP)
+            p = _half_step(p, i, rows, now, history, 2 * pairs, tok, live, M, N, 1, CLAMP, LOG, KEEP)
         else:
-            p = _half_step(p, o, columns, eps, history, 2 * pairs, tok, live, M, N, 0, CLAMP, LOG, KEEP)
+            p = _half_step(p, o, columns, now, history, 2 * pairs, tok, live, M, N, 0, CLAMP, LOG, KEEP)
     return p
 
 
@@ -181,23 +237,27 @@ def sinkhorn_backward(logits, dp, i, o, eps, start_eps, pairs, history, tok, liv
     if LOG:
         dp = dp * tl.exp(p)
     # Axis 1 sums a row, axis 0 a column; the last of a pair of half steps is undone first.
+    _, root = _start(logits, i, o, eps, start_eps, pairs, N, START, FIRST, LOG, ODD)
+    first_eps = _beside_start(eps, root, START, LOG)
     if ODD:
+        now = _eps_now(eps, first_eps, pairs == 0, START, LOG)
         if FIRST == "rows":
             d = _divisor_of(i, rows, history, 2 * pairs, tok, live, M, N, LOG)
-            p, dp = _half_step_backward(p, dp, d, eps, 1, CLAMP, LOG)
+            p, dp = _half_step_backward(p, dp, d, now, 1, CLAMP, LOG)
         else:
             d = _divisor_of(o, columns, history, 2 * pairs, tok, live, M, N, LOG)
-            p, dp = _half_step_backward(p, dp, d, eps, 0, CLAMP, LOG)
+            p, dp = _half_step_backward(p, dp, d, now, 0, CLAMP, LOG)
     for back in range(0, pairs):
         step = 2 * (pairs - 1 - back)
+        now = _eps_now(eps, first_eps, step == 0, START, LOG)
         if FIRST == "rows":
             d_last = _divisor_of(o, columns, history, step + 1, tok, live, M, N, LOG)
             d_first = _divisor_of(i, rows, history, step, tok, live, M, N, LOG)
             p, dp = _half_step_backward(p, dp, d_last, eps, 0, CLAMP, LOG)
-            p, dp = _half_step_backward(p, dp, d_first, eps, 1, CLAMP, LOG)
+            p, dp = _half_step_backward(p, dp, d_first, now, 1, CLAMP, LOG)
         else:
             d_last = _divisor_of(i, rows, history, step + 1, tok, live, M, N, LOG)
             d_first = _divisor_of(o, columns, history, step, tok, live, M, N, LOG)
             p, dp = _half_step_backward(p, dp, d_last, eps, 1, CLAMP, LOG)
-            p, dp = _half_step_backward(p, dp, d_first, eps, 0, CLAMP, LOG)
-    return _start_backward(logits, dp, i, o, N, START, FIRST, LOG)
+            p, dp = _half_step_backward(p, dp, d_first, now, 0, CLAMP, LOG)
+    return _start_backward(logits, dp, i, o, eps, start_eps, pairs, N, START, FIRST, LOG, ODD)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import cycle, islice
 
 import torch
@@ -80,49 +81,82 @@ def _axes(form: Sinkhorn) -> list[int]:
     return list(islice(cycle(order), form.steps))
 
 
-def _start(logits: Tensor, form: Sinkhorn) -> Tensor:
-    """P before the first half-step, without start_eps."""
+def _first_axis(form: Sinkhorn) -> int:
+    return _ROWS if form.first == "rows" else _COLUMNS
+
+
+def _shift_axes(form: Sinkhorn) -> tuple[int, ...]:
+    """The axes of the maximum that logits are shifted by before exp, none for "plain_exp"."""
+    return {"exp": (_first_axis(form),), "plain_exp": (), "global_exp": (_ROWS, _COLUMNS)}[form.start]
+
+
+def _shift(logits: Tensor, form: Sinkhorn) -> Tensor | float:
+    axes = _shift_axes(form)
+    return logits.amax(axes, keepdim=True) if axes else 0.0
+
+
+def _start(logits: Tensor, form: Sinkhorn) -> tuple[Tensor, Tensor | float, Tensor | float]:
+    """P before the first half-step without start_eps, and start_eps and the first half-step's eps.
+
+    All three may have a common factor along what is normalised first, for it cancels there: one by which the largest
+    entries of P are 1.
+    """
     if form.start == "softmax":
         # torch.softmax rounds a token by its place in the tensor.
         p = torch.exp(logits - logits.amax(_ROWS, keepdim=True))
-        return p.div_(p.sum(_ROWS, keepdim=True))
-    return torch.exp(logits - logits.amax(_ROWS if form.first == "rows" else _COLUMNS, keepdim=True))
+        return p.div_(p.sum(_ROWS, keepdim=True)), form.start_eps, form.eps
+    shift = _shift(logits, form)
+    if form.start == "exp" or form.steps == 0:
+        return torch.exp(logits - shift), form.start_eps, form.eps
+    top = logits.amax(_first_axis(form), keepdim=True)
+    more = shift - top
+    # Where the factor of the larger eps would leave the dtype, P is nothing beside it.
+    largest = max(form.start_eps, form.eps, 1e-30)
+    most = 0.93 * math.log(torch.finfo(logits.dtype).max) - math.log(largest)
+    root = torch.exp(0.5 * more.clamp_max(most))
+    p = torch.where(more < most, torch.exp(logits - top), 0.0)
+    return p, form.start_eps * root * root, form.eps * root * root
 
 
 def _start_gradient(d_start: Tensor, start: Tensor, logits: Tensor, form: Sinkhorn) -> Tensor:
     d_logits = start * d_start
     if form.start == "softmax":
         return d_logits - start * d_logits.sum(_ROWS, keepdim=True)
-    axis = _ROWS if form.first == "rows" else _COLUMNS
+    axes = _shift_axes(form)
+    if not axes:
+        return d_logits
     # The shift by the maximum does not cancel where eps is added, so its gradient is part of the derivative.
-    largest = (logits == logits.amax(axis, keepdim=True)).to(logits.dtype)
-    return d_logits - largest * (d_logits.sum(axis, keepdim=True) / largest.sum(axis, keepdim=True))
+    largest = (logits == _shift(logits, form)).to(logits.dtype)
+    return d_logits - largest * (d_logits.sum(axes, keepdim=True) / largest.sum(axes, keepdim=True))
 
 
-def _total(p: Tensor, axis: int, form: Sinkhorn) -> Tensor:
+def _total(p: Tensor, axis: int, eps: Tensor | float, form: Sinkhorn) -> Tensor:
     total = p.sum(axis, keepdim=True)
-    return total.clamp_min_(form.eps) if form.clamp else total.add_(form.eps)
+    return total.clamp_min_(eps) if form.clamp else total.add_(eps)
 
 
 def _linear(logits: Tensor, form: Sinkhorn) -> Tensor:
-    p = _start(logits, form).add_(form.start_eps)
+    p, start_eps, eps = _start(logits, form)
+    p.add_(start_eps)
     for axis in _axes(form):
-        p.div_(_total(p, axis, form))
+        p.div_(_total(p, axis, eps, form))
+        eps = form.eps
     return p
 
 
 def _linear_gradient(d_out: Tensor, logits: Tensor, form: Sinkhorn) -> Tensor:
-    start = _start(logits, form)
+    start, start_eps, eps = _start(logits, form)
     history = []
-    p = start + form.start_eps
+    p = start + start_eps
     for axis in _axes(form):
-        total = _total(p, axis, form)
+        total = _total(p, axis, eps, form)
         p = p / total
-        history.append((axis, total, p))
-    for axis, total, p in reversed(history):
+        history.append((axis, eps, total, p))
+        eps = form.eps
+    for axis, eps, total, p in reversed(history):
         through_total = (d_out * p).sum(axis, keepdim=True)
         if form.clamp:
-            through_total *= total > form.eps
+            through_total *= total > eps
         d_out = (d_out - through_total) / total
     return _start_gradient(d_out, start, logits, form)
 
@@ -141,14 +175,14 @@ def _log_history(logits: Tensor, form: Sinkhorn) -> list[tuple[int, Tensor]]:
 
 
 def _log(logits: Tensor, form: Sinkhorn) -> Tensor:
-    if form.start == "exp" and form.steps == 0:
-        return _start(logits, form)
+    if form.start != "softmax" and form.steps == 0:
+        return _start(logits, form)[0]
     return torch.exp(_log_history(logits, form)[-1][1])
 
 
 def _log_gradient(d_out: Tensor, logits: Tensor, form: Sinkhorn) -> Tensor:
-    if form.start == "exp" and form.steps == 0:
-        return _start_gradient(d_out, _start(logits, form), logits, form)
+    if form.start != "softmax" and form.steps == 0:
+        return _start_gradient(d_out, _start(logits, form)[0], logits, form)
     history = _log_history(logits, form)
     d_log = d_out * torch.exp(history[-1][1])
     for axis, log_p in reversed(history):

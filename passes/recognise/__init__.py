@@ -246,7 +246,7 @@ def _understand(
                 continue
             normed = before
             if normed is None and after is not None:
-                normed = Normed(after.rms, 1.0, _weight(reading))
+                normed = Normed(after.rms, reading.const, _weight(reading))
             assert normed is not None
             found.setdefault(normed, Mixture(reading, normed)).gates[value] = gate
         if found:
@@ -270,7 +270,9 @@ def _normalised_before(reading: Projection, reader: Reader) -> tuple[bool, Norme
             return False, None
     if weights > 1:
         return False, None
-    return True, Normed(factor.rms, factor.const, _weight(reading)) if factor is not None else None
+    if factor is None:
+        return True, None
+    return True, Normed(factor.rms, factor.const * reading.const, _weight(reading))
 
 
 def _weight(reading: Projection) -> Weight | None:

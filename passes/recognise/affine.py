@@ -7,9 +7,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
-from mhc_compile import compat
 from mhc_compile.passes import shadow
 from mhc_compile.passes.recognise import rms
 from mhc_compile.passes.recognise.layout import (
@@ -25,7 +22,7 @@ from mhc_compile.passes.recognise.layout import (
     refine,
 )
 from mhc_compile.passes.recognise.pieces import TOGETHER, put_together
-from mhc_compile.passes.recognise.projection import Projection
+from mhc_compile.passes.recognise.projection import Projection, constant
 from mhc_compile.passes.recognise.reader import Reader, moves_elements
 from mhc_compile.passes.recognise.region import Region, region
 from mhc_compile.passes.recognise.rms import RmsFactor
@@ -235,7 +232,7 @@ class AffineWalk:
         if isinstance(other, Value):
             normalised = self._normalised(source, other, divides=True)
             return normalised or self._times_param(source, replace(self._param(other, to), inverse=True))
-        number = _number(other)
+        number = constant(other)
         return _times(source, 1 / number) if number else None
 
     def neg(self, op: Op, to: _Spread) -> Affine | None:
@@ -243,7 +240,7 @@ class AffineWalk:
         return _times(source, -1.0) if source else None
 
     def add(self, op: Op, to: _Spread) -> Affine | None:
-        alpha = _number(op.kwargs.get("alpha", 1))
+        alpha = constant(op.kwargs.get("alpha", 1))
         for (own, other), own_factor, other_factor in zip(_orders(op), (1.0, alpha), (alpha, 1.0), strict=True):
             source = self._own(own, to)
             if source is not None and own_factor is not None and other_factor is not None:
@@ -251,7 +248,7 @@ class AffineWalk:
         return None
 
     def sub(self, op: Op, to: _Spread) -> Affine | None:
-        alpha = _number(op.kwargs.get("alpha", 1))
+        alpha = constant(op.kwargs.get("alpha", 1))
         left, right = op.args[:2]
         source = self._own(left, to)
         if source is not None and alpha is not None:
@@ -262,17 +259,17 @@ class AffineWalk:
         return None
 
     def addcmul(self, op: Op, to: _Spread) -> Affine | None:
-        constant = _number(op.kwargs.get("value", 1))
+        number = constant(op.kwargs.get("value", 1))
         for own, other in ((op.args[1], op.args[2]), (op.args[2], op.args[1])):
             source = self._own(own, to)
-            if source is not None and constant is not None:
-                scaled = self._scaled(_times(source, constant), other, to)
+            if source is not None and number is not None:
+                scaled = self._scaled(_times(source, number), other, to)
                 return self._plus(scaled, op.args[0], 1.0, to) if scaled else None
         return None
 
     def _scaled(self, source: Affine, other: Any, to: _Spread) -> Affine | None:
         if not isinstance(other, Value):
-            number = _number(other)
+            number = constant(other)
             return None if number is None else _times(source, number)
         normalised = self._normalised(source, other, divides=False)
         if normalised is not None:
@@ -302,7 +299,7 @@ class AffineWalk:
 
     def _plus(self, source: Affine, other: Any, sign: float, to: _Spread) -> Affine | None:
         if not isinstance(other, Value):
-            number = _number(other)
+            number = constant(other)
             return None if number is None else replace(source, bias=(*source.bias, Term(sign * number)))
         param = self._param(other, to)
         if not self._fits(source, param):
@@ -353,9 +350,3 @@ def _times(source: Affine, const: float, params: tuple[Param, ...] = ()) -> Affi
 def _orders(op: Op) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     left, right = op.args[:2]
     return (left, right), (right, left)
-
-
-def _number(leaf: Any) -> float | None:
-    if isinstance(leaf, torch.SymFloat):
-        return compat.float_watch.value(leaf)
-    return float(leaf) if isinstance(leaf, (int, float)) and not isinstance(leaf, bool) else None

@@ -90,7 +90,8 @@ def _kind(found: Region, size: int) -> Sigmoid | Mixing | str:
     if sigmoid is not None:
         return sigmoid
     side = round(size**0.5)
-    if side * side == size and found.leaf.shape[-2:] == (side, side) == found.out.shape[-2:]:
+    square = found.leaf.shape[-2:] == (side, side) or found.leaf.shape[-1:] == (size,)
+    if side * side == size and square and found.out.shape[-2:] == (side, side):
         answer = sinkhorn.identify(found, side)
         return answer if isinstance(answer, str) else Mixing(*answer)
     return "is neither a sigmoid gate nor a Sinkhorn projection"

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
+
+from mhc_compile import compat
 from mhc_compile.passes.recognise.contraction import Contraction, by_stride, contractions, exact
 from mhc_compile.passes.recognise.layout import Dim, Layout, NotALayout, Steps, merged, origin, refine, tidy, tiles
 from mhc_compile.passes.recognise.pieces import put_together
@@ -43,8 +47,8 @@ class Projection:
     """h[token, k] = sum over the `width` elements of a token of x * phi[k].
 
     out is the result, tokens (major to minor as in x) before rows. tokens are the steps from token to token in x.
-    Several parts are projections of one x put together by `cat`. scalings lie between x and the matmul. addend is a
-    linear bias.
+    Several parts are projections of one x put together by `cat`. scalings lie between x and the matmul, as does const,
+    which is not among what h says above. addend is a linear bias.
     """
 
     out: Value
@@ -55,6 +59,7 @@ class Projection:
     parts: tuple[Part, ...]
     scalings: tuple[Scaling, ...]
     addend: Value | None = None
+    const: float = 1.0
 
     @property
     def tokens(self) -> int:
@@ -127,6 +132,7 @@ def _further(reader: Reader, reading: Projection) -> Iterator[Projection]:
     """The same projection with x as it was before the multiplication that made it."""
     value = reading.x
     for wide, factor in _wide_and_factor(value.op, value) if value.op is not None else ():
+        divides = value.op is not None and value.op.name == "div"
         whole = next((source for source in exact(reader.views(wide)) if source.base.numel == value.numel), None)
         if whole is None:
             continue
@@ -137,16 +143,24 @@ def _further(reader: Reader, reading: Projection) -> Iterator[Projection]:
             tokens = tidy(steps.translate(reading.tokens_at))
             (part,) = reading.parts
             inner = tuple(step for axis in part.inner for step in _retraced(axis, steps))
-            seen = _seen_from(base, layout, Layout.contiguous(factor.shape).expand(value.shape))
+            added: tuple[Scaling, ...] = ()
+            if isinstance(factor, Value):
+                seen = _seen_from(base, layout, Layout.contiguous(factor.shape).expand(value.shape))
+                added = (Scaling(factor, divides, seen),)
             scalings = tuple(
                 Scaling(s.factor, s.divides, _seen_from(base, layout, s.layout.reshape(value.shape)))
                 for s in reading.scalings
             )
         except NotALayout:
             continue
-        added = Scaling(factor, value.op is not None and value.op.name == "div", seen)
+        const = 1.0 if isinstance(factor, Value) else 1.0 / factor if divides else factor
         yield replace(
-            reading, x=base, tokens_at=tokens, parts=(replace(part, inner=inner),), scalings=(*scalings, added)
+            reading,
+            x=base,
+            tokens_at=tokens,
+            parts=(replace(part, inner=inner),),
+            scalings=(*scalings, *added),
+            const=reading.const * const,
         )
 
 
@@ -227,25 +241,38 @@ def _put_together(op: Op, before: dict[Value, list[Projection]]) -> Iterator[Pro
 
 
 def _same_operand(one: Projection, other: Projection) -> bool:
-    return (one.x, one.tokens_at, one.width, one.scalings) == (other.x, other.tokens_at, other.width, other.scalings)
+    return (one.x, one.tokens_at, one.width, one.scalings, one.const) == (
+        other.x, other.tokens_at, other.width, other.scalings, other.const,
+    )  # fmt: skip
 
 
-def _wide_and_factor(op: Op, value: Value) -> Iterator[tuple[Value, Value]]:
+def _wide_and_factor(op: Op, value: Value) -> Iterator[tuple[Value, Value | float]]:
     """The operand of a product that has all its elements, and the other; with one token a weight has as many."""
-    if op.name not in ("mul", "div") or not all(isinstance(a, Value) for a in op.args[:2]) or op.kwargs:
+    if op.name not in ("mul", "div") or op.kwargs:
         return
     left, right = op.args[:2]
-    if left is right:
+    if not isinstance(right, Value):
+        number = constant(right)
+        if number and isinstance(left, Value):
+            yield left, number
         return
-    if left.numel == value.numel and (_distinct(right) < value.numel or len(right.shape) < len(value.shape)):
-        yield left, right
-    fewer = _distinct(left) < value.numel or len(left.shape) < len(value.shape)
-    if op.name == "mul" and right.numel == value.numel and fewer:
-        yield right, left
+    if left is right or not isinstance(left, Value):
+        return
+    for wide, other in ((left, _unexpanded(right)), (right, _unexpanded(left))):
+        fewer = other.numel < value.numel or len(other.shape) < len(value.shape)
+        if wide.numel == value.numel and fewer and (op.name == "mul" or wide is left):
+            yield wide, other
 
 
-def _distinct(value: Value) -> int:
-    """The number of distinct elements of a value that may be an explicit broadcast."""
+def constant(leaf: Any) -> float | None:
+    """A number of the program."""
+    if isinstance(leaf, torch.SymFloat):
+        return compat.float_watch.value(leaf)
+    return float(leaf) if isinstance(leaf, (int, float)) and not isinstance(leaf, bool) else None
+
+
+def _unexpanded(value: Value) -> Value:
+    """What an explicit broadcast repeats; the operators broadcast it themselves."""
     while value.op is not None and value.op.name == "expand":
         value = next(value.op.inputs())
-    return value.numel
+    return value

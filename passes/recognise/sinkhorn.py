@@ -7,9 +7,10 @@ half-step from a 38th; at large ones the iteration converges slowly and whole co
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, product
+from itertools import cycle, islice, product
+from typing import Any
 
 import torch
 
@@ -19,11 +20,16 @@ from mhc_compile.passes.recognise.region import Region, same_gradient
 from mhc_compile.passes.shadow import Op
 
 _MATRICES = 48
+# Those on which most forms are told apart.
+_FEW = 16
 # Below it an entry may have come through an underflow that the log domain does not have; its row has entries near 1.
 _NEGLIGIBLE = 1e-14
 # Sums of positive numbers and quotients keep the relative error of n + 2 roundings a half-step: 400 of them stay
 # under 1e-12, while a wrong form differs in the first digits on some of the matrices.
 _TOLERANCE = 1e-11
+# A half-step in the log domain rounds sums of logits and of potentials as large, and passes on what was rounded before
+# undiminished at most: a logsumexp changes by no more than the largest change of what it is of.
+_LOG_ROUNDINGS = 4 * torch.finfo(torch.float64).eps
 _FAR_OFF = 1e-3
 # How reasons begin that tell of an iteration over both axes.
 NEARLY = "is a Sinkhorn"
@@ -38,11 +44,35 @@ class _Start:
     clamp: bool
     column_eps: float | None = None
 
+    @property
+    def log_domain(self) -> bool:
+        return self.eps == 0.0 and self.start_eps == 0.0
 
-# Whether the logits, and the result, are transposed: mostly both, where rows and columns change their names.
-_TURNS = ((False, False), (True, True), (False, True), (True, False))
+    @property
+    def divisors(self) -> tuple[float, float]:
+        """The eps of the axis that is normalised first, and of the other."""
+        eps = (self.eps, self.eps if self.column_eps is None else self.column_eps)
+        return eps if self.first == "rows" else eps[::-1]
+
+
+# Whether the logits, and the result, are transposed.
+Turn = tuple[bool, bool]
+
+
+def _turns(candidate: _Start) -> tuple[Turn, ...]:
+    """A softmax is over the rows. Other starts treat both axes alike: to turn both is to swap `first`."""
+    straight: tuple[Turn, ...] = ((False, False), (False, True))
+    return (straight[0], (True, True), straight[1], (True, False)) if candidate.start == "softmax" else straight
+
+
 # A softmax has normalised the rows, so the columns are what comes next.
-_BEGINNINGS = (("softmax", "columns"), ("softmax", "rows"), ("exp", "rows"), ("exp", "columns"))
+_BEGINNINGS = (
+    ("softmax", "columns"),
+    ("softmax", "rows"),
+    *(("exp", first) for first in SINKHORN_AXES),
+    *(("plain_exp", first) for first in SINKHORN_AXES),
+    *(("global_exp", first) for first in SINKHORN_AXES),
+)
 
 
 def identify(found: Region, side: int) -> tuple[Sinkhorn, bool, bool] | str:
@@ -55,33 +85,26 @@ def identify(found: Region, side: int) -> tuple[Sinkhorn, bool, bool] | str:
     finite = torch.isfinite(got).all(-1).all(-1)
     if not bool(finite[moderate].all()):
         return "is not finite at moderate logits"
+    few = moderate.nonzero().squeeze(-1)[:_FEW]
+    probe = given[few], got[few]
     given, got = given[finite], got[finite]
     constants = sorted(c for c in found.constants() if c > 0)
     limit = sum(is_reduction(op) for op in found.ops) + 2
-    nearest = float("inf")
     another_gradient = False
-    for candidate in _starts(constants):
-        for turn in _TURNS:
-            logits, wanted = _turned(given, turn[0]), _turned(got, turn[1])
-            steps, distance = _steps(candidate, logits, wanted, limit)
-            nearest = min(nearest, distance)
-            if steps is not None and steps < _least_steps(candidate):
-                return "normalises one axis only, which does not make it a Sinkhorn projection"
-            if steps is not None:
-                form = Sinkhorn(
-                    steps,
-                    candidate.start,
-                    candidate.first,
-                    candidate.eps,
-                    candidate.start_eps,
-                    candidate.clamp,
-                )
-                if _same_gradient(found, candidate, steps, side, turn):
-                    return form, *turn
-                another_gradient = True
+    near, nearest = _near(list(_starts(constants)), *probe, limit)
+    for candidate, turn in near:
+        steps = _steps(candidate, _turned(given, turn[0]), _turned(got, turn[1]), limit)
+        if steps is None:
+            continue
+        if steps < _least_steps(candidate):
+            return "normalises one axis only, which does not make it a Sinkhorn projection"
+        form = Sinkhorn(steps, candidate.start, candidate.first, candidate.eps, candidate.start_eps, candidate.clamp)
+        if _same_gradient(found, candidate, steps, side, turn):
+            return form, *turn
+        another_gradient = True
     if another_gradient:
         return "equals a Sinkhorn projection, but its gradient does not (a detach, or a scaled gradient)"
-    reason = _nearly(given, got, constants, limit)
+    reason = _nearly(*probe, constants, limit)
     if reason is not None:
         return reason
     small = [c for c in constants if c < 0.1]
@@ -93,24 +116,61 @@ def identify(found: Region, side: int) -> tuple[Sinkhorn, bool, bool] | str:
 
 
 def _nearly(given: torch.Tensor, got: torch.Tensor, constants: list[float], limit: int) -> str | None:
-    """How the region's iteration differs from the operator's, for forms that people write and it does not take."""
-    candidates: list[tuple[_Start, str]] = []
+    """How the region's iteration differs from the operator's, for forms that people write and it does not take.
+
+    given are moderate logits: what overflows without a shift says nothing.
+    """
+    told: dict[_Start, str] = {}
     for start, first in _BEGINNINGS:
         for rows, columns, clamp in product(constants[:4], constants[:4], (False, True)):
-            told = f"its column eps {columns:g} differs from its row eps {rows:g}, and the operator has one for both"
+            why = f"its column eps {columns:g} differs from its row eps {rows:g}, and the operator has one for both"
             for start_eps in sorted({0.0, rows, columns}) if rows != columns else ():
-                candidates.append((_Start(start, first, rows, start_eps, clamp, columns), told))
+                told[_Start(start, first, rows, start_eps, clamp, columns)] = why
     for first, eps, clamp in product(SINKHORN_AXES, constants[:4], (False, True)):
-        told = f"it starts from exp of logits that are not shifted by their maximum, so that eps {eps:g} acts otherwise"
-        candidates.append((_Start("bare", first, eps, 0.0, clamp), told))
-    # What overflows without the shift says nothing.
-    few = (given.abs().amax((-2, -1)) <= 30).nonzero().squeeze(-1)[:16]
-    for candidate, told in candidates:
-        for turn in _TURNS:
-            logits, wanted = _turned(given[few], turn[0]), _turned(got[few], turn[1])
-            if _steps(candidate, logits, wanted, limit)[0] is not None:
-                return f"{NEARLY} projection, but {told}"
-    return None
+        why = (
+            f"it begins with {first} and starts from exp of logits shifted by the maxima of the other axis, so that "
+            f"eps {eps:g} acts otherwise"
+        )
+        told[_Start("crossed", first, eps, 0.0, clamp)] = why
+    near, _ = _near(list(told), given, got, limit)
+    return f"{NEARLY} projection, but {told[near[0][0]]}" if near else None
+
+
+def _near(
+    candidates: Sequence[_Start], given: torch.Tensor, got: torch.Tensor, limit: int
+) -> tuple[list[tuple[_Start, Turn]], float]:
+    """The candidates, and how they are turned, that come to `got` after some half-steps; and the smallest distance.
+
+    Forms that differ in numbers are computed at once, and on few matrices: most are far off on all of them. Whatever
+    begins with the columns begins with the rows of the transposed matrix.
+    """
+    together: dict[tuple[bool, bool], dict[tuple[_Start, bool], torch.Tensor]] = {}
+    for c in candidates:
+        for turned in sorted({turn[0] for turn in _turns(c)}):
+            begun = _turned(_begun(c, _turned(given, turned)), c.first == "columns")
+            together.setdefault((c.clamp, c.log_domain), {})[c, turned] = begun
+    near: set[tuple[_Start, Turn]] = set()
+    nearest = float("inf")
+    for (clamp, log_domain), group in together.items():
+        forms = list(group)
+        first, second = torch.tensor([c.divisors for c, _ in forms], dtype=given.dtype).T.view(2, -1, 1, 1, 1)
+        steps = _iterates(torch.stack(list(group.values())), (-1, -2), (first, second), clamp, log_domain)
+        for p in islice(steps, limit + 1):
+            for transposed in (False, True):
+                wanted = _turned(got, transposed)
+                difference = (p - wanted).abs()
+                nearest = min(nearest, float(difference.nan_to_num(1.0).amax((1, 2, 3)).min()))
+                agree = (difference <= _allowed(wanted, given, log_domain, limit)).all(-1).all(-1).all(-1)
+                for c, turned in (forms[k] for k in agree.nonzero().squeeze(-1).tolist()):
+                    near.add((c, (turned, transposed != (c.first == "columns"))))
+    return [(c, turn) for c in candidates for turn in _turns(c) if (c, turn) in near], nearest
+
+
+def _allowed(wanted: torch.Tensor, logits: torch.Tensor, log_domain: bool, limit: int) -> torch.Tensor:
+    relative: torch.Tensor | float = _TOLERANCE
+    if log_domain:
+        relative = _TOLERANCE + _LOG_ROUNDINGS * limit * logits.abs().amax((-2, -1), keepdim=True)
+    return relative * wanted.abs() + _NEGLIGIBLE
 
 
 def _turned(matrices: torch.Tensor, transposed: bool) -> torch.Tensor:
@@ -148,7 +208,7 @@ def _run(found: Region, given: torch.Tensor, side: int) -> torch.Tensor | None:
             result = found.run(padded.view(shape))
         except Exception:  # an operator that does not run as recorded is one we cannot judge
             return None
-        if result.dtype != torch.float64 or tuple(result.shape) != shape:
+        if result.dtype != torch.float64 or result.shape[-2:] != (side, side) or result.numel() != padded.numel():
             return None
         pieces.append(result.reshape(-1, side, side)[: len(chunk)])
     return torch.cat(pieces)
@@ -196,33 +256,39 @@ def _least_steps(candidate: _Start) -> int:
     return 1 if candidate.start == "softmax" and candidate.first == "columns" else 2
 
 
-def _steps(candidate: _Start, logits: torch.Tensor, wanted: torch.Tensor, limit: int) -> tuple[int | None, float]:
-    """After how many half-steps the form equals `wanted`; and the smallest distance seen on the way."""
-    nearest = float("inf")
-    for steps, p in enumerate(_trajectory(candidate, logits)):
-        difference = (p - wanted).abs()
-        nearest = min(nearest, float(difference.nan_to_num(1.0).amax()))
-        if bool((difference <= _TOLERANCE * wanted.abs() + _NEGLIGIBLE).all()):
-            return steps, 0.0
-        if steps == limit:
-            break
-    return None, nearest
+def _steps(candidate: _Start, logits: torch.Tensor, wanted: torch.Tensor, limit: int) -> int | None:
+    """After how many half-steps the form equals `wanted`."""
+    allowed = _allowed(wanted, logits, candidate.log_domain, limit)
+    for steps, p in enumerate(islice(_trajectory(candidate, logits), limit + 1)):
+        if bool(((p - wanted).abs() <= allowed).all()):
+            return steps
+    return None
 
 
 def _trajectory(c: _Start, logits: torch.Tensor) -> Iterator[torch.Tensor]:
-    rows = c.first == "rows"
-    if c.eps == 0.0 and c.start_eps == 0.0:
-        p = logits.log_softmax(-1) if c.start == "softmax" else logits - logits.amax(-1 if rows else -2, keepdim=True)
-        while True:
-            yield p.exp()
-            p = p - p.logsumexp(-1 if rows else -2, keepdim=True)
-            rows = not rows
-    shifted = logits - logits.amax(-1 if rows else -2, keepdim=True)
-    start = {"softmax": lambda: logits.softmax(-1), "exp": shifted.exp, "bare": logits.exp}[c.start]()
-    p = start + c.start_eps
-    while True:
-        yield p
-        total = p.sum(-1 if rows else -2, keepdim=True)
-        eps = c.eps if rows or c.column_eps is None else c.column_eps
-        p = p / (total.clamp_min(eps) if c.clamp else total + eps)
-        rows = not rows
+    """The matrices after each number of half-steps."""
+    axes = (-1, -2) if c.first == "rows" else (-2, -1)
+    return _iterates(_begun(c, logits), axes, c.divisors, c.clamp, c.log_domain)
+
+
+def _begun(c: _Start, logits: torch.Tensor) -> torch.Tensor:
+    """The matrices before the first half-step, in the log domain their logarithms."""
+    if c.start == "softmax":
+        return logits.log_softmax(-1) if c.log_domain else logits.softmax(-1) + c.start_eps
+    axis = -1 if c.first == "rows" else -2
+    shifts: dict[str, int | tuple[int, int]] = {"exp": axis, "crossed": -3 - axis, "global_exp": (-2, -1)}
+    if c.start in shifts:
+        logits = logits - logits.amax(shifts[c.start], keepdim=True)
+    return logits if c.log_domain else logits.exp() + c.start_eps
+
+
+def _iterates(
+    p: torch.Tensor, axes: tuple[int, int], eps: tuple[Any, Any], clamp: bool, log_domain: bool
+) -> Iterator[torch.Tensor]:
+    for axis, divisor in cycle(zip(axes, eps, strict=True)):
+        yield p.exp() if log_domain else p
+        if log_domain:
+            p = p - p.logsumexp(axis, keepdim=True)
+        else:
+            total = p.sum(axis, keepdim=True)
+            p = p / (total.clamp_min(divisor) if clamp else total + divisor)

@@ -234,7 +234,7 @@ BLOCKS = (
 
 def _sinkhorn(pick: Pick) -> list[Line]:
     """The residual matrix, unrolled: a start, and steps whose eps and axes are mostly the same."""
-    eps, kind = pick(EPS), pick(["softmax", "exp", "log", "log softmax", "plain exp", "softmax columns"])
+    eps, kind = pick(EPS), pick(["softmax", "exp", "log", "log softmax", "plain exp", "softmax columns", "global exp"])
     first, steps = pick([-2, -1]), pick([3, 1, 2, 4, 6, 7, 0])
     axes = [first if step % 2 == 0 else -3 - first for step in range(steps)]
     if kind == "log":
@@ -246,6 +246,7 @@ def _sinkhorn(pick: Pick) -> list[Line]:
         "log softmax": f"F.log_softmax(logits, -1).exp() + {pick([eps, 0.0])}",
         "plain exp": "torch.exp(logits)",
         "softmax columns": f"logits.softmax(-2) + {eps}",
+        "global exp": "torch.exp(logits - logits.amax((-1, -2), keepdim=True))",
     }
     total = pick(["(m.sum({axis}, keepdim=True) + {eps})", "m.sum(dim={axis}, keepdim=True).clamp_min({eps})"])
     if pick([False] * 4 + [True]) and steps:  # one step that is not like the others

@@ -37,6 +37,11 @@ FORMS = {
     "large_eps": (
         Rms(0.5, "outside"), Gates(), Sinkhorn(steps=4, start="exp", first="columns", eps=0.3, start_eps=0.2)
     ),
+    "plain_exp": (Rms(), Gates(), Sinkhorn(steps=5, start="plain_exp", first="rows", eps=0.3, start_eps=0.2)),
+    "plain_exp_clamped": (
+        Rms(), Gates(), Sinkhorn(steps=4, start="plain_exp", first="columns", eps=2.0, start_eps=0.0, clamp=True)
+    ),
+    "global_exp": (Rms(), Gates(), Sinkhorn(steps=6, start="global_exp", first="rows", eps=0.3, start_eps=0.1)),
     "no_steps": (Rms(), Gates(), Sinkhorn(steps=0)),
     "no_steps_exp": (Rms(), Gates(), Sinkhorn(steps=0, start="exp", first="rows", start_eps=0.0)),
 }  # fmt: skip
@@ -86,7 +91,9 @@ def project_stochastic(logits: Tensor, form: Sinkhorn) -> Tensor:
     if form.start == "softmax":
         p = logits.log_softmax(-1) if log else logits.softmax(-1) + form.start_eps
     else:
-        p = logits - logits.amax(axes[0], keepdim=True)
+        p = logits
+        if form.start != "plain_exp":
+            p = p - p.amax(axes[0] if form.start == "exp" else (-2, -1), keepdim=True)
         p = p if log else p.exp() + form.start_eps
     for step in range(form.steps):
         axis = axes[step % 2]

@@ -82,10 +82,18 @@ def _tf32(n: int, width: int, tokens: int) -> None:
         torch.set_float32_matmul_precision(before)
 
 
+def _starts() -> None:
+    """Sinkhorns that begin with another exponential than the one they are computed from."""
+    logits = torch.empty(512, 4, 4)
+    for form in (Sinkhorn(39, "plain_exp"), Sinkhorn(40, "global_exp", "rows", clamp=True)):
+        sinkhorn.backward(sinkhorn.forward(logits, sinkhorn=form), logits, sinkhorn=form)
+
+
 CASES: dict[str, Callable[[], None]] = {
     "bf16": lambda: _calls(4, 4096, 512, torch.bfloat16),
     "few": lambda: _calls(4, 4096, 1, torch.bfloat16),
     "tf32": lambda: _tf32(4, 4096, 512),
+    "starts": _starts,
     "f32": lambda: _calls(4, 4096, 512, torch.float32),
     "wide": lambda: _calls(8, 4096, 512, torch.bfloat16),
     "many": lambda: _calls(16, 1280, 512, torch.bfloat16),

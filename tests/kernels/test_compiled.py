@@ -31,7 +31,7 @@ SPILLS: dict[int, dict[str, int]] = {
 def compiled(request: pytest.FixtureRequest) -> tuple[int, list[dict[str, Any]]]:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     result = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compile_kernels", str(request.param), "bf16", "few", "tf32"],
+        [sys.executable, "-m", "tests.kernels.compile_kernels", str(request.param), "bf16", "few", "tf32", "starts"],
         cwd=ROOT, env=environment, capture_output=True, text=True,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]

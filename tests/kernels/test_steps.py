@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -258,9 +259,21 @@ def test_sinkhorn_of_large_logits(name: str) -> None:
     check_sinkhorn(draw(5, 4, 4).sign() * 100.0 + draw(5, 4, 4), FORMS[name][2], noise=1e-4)
 
 
-def test_sinkhorn_of_equal_logits() -> None:
+@pytest.mark.parametrize("name", ["large_eps", "global_exp"])
+def test_sinkhorn_of_equal_logits(name: str) -> None:
     """Ties share the gradient of a maximum that does not cancel."""
-    check_sinkhorn(torch.zeros(3, 4, 4, device=DEVICE), FORMS["large_eps"][2])
+    check_sinkhorn(torch.zeros(3, 4, 4, device=DEVICE), FORMS[name][2])
+
+
+@pytest.mark.parametrize("steps", [0, 1, 6])
+@pytest.mark.parametrize("name", ["plain_exp", "plain_exp_clamped", "global_exp"])
+def test_sinkhorn_whose_shift_does_not_cancel(name: str, steps: int) -> None:
+    """Logits far below 0, where eps is all there is, and far above, where exp alone would overflow."""
+    logits = draw(14, 4, 4)
+    logits += torch.linspace(-150, 80 if steps == 0 else 150, 14, device=DEVICE)[:, None, None]
+    logits[::2] *= torch.linspace(0.1, 1, 7, device=DEVICE)[:, None, None]
+    # A logit of 150 is rounded at 8e-6.
+    check_sinkhorn(logits, replace(FORMS[name][2], steps=steps), noise=1e-4)
 
 
 def test_sinkhorn_layouts() -> None:

@@ -133,7 +133,7 @@ CASES: dict[str, tuple[Call, type[Exception], str]] = {
     "sinkhorn start": (
         lambda make: ops.sinkhorn(make(2, 2), start="log"),
         ValueError,
-        "mhc::sinkhorn: start is 'log'; expected one of 'softmax', 'exp'",
+        "mhc::sinkhorn: start is 'log'; expected one of 'softmax', 'exp', 'plain_exp', 'global_exp'",
     ),
     "out_dtype": (
         lambda make: _mix(make, out_dtype=torch.int64),

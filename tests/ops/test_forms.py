@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 import mhc_compile.ops as ops
+from mhc_compile.forms import Sinkhorn
+from tests.kernels.cases import project_stochastic
 from tests.ops.eager import FORMS, combine, combine_arguments, deepseek, gradients, mix_arguments
 
 # Both sides compute the same function in float64 with some hundred roundings in different order.
@@ -218,3 +222,30 @@ def test_combine_errors_are_no_larger_than_the_eager_ones(dtype: torch.dtype) ->
     for mine, theirs in zip(fused, eager, strict=True):
         # As above: chance where both errors are that of the last rounding.
         assert mine <= 1.1 * theirs + 4e-7
+
+
+_SINKHORNS = [
+    {"start": start, "first": first, "steps": steps, "eps": eps, "start_eps": start_eps, "clamp": clamp}
+    for start in ("plain_exp", "global_exp")
+    for first in ("rows", "columns")
+    for steps in (1, 2, 7)
+    for eps, start_eps, clamp in ((1e-6, 0.0, False), (1e-6, 1e-6, False), (0.5, 0.0, True), (0.0, 1e-3, False))
+]
+
+
+@pytest.mark.parametrize("form", _SINKHORNS, ids=lambda form: "-".join(map(str, form.values())))
+def test_starts_whose_shift_does_not_cancel(form: dict[str, Any]) -> None:
+    """Far below 0, where eps is all there is, and far above, where eager float32 overflows and float64 does not."""
+    logits, upstream = _upstream((60, 4, 4), (60, 4, 4))
+    logits[10:] *= torch.linspace(1, 30, 50, dtype=torch.float64)[:, None, None]
+    logits[:10] += torch.linspace(-150, 100, 10, dtype=torch.float64)[:, None, None]
+
+    def eager(value: Tensor) -> Tensor:
+        return project_stochastic(value, Sinkhorn(**form))
+
+    truth = gradients(eager, [logits.float().double()], [upstream])
+    for dtype, bound in ((torch.float64, 1e-9), (torch.float32, 2e-5)):
+        results = gradients(lambda value: ops.sinkhorn(value, **form), [logits.float().to(dtype)], [upstream.to(dtype)])
+        assert all(value.isfinite().all() for value in results)
+        # float32 rounds the logits' differences and exp of them, some 30 times over.
+        assert max(_error(results, truth)) < bound

@@ -23,9 +23,11 @@ class UnequalEps(Sublayer):
         return m / (m.sum(-2, keepdim=True) + 1e-5)
 
 
-class BareExponential(Sublayer):
+class ShiftedAlongTheOther(Sublayer):
+    """The columns are normalised first."""
+
     def start(self, logits: Tensor) -> Tensor:
-        return logits.exp()
+        return (logits - logits.amax(-1, keepdim=True)).exp()
 
 
 class OneAxis(Sublayer):
@@ -67,7 +69,7 @@ class NoNorm(Sublayer):
 
 REASONS: list[tuple[type[Sublayer], str, str]] = [
     (UnequalEps, "column eps 1e-05 differs from its row eps 1e-06", "columns"),
-    (BareExponential, "not shifted by their maximum, so that eps 1e-06 acts otherwise", ""),
+    (ShiftedAlongTheOther, "shifted by the maxima of the other axis, so that eps 1e-06 acts otherwise", ""),
     (OneAxis, "normalises one axis only", "res"),
     (DetachedSinkhorn, "its gradient does not", "columns"),
     (ProjectionInFloat64, "computes in float64; the operators would compute that in float32", ""),
