@@ -2,8 +2,8 @@
 
 These are some thousand sums and quotients of a few numbers: less work than calling torch for each of 150 operations on
 all tokens, and Inductor, which would fuse them, takes seconds to compile every Sinkhorn. Written down as a loop, a
-second is enough, once for a number of streams and a machine. The loops are for float32 without logarithms; the
-references do the rest, and everything where there is no compiler.
+second is enough, once for a number of streams and a machine. The loops are for float32, and neither for logarithms nor
+for an exp that no row's maximum was taken from; the references do the rest, and everything where there is no compiler.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ def _run(function: Any, form: tuple[_Form, ...], tensors: Sequence[Tensor | None
 
 
 def _gates_library(h: Tensor, n: int, sinkhorn: Sinkhorn) -> Any:
-    logarithms = sinkhorn.log_domain and h.shape[-1] > 2 * n
-    return _library(n) if _suits(h) and h.numel() > 0 and not logarithms else None
+    whole = h.shape[-1] <= 2 * n or (not sinkhorn.log_domain and sinkhorn.start in ("softmax", "exp"))
+    return _library(n) if _suits(h) and h.numel() > 0 and whole else None
 
 
 def _plain(tensor: Tensor | None) -> Tensor | None:
