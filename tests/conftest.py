@@ -23,6 +23,14 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.fixture(autouse=True)
+def _gives_memory_back(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A worker that keeps what a large test took leaves none to the others on its GPU."""
+    yield
+    if request.node.get_closest_marker("gpu") and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked gpu say why they do not run where there is no CUDA device."""
     if torch.cuda.is_available():
