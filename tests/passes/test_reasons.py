@@ -30,6 +30,14 @@ class ShiftedAlongTheOther(Sublayer):
         return (logits - logits.amax(-1, keepdim=True)).exp()
 
 
+class ShiftedAlongTheOtherWithoutEps(ShiftedAlongTheOther):
+    def rows(self, m: Tensor) -> Tensor:
+        return m / m.sum(-1, keepdim=True)
+
+    def columns(self, m: Tensor) -> Tensor:
+        return m / m.sum(-2, keepdim=True)
+
+
 class ClampedLogits(Sublayer):
     def start(self, logits: Tensor) -> Tensor:
         return logits.clamp(-10.0, 10.0).exp()
@@ -108,7 +116,8 @@ class NoNorm(Sublayer):
 
 REASONS: list[tuple[type[Sublayer], str, str]] = [
     (UnequalEps, "column eps 1e-05 differs from its row eps 1e-06", "columns"),
-    (ShiftedAlongTheOther, "shifted by the maxima of the other axis, so that eps 1e-06 acts otherwise", ""),
+    (ShiftedAlongTheOther, "by the maxima of their rows and then normalises the columns first", ""),
+    (ShiftedAlongTheOtherWithoutEps, "by the maxima of their rows and then normalises the columns first", ""),
     (ClampedLogits, "a Sinkhorn projection of clamp of projected streams", ""),
     (SquashedBeforeScale, "from tanh of the projection and from other tensors", ""),
     (SquashedBeforeScale, "a Sinkhorn projection of tanh of projected streams", ""),
