@@ -62,7 +62,14 @@ def record(run: Callable[[list[torch.Tensor]], Any], inputs: list[torch.Tensor],
 
 def call_text(target: Any, args: Any, kwargs: Any, places: type = Slot) -> str:
     """A call without the tensors in it, in whose places there are objects of some type."""
-    return f"{target} {map_leaves(lambda leaf: '%' if isinstance(leaf, places) else leaf, (args, kwargs))}"
+
+    def written(leaf: Any) -> Any:
+        if isinstance(leaf, places):
+            return "%"
+        # A constant of the program: as text it would be rounded to four digits.
+        return (leaf.dtype, leaf.tolist()) if type(leaf) is torch.Tensor else leaf
+
+    return f"{target} {map_leaves(written, (args, kwargs))}"
 
 
 # Matmul squeezes its own result in this way.

@@ -8,9 +8,12 @@ from mhc_compile.passes.plan.sites import AggregateSite, CombineSite, Declined, 
 from mhc_compile.passes.recognise import Findings, aggregate, combine
 from mhc_compile.passes.recognise.aggregate import Aggregate
 from mhc_compile.passes.recognise.gates import Matrices
+from mhc_compile.passes.recognise.layout import is_movement
+from mhc_compile.passes.recognise.pieces import TOGETHER
 from mhc_compile.passes.recognise.projection import Projection
 from mhc_compile.passes.shadow import Op, Value
 
+_AFFINE = {"add", "sub", "rsub", "mul", "div", "neg"}
 # How far the use of a gate, and the source of logits, are followed through small values.
 _LIMIT = 200
 
@@ -28,6 +31,11 @@ def unused_rows(sites: list[MixSite]) -> list[Declined]:
         if rest and out.op is not None:
             share = f"{rest} of the projection's {projection.rows} rows"
             reason = f"{share} make gates that were not recognised; they, and what uses them, stay as they are"
+            made = projection.x.op
+            if made is not None and made.name in TOGETHER:
+                reason += (
+                    "; the streams are a list that is put together for the projection alone: keep them as one tensor"
+                )
             found.append(Declined("gate", reason, out.op.node))
     return found
 
@@ -46,10 +54,16 @@ def near_misses(findings: Findings, aggregates: list[Aggregate], sites: list[Sit
         mixes = any(
             c.mix is not None and c.x in known and miss.value in (c.outer.post, c.mix.res) for c in findings.combines
         )
-        sunk = isinstance(findings.matrices.get(miss.value), Matrices)
+        alone = findings.matrices.get(miss.value)
+        sunk = isinstance(alone, Matrices)
         if (weighs or mixes) and miss.value.op is not None and (sunk or miss.value not in told):
             told.add(miss.value)
-            yield Declined("gate", f"the value {miss.reason}", miss.value.op.node)
+            functions = _functions_before(alone.logits) if isinstance(alone, Matrices) else []
+            reason = miss.reason
+            if functions:
+                reason = f"is a Sinkhorn projection of {' and '.join(functions)} of projected streams, and not of these"
+            yield Declined("gate", f"the value {reason}", miss.value.op.node)
+    yield from _under_vmap(sites)
     for value, found in findings.matrices.items():
         if isinstance(found, str) and value not in told and value.op is not None:
             yield Declined("sinkhorn", f"the value {found}", value.op.node)
@@ -103,9 +117,11 @@ def _wide_use(gate: Value, read: set[Value]) -> Op | None:
         if value in read:
             return None
         for op in value.users:
-            if any(v.numel > gate.numel for v in (*op.sources, *op.outs)):
+            # Gates of some tokens are put together with those of others.
+            gathered = op.name in TOGETHER
+            if not gathered and any(v.numel > value.numel for v in (*op.sources, *op.outs)):
                 return op
-            fresh = [out for out in op.outs if out not in seen and out.numel == gate.numel]
+            fresh = [out for out in op.outs if out not in seen and (gathered or out.numel == value.numel)]
             seen.update(fresh)
             pending += fresh
         if len(seen) > _LIMIT:
@@ -127,6 +143,31 @@ def _sums(use: Op, gate: Value, findings: Findings) -> Iterator[Op]:
             yield op
         if len(pending) > _LIMIT:
             break
+
+
+def _under_vmap(sites: list[Site]) -> Iterator[Declined]:
+    """Gates that a function of one token makes."""
+    made = [gate.op for site in sites if isinstance(site, (CombineSite, AggregateSite)) for gate in site.gates()]
+    for op in dict.fromkeys(op for op in made if op is not None and op.target is None):
+        if "_remove_batch_dim" in str(op.node.target):
+            reason = "gates are computed under vmap, which is not looked into: compute them from [..., n, C] at once"
+            yield Declined("generate_mix", reason, op.node)
+
+
+def _functions_before(logits: Value) -> list[str]:
+    """What logits go through between the projection and the first exponential, other than scale and bias."""
+    found: list[str] = []
+    value = logits
+    for _ in range(_LIMIT):
+        op = value.op
+        if op is None or op.target is None or not op.sources:
+            break
+        if not is_movement(op) and any(source.numel > value.numel for source in op.sources):
+            break  # the projection
+        if not is_movement(op) and len(op.sources) == 1 and op.name not in _AFFINE:
+            found.append(op.name)
+        value = max(op.sources, key=lambda source: source.numel)
+    return found[::-1]
 
 
 def _wide_source(logits: Value) -> Op | None:

@@ -7,6 +7,7 @@ them by behaviour (`rms`, `affine`, `gates`, `sinkhorn`). Nothing here looks at 
 from __future__ import annotations
 
 import logging
+from collections.abc import Container
 from dataclasses import dataclass, field, replace
 
 from mhc_compile.forms import Rms
@@ -141,7 +142,7 @@ def recognise(shadow: Shadow) -> Findings:
                 matrices.pop(made, None)
         if not _join(value, readings, mixtures, known, reader):
             matrices[value] = answer
-    left = [miss for value, miss in misses.items() if value not in understood]
+    left = [m for value, m in misses.items() if not understood.intersection((value, _before_factor(value, understood)))]
     return Findings(mixtures, aggregates, combines, left, matrices, reader)
 
 
@@ -211,7 +212,9 @@ def _candidates(cone: dict[Value, None], weighing: dict[Value, int]) -> list[Val
             found[origin(value)[0]] = None
         size = value.numel
         for op in value.users:
-            if op.name in _WIDENING and op.out.numel > size:
+            # Gates of some tokens may be put together with those of others first.
+            gathered = op.name in TOGETHER and op.out in weighing
+            if gathered or (op.name in _WIDENING and op.out.numel > size):
                 found[origin(value)[0]] = None
     return [value for value in found if value in cone]
 
@@ -236,6 +239,10 @@ def _understand(
         affine = AffineWalk(reading, cone, reader, affine)
         for value in candidates:
             gate = gates.identify(value, affine, known)
+            inner = _before_factor(value, cone)
+            if isinstance(gate, NotAGate) and inner is not None:
+                within = gates.identify(inner, affine, known)
+                gate = gate if isinstance(within, NotAGate) else within
             if isinstance(gate, NotAGate):
                 missed.append(gate)
                 continue
@@ -248,10 +255,19 @@ def _understand(
             if normed is None and after is not None:
                 normed = Normed(after.rms, reading.const, _weight(reading))
             assert normed is not None
-            found.setdefault(normed, Mixture(reading, normed)).gates[value] = gate
+            found.setdefault(normed, Mixture(reading, normed)).gates[gate.value] = gate
         if found:
             return max(found.values(), key=lambda mixture: len(mixture.gates)), missed
     return None, missed
+
+
+def _before_factor(value: Value, cone: Container[Value]) -> Value | None:
+    """A gate before the program multiplies it by what has nothing to do with its projection."""
+    op = value.op
+    if op is None or op.name not in ("mul", "div") or len(op.sources) != 2:
+        return None
+    inner = [source for source in op.sources if source in cone]
+    return inner[0] if len(inner) == 1 and inner[0].numel == value.numel else None
 
 
 def _normalised_before(reading: Projection, reader: Reader) -> tuple[bool, Normed | None]:

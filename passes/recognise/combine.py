@@ -114,6 +114,8 @@ def why_none(reader: Reader, out: Value, gate: Value, *, mixes: bool) -> str:
         if not own.summed:
             return "does not sum over the streams that it reads"
         readings = [c for c in contractions(own, out) if c.left is gate]
+        if len(gate.shape) == 2:
+            return "has one matrix for all tokens; the operator takes one for each, such as h_res.expand(*tokens, n, n)"
         mix = next((mix for mix in map(_read_mix, readings) if mix is not None), None)
         if mix is None:
             if any(c.right.numel != out.numel for c in readings):

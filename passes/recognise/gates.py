@@ -70,12 +70,14 @@ def identify(value: Value, walk: AffineWalk, known: Known) -> Gate | NotAGate:
     """The gate that `value` holds; `known` remembers what regions compute, or the reason why that is unclear."""
     found = walk.region(value)
     if found is None:
-        return NotAGate(value, "is not computed from one slice of the projection alone")
+        return NotAGate(value, _unlike_one_slice(value, walk))
     logits = walk.describe(found.leaf)
     assert logits is not None
     rows = _rows(logits)
     if not found.ops:
         return NotAGate(value, "is the projection itself, before any gate")
+    if rows is None and _has_tokens_last(logits):
+        return NotAGate(value, "is computed with the tokens last, as [n, n, tokens]; the operators have them first")
     if rows is None or len(set(rows)) != len(rows) or found.leaf.numel != value.numel:
         return NotAGate(value, "does not keep the projection's elements one to one")
     signature = found.signature
@@ -83,6 +85,34 @@ def identify(value: Value, walk: AffineWalk, known: Known) -> Gate | NotAGate:
         known[signature] = _kind(on_few_tokens(found), len(rows))
     kind = known[signature]
     return NotAGate(value, kind) if isinstance(kind, str) else Gate(value, logits, tuple(rows), kind)
+
+
+def _unlike_one_slice(value: Value, walk: AffineWalk) -> str:
+    """Why a value is not one function of one slice: what the projection goes through before other tensors join it."""
+    functions: dict[str, None] = {}
+    pending = {value: None}
+    for current in (ordered := list(pending)):
+        op = current.op
+        if op is None or op.target is None or len(ordered) > _LIMIT:
+            continue
+        sources = [source for source in op.sources if source in walk.cone]
+        if len(op.sources) == 1 and not is_movement(op) and walk.describe(op.sources[0]) is not None:
+            functions[op.name] = None
+        fresh = [source for source in sources if source not in pending and walk.describe(source) is None]
+        pending |= dict.fromkeys(fresh)
+        ordered += fresh
+    if not functions:
+        return "is not computed from one slice of the projection alone"
+    return (
+        f"is computed from {' and '.join(functions)} of the projection and from other tensors; in the operators scale "
+        "and bias act on the projection itself"
+    )
+
+
+def _has_tokens_last(logits: Affine) -> bool:
+    steps = [stride for dim in logits.rows.dims for _, stride in dim]
+    of_tokens = [stride >= logits.projection.rows for stride in steps]
+    return len(steps) > 1 and of_tokens == sorted(of_tokens)
 
 
 def _kind(found: Region, size: int) -> Sigmoid | Mixing | str:

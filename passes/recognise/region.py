@@ -38,7 +38,7 @@ class Region:
 
     def constants(self) -> set[float]:
         """The float constants that occur in the region."""
-        found = {float(leaf) for leaf in self._numbers() if isinstance(leaf, float)}
+        found = {float(leaf) for leaf in self._numbers() if isinstance(leaf, float) or _is_scalar(leaf)}
         return {value for value in found if value == value}
 
     def _numbers(self) -> Iterator[Any]:
@@ -200,6 +200,11 @@ def _number(leaf: Any) -> Any:
             raise ValueError("a number that depends on a size")
         return value
     return leaf
+
+
+def _is_scalar(leaf: Any) -> bool:
+    """Whether a leaf is a tensor of one number that the program makes from a constant."""
+    return type(leaf) is torch.Tensor and leaf.dim() == 0 and leaf.is_floating_point()
 
 
 def _leaves(tree: Any) -> Iterator[Any]:

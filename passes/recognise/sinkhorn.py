@@ -126,11 +126,9 @@ def _nearly(given: torch.Tensor, got: torch.Tensor, constants: list[float], limi
             why = f"its column eps {columns:g} differs from its row eps {rows:g}, and the operator has one for both"
             for start_eps in sorted({0.0, rows, columns}) if rows != columns else ():
                 told[_Start(start, first, rows, start_eps, clamp, columns)] = why
-    for first, eps, clamp in product(SINKHORN_AXES, constants[:4], (False, True)):
-        why = (
-            f"it begins with {first} and starts from exp of logits shifted by the maxima of the other axis, so that "
-            f"eps {eps:g} acts otherwise"
-        )
+    for first, eps, clamp in product(SINKHORN_AXES, [0.0, *constants[:4]], (False, True)):
+        other = "columns" if first == "rows" else "rows"
+        why = f"it shifts its logits by the maxima of their {other} and then normalises the {first} first"
         told[_Start("crossed", first, eps, 0.0, clamp)] = why
     near, _ = _near(list(told), given, got, limit)
     return f"{NEARLY} projection, but {told[near[0][0]]}" if near else None

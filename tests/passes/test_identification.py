@@ -338,3 +338,99 @@ def test_log_potentials(kind: type[_LogPotentials], rewritten: bool) -> None:
     outcome = check.run(kind(N, WIDTH, 3, 2), (torch.randn(2, 3, N, WIDTH),))
     check.assert_as_accurate(outcome)
     assert any("log domain" in site.detail for site in outcome.report.rewritten) == rewritten, str(outcome.report)
+
+
+class _MaximumOf(Sublayer):
+    """The clamp's bound is a tensor."""
+
+    other = 1e-6
+
+    def rows(self, m: Tensor) -> Tensor:
+        return m / torch.maximum(m.sum(-1, keepdim=True), torch.tensor(1e-6))
+
+    def columns(self, m: Tensor) -> Tensor:
+        return m / torch.maximum(m.sum(-2, keepdim=True), torch.tensor(self.other))
+
+    def start(self, logits: Tensor) -> Tensor:
+        return logits.softmax(-1)
+
+
+class _MaximumOfTwo(_MaximumOf):
+    other = 1e-5
+
+
+@pytest.mark.parametrize(("kind", "rewritten"), [(_MaximumOf, True), (_MaximumOfTwo, False)])
+def test_bound_that_is_a_tensor(kind: type[_MaximumOf], rewritten: bool) -> None:
+    outcome = check.run(kind(N, WIDTH, 3, 2), (torch.randn(2, 3, N, WIDTH),))
+    check.assert_as_accurate(outcome)
+    assert any("eps 1e-06 clamped" in site.detail for site in outcome.report.rewritten) == rewritten
+
+
+class _TwoConstants(torch.nn.Module):
+    """Two layers whose constants are the same when written with four digits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Sublayer(N, WIDTH, 3, 2) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, height in zip(self.layers, (2.00002, 2.00004), strict=True):
+            layer.post = lambda logits, height=height: torch.sigmoid(logits) * torch.tensor(height)
+            x = layer(x)
+        return x
+
+
+def test_constants_that_differ_in_the_fifth_digit() -> None:
+    model, x = _TwoConstants().eval(), torch.randn(2, 3, N, WIDTH)
+    outcome = check.run(model, (x,), repeats=1)
+    check.assert_as_accurate(outcome)
+    assert outcome.operators == ["expand_combine"] * 2 + ["generate_mix_and_aggregate"] * 2, str(outcome.report)
+
+
+class _FactorOfItsOwn(Sublayer):
+    """h_post times what is not computed from the projection: the program multiplies what the operator makes."""
+
+    def __init__(self) -> None:
+        super().__init__(N, WIDTH, 3, 2)
+        self.register_buffer("height", torch.tensor(1.7))
+
+    def post(self, logits: Tensor) -> Tensor:
+        return self.height * torch.sigmoid(logits)
+
+
+class _FactorOfStreams(_FactorOfItsOwn):
+    def post(self, logits: Tensor) -> Tensor:
+        return torch.sigmoid(logits) / (1 + self.per_stream.square())
+
+
+class _FactorOfPre(_FactorOfItsOwn):
+    def pre(self, logits: Tensor) -> Tensor:
+        return self.height * torch.sigmoid(logits)
+
+
+class _FactorOfRes(_FactorOfItsOwn):
+    def res(self, logits: Tensor) -> Tensor:
+        return super().res(logits) * self.height
+
+
+@pytest.mark.parametrize("kind", [_FactorOfItsOwn, _FactorOfStreams, _FactorOfPre, _FactorOfRes])
+def test_gate_with_a_factor_of_its_own(kind: type[_FactorOfItsOwn]) -> None:
+    outcome = check.run(kind(), (torch.randn(2, 3, N, WIDTH),))
+    check.assert_as_accurate(outcome)
+    assert not outcome.report.declined, str(outcome.report)
+    assert any("sinkhorn softmax" in site.detail for site in outcome.report.rewritten), str(outcome.report)
+    assert "expand_combine" in outcome.operators
+
+
+class _InChunks(Sublayer):
+    def gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        parts = [super(_InChunks, self).gates(chunk) for chunk in x.chunk(2, 1)]
+        return tuple(torch.cat(gate, 1) for gate in zip(*parts, strict=True))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("length", [3, 4, 300])
+def test_gates_in_chunks_of_the_sequence(length: int) -> None:
+    outcome = check.run(_InChunks(N, WIDTH, 3, 2), (torch.randn(2, length, N, WIDTH),))
+    check.assert_as_accurate(outcome)
+    assert outcome.operators == ["aggregate", "expand_combine", "generate_mix", "generate_mix"], str(outcome.report)
+    assert not outcome.report.declined, str(outcome.report)

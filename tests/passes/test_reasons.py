@@ -30,6 +30,53 @@ class ShiftedAlongTheOther(Sublayer):
         return (logits - logits.amax(-1, keepdim=True)).exp()
 
 
+class ShiftedAlongTheOtherWithoutEps(ShiftedAlongTheOther):
+    def rows(self, m: Tensor) -> Tensor:
+        return m / m.sum(-1, keepdim=True)
+
+    def columns(self, m: Tensor) -> Tensor:
+        return m / m.sum(-2, keepdim=True)
+
+
+class ClampedLogits(Sublayer):
+    def start(self, logits: Tensor) -> Tensor:
+        return logits.clamp(-10.0, 10.0).exp()
+
+
+class SquashedBeforeScale(Sublayer):
+    def split(self, mixes: Tensor) -> tuple[Tensor, ...]:
+        return super().split(torch.tanh(mixes))
+
+
+class TokensLast(Sublayer):
+    def res(self, logits: Tensor) -> Tensor:
+        m = logits.flatten(0, 1).permute(1, 2, 0).softmax(1)
+        for axis in (0, 1) * 3:
+            m = m / (m.sum(axis, keepdim=True) + 1e-6)
+        return m.permute(2, 0, 1).view_as(logits)
+
+
+class OneMatrixForAll(Sublayer):
+    """The matrix is a parameter."""
+
+    def res(self, logits: Tensor) -> Tensor:
+        return super().res(self.bias[2 * self.n :].view(self.n, self.n))
+
+    def write(self, x: Tensor, f: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
+        return h_post.unsqueeze(-1) * f.unsqueeze(-2) + torch.einsum("io,bsic->bsoc", h_res, x)
+
+
+class UnderVmap(Sublayer):
+    def gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        n = self.n
+
+        def of_token(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            pre, post, res = (self.project(x.flatten()) * self.rms(x.flatten())).split((n, n, n * n))
+            return self.pre(pre), self.post(post), self.res(res.view(n, n))
+
+        return torch.func.vmap(torch.func.vmap(of_token))(x)  # type: ignore[no-any-return]
+
+
 class OneAxis(Sublayer):
     def res(self, logits: Tensor) -> Tensor:
         return logits.softmax(-1)
@@ -69,7 +116,14 @@ class NoNorm(Sublayer):
 
 REASONS: list[tuple[type[Sublayer], str, str]] = [
     (UnequalEps, "column eps 1e-05 differs from its row eps 1e-06", "columns"),
-    (ShiftedAlongTheOther, "shifted by the maxima of the other axis, so that eps 1e-06 acts otherwise", ""),
+    (ShiftedAlongTheOther, "by the maxima of their rows and then normalises the columns first", ""),
+    (ShiftedAlongTheOtherWithoutEps, "by the maxima of their rows and then normalises the columns first", ""),
+    (ClampedLogits, "a Sinkhorn projection of clamp of projected streams", ""),
+    (SquashedBeforeScale, "from tanh of the projection and from other tensors", ""),
+    (SquashedBeforeScale, "a Sinkhorn projection of tanh of projected streams", ""),
+    (TokensLast, "with the tokens last, as [n, n, tokens]", "res"),
+    (OneMatrixForAll, "has one matrix for all tokens", "write"),
+    (UnderVmap, "computed under vmap", "gates"),
     (OneAxis, "normalises one axis only", "res"),
     (DetachedSinkhorn, "its gradient does not", "columns"),
     (ProjectionInFloat64, "computes in float64; the operators would compute that in float32", ""),
@@ -189,3 +243,26 @@ def test_matrices_that_are_changed_before_they_mix() -> None:
     assert outcome.operators == ["expand_combine", "generate_mix_and_aggregate"], str(outcome.report)
     assert "sinkhorn softmax" in next(site.detail for site in outcome.report.rewritten if "generate" in site.op)
     assert not outcome.report.declined, str(outcome.report)
+
+
+class ListOfStreams(Sublayer):
+    def forward(self, x: Tensor) -> Any:
+        return self.body([stream.sin() for stream in x.unbind(2)])
+
+    def flat(self, x: Any) -> Tensor:
+        return torch.cat(x, -1)
+
+    def read(self, x: Any, h_pre: Tensor) -> Tensor:
+        return sum(h_pre[..., i, None] * x[i] for i in range(self.n))  # type: ignore[return-value]
+
+    def write(self, x: Any, f: Tensor, h_post: Tensor, h_res: Tensor) -> Any:
+        return [
+            h_post[..., o, None] * f + sum(h_res[..., i, o, None] * x[i] for i in range(self.n)) for o in range(self.n)
+        ]
+
+
+def test_streams_that_are_a_list() -> None:
+    outcome = check.run(ListOfStreams(4, 32, 3, 2), (torch.randn(2, 3, 4, 32),))
+    check.assert_as_accurate(outcome)
+    (told,) = outcome.report.declined
+    assert "the streams are a list that is put together for the projection alone" in str(told.reason)
