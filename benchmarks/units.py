@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+# The numbers of bfloat16 streams that a boundary goes through once, on the GPU that is measured.
+_IN_ONE_PASS = (2, 4)
+
 # n: the number of streams. What one kernel reads and writes is in brackets.
 _UNITS: dict[str, Callable[[int], int]] = {
     "projection": lambda n: n,
@@ -23,10 +26,13 @@ _UNITS: dict[str, Callable[[int], int]] = {
     "head_backward": lambda n: (n + 1) + (n + 1 + n),
     "expand_combine": lambda n: n + 1 + n,
     "expand_combine_backward": lambda n: n + n + 1 + n + 1,
-    # The combine projects x' while it writes it; only the sum that the gates weigh reads it.
-    "boundary": lambda n: (n + 1 + n) + (n + 1),
-    # d h_pre first, as above; then one pass from x', its gradient, d layer_input, x and f to dx and df.
-    "boundary_backward": lambda n: (n + 1) + (n + n + 1 + n + 1 + n + 1),
+    # The combine projects x' while it writes it; only the sum that the gates weigh reads it. Otherwise both read it.
+    "boundary": lambda n: (n + 1 + n) + (n + 1) + (0 if n in _IN_ONE_PASS else n),
+    # d h_pre first, as above; then one pass from x', its gradient, d layer_input, x and f to dx and df. Otherwise the
+    # gradient of x' is written where it was, and the backward of the combine reads that.
+    "boundary_backward": lambda n: (
+        (n + 1) + (n + n + 1 + n + 1 + n + 1 if n in _IN_ONE_PASS else (n + 1 + n + n) + (n + n + 1 + n + 1))
+    ),
 }
 OPERATORS = tuple(_UNITS)
 
