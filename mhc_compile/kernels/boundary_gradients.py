@@ -70,9 +70,9 @@ def _factors(coefficient, h_pre, h_post, h_res, tok, live, tokens, N: gl.constex
     for o in gl.static_range(N):
         values = values + (gl.load(h_pre + o * tokens + tok, mask=live, other=0.0)[:, None],)
     for o in gl.static_range(N):
-        values = values + (gl.load(h_post + tok * N + o, mask=live, other=0.0)[:, None],)
+        values = values + (gl.load(h_post + tok * N + o, mask=live, other=0.0).to(gl.float32)[:, None],)
     for i in gl.static_range(N * N):
-        values = values + (gl.load(h_res + tok * (N * N) + i, mask=live, other=0.0)[:, None],)
+        values = values + (gl.load(h_res + tok * (N * N) + i, mask=live, other=0.0).to(gl.float32)[:, None],)
     return values
 
 

@@ -116,9 +116,9 @@ def combine_project_kernel(f, h_post, x, h_res, phi, norm_weight, out, h_part, s
     post = ()
     res = ()
     for o in gl.static_range(N):
-        post = post + (gl.load(h_post + tok * N + o, mask=live, other=0.0)[:, None],)
+        post = post + (gl.load(h_post + tok * N + o, mask=live, other=0.0).to(gl.float32)[:, None],)
     for both in gl.static_range(N * N):
-        res = res + (gl.load(h_res + tok * (N * N) + both, mask=live, other=0.0)[:, None],)
+        res = res + (gl.load(h_res + tok * (N * N) + both, mask=live, other=0.0).to(gl.float32)[:, None],)
     h = gl.zeros([BLOCK_M, ROWS], gl.float32, MMA)
     squares = gl.zeros([BLOCK_M], gl.float32, TOKEN)
     turn = 0

@@ -82,6 +82,17 @@ def _tf32(n: int, width: int, tokens: int) -> None:
         torch.set_float32_matmul_precision(before)
 
 
+def _bf16_gates(n: int, width: int, tokens: int) -> None:
+    """Gates that a program has rounded to the streams' dtype, in the kernels that take no strides for them."""
+    rows = n * n + 2 * n
+    x, f = torch.empty(tokens, n, width, dtype=torch.bfloat16), torch.empty(tokens, width, dtype=torch.bfloat16)
+    post, res = torch.empty(tokens, n, dtype=torch.bfloat16), torch.empty(tokens, n, n, dtype=torch.bfloat16)
+    phi, ms, pre = torch.empty(rows, n * width), torch.empty(tokens), torch.empty(n, tokens)
+    combine_project.forward(f, post, x, res, phi, None, x)
+    dh = projection.dh_parts(x, rows)
+    boundary_gradients.backward(x, f, x, f, x, f, x, phi, None, dh, ms, pre, post, res)
+
+
 def _starts() -> None:
     """Sinkhorns that begin with another exponential than the one they are computed from."""
     logits = torch.empty(512, 4, 4)
@@ -94,6 +105,7 @@ CASES: dict[str, Callable[[], None]] = {
     "few": lambda: _calls(4, 4096, 1, torch.bfloat16),
     "tf32": lambda: _tf32(4, 4096, 512),
     "starts": _starts,
+    "gates": lambda: _bf16_gates(4, 4096, 512),
     "f32": lambda: _calls(4, 4096, 512, torch.float32),
     "wide": lambda: _calls(8, 4096, 512, torch.bfloat16),
     "many": lambda: _calls(16, 1280, 512, torch.bfloat16),
