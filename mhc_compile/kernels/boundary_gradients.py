@@ -22,14 +22,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from mhc_compile.kernels import one_pass
 from mhc_compile.kernels.common import launch, on_device, processors
-from mhc_compile.kernels.opaque import barrier, opaque, runs_on, to_bf16
+from mhc_compile.kernels.one_pass import ROWS, barrier
+from mhc_compile.kernels.opaque import opaque
 from mhc_compile.kernels.projection import split_ahead
 
 TOKENS, COLUMNS = 16, 64
 WARPS, STAGES = 4, 2
-# Rows of phi that a product takes, those beyond K zero.
-ROWS = 32
 # Programs per processor: as many as its shared memory holds.
 WAVES = 2
 
@@ -197,9 +197,9 @@ def boundary_gradients_kernel(d_x_new, d_layer_input, x_new, f, x, phi, dh, coef
                 # h_post stands before the rows of h_res, as f before the streams.
                 grad += factors[1 + N + i * N + o] * d_new[o]
             if i == 0:
-                gl.store(df + tok_1[:, None] * C + c, to_bf16(grad), mask=mask)
+                gl.store(df + tok_1[:, None] * C + c, grad.to(gl.bfloat16), mask=mask)
             else:
-                gl.store(dx + at + (i - 1) * C, to_bf16(grad), mask=mask)
+                gl.store(dx + at + (i - 1) * C, grad.to(gl.bfloat16), mask=mask)
         sums_tok = (gl.arange(0, BLOCK_M, gl.SliceLayout(1, SUMS)).to(gl.int64) + start)[:, None]
         for j in gl.static_range(SUM_TILES):
             row = j * LANES + lane
@@ -217,14 +217,9 @@ def boundary_gradients_kernel(d_x_new, d_layer_input, x_new, f, x, phi, dh, coef
 def fits(streams: Sequence[torch.Tensor | None], phi: torch.Tensor) -> bool:
     """Whether the kernel is for these d_x_new, d_layer_input, x_new, f and x [..., n, C], and for their device.
 
-    Copies are of 16 bytes and tiles of 2^i streams; the A100, H100 and B200 have the shared memory.
+    The A100, H100 and B200 have the shared memory.
     """
-    x = streams[-1]
-    if x is None or any(t is None or t.dtype != torch.bfloat16 or not t.is_contiguous() for t in streams):
-        return False
-    n, width = x.shape[-2:]
-    alike = n in (2, 4) and width % 16 == 0 and phi.shape[0] <= ROWS and x.numel() > 0
-    return alike and runs_on(x.device, 80, 90, 100)
+    return one_pass.fits(streams, phi, 80, 90, 100)
 
 
 def split_tokens(tokens: int, width: int, device: torch.device) -> tuple[int, int]:

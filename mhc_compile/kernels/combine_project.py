@@ -22,9 +22,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from mhc_compile.kernels.boundary_gradients import ROWS
+from mhc_compile.kernels import one_pass
 from mhc_compile.kernels.common import launch, on_device, processors
-from mhc_compile.kernels.opaque import barrier, opaque, runs_on, to_bf16
+from mhc_compile.kernels.one_pass import ROWS, barrier
+from mhc_compile.kernels.opaque import opaque
 from mhc_compile.kernels.projection import GROUPS, SPLIT_AHEAD_TILES, Partials, parts_of, split_ahead
 
 TOKENS, COLUMNS = 64, 64
@@ -173,7 +174,7 @@ def combine_project_kernel(f, h_post, x, h_res, phi, norm_weight, out, h_part, s
                 for i in gl.static_range(N):
                     # Rounded as in `expand_combine`, to the bit.
                     v = gl.fma(res[i * N + o], old[i].to(gl.float32), v)
-                new = to_bf16(v)
+                new = v.to(gl.bfloat16)
                 gl.store(out_at + o * C, new, mask=mask)
                 # A thread reads of x what it overwrites, and nothing else.
                 streams.slice(o * BLOCK_M, BLOCK_M, 0).store(new)
@@ -208,12 +209,7 @@ def fits(
     f: torch.Tensor, layer_bias: torch.Tensor | None, x: torch.Tensor, h_res: torch.Tensor | None, phi: torch.Tensor
 ) -> bool:
     """Whether the kernel is for f [..., C] and x [..., n, C] (x' of x's dtype), and for their device."""
-    if layer_bias is not None or h_res is None or x.numel() == 0:
-        return False
-    if any(t.dtype != torch.bfloat16 or not t.is_contiguous() for t in (f, x)):
-        return False
-    n, width = x.shape[-2:]
-    return n in (2, 4) and width % 16 == 0 and phi.shape[0] <= ROWS and runs_on(x.device, 90)
+    return layer_bias is None and h_res is not None and one_pass.fits((f, x), phi, 90)
 
 
 def forward(

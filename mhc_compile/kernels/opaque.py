@@ -13,20 +13,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 
-from mhc_compile.kernels.common import capability, on_device
-
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # triton 3.7 and 3.6
-
-
-@gluon.jit
-def to_bf16(v):
-    """v rounded to bf16, two numbers at a time: Triton converts one by one, on a unit an eighth as wide."""
-    return gl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [v], dtype=gl.bfloat16, is_pure=True, pack=2
-    )
+from mhc_compile.kernels.common import on_device
 
 
 def opaque(*writes: str) -> Callable[[Any], Opaque]:
@@ -98,8 +86,3 @@ class Launch:
                 compiled = self._kernel.kernel[self._grid](*given, **self._options)
                 self._compiled[key] = compiled[(*self._grid, 1, 1)[:3]]
         self._kernel.put_back(args, given)
-
-
-def runs_on(device: torch.device, *capabilities: int) -> bool:
-    """Whether device is a GPU of NVIDIA's with one of these compute capabilities, 90 for 9.0."""
-    return device.type == "cuda" and torch.version.hip is None and capability(device) in capabilities

@@ -7,7 +7,7 @@ needs it unset. So `test_in_interpreter.py` starts one pytest per module with it
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -54,3 +54,13 @@ def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
+
+
+@pytest.fixture
+def launched() -> Iterator[list[str]]:
+    """The names of the kernels in Gluon that the test launches."""
+    # Not at the top: importing kernels imports Triton, which reads TRITON_INTERPRET.
+    from tests.kernels.gluon import watched
+
+    with watched() as names:
+        yield names

@@ -16,11 +16,10 @@ from mhc_compile.forms import Gates, Rms, Sinkhorn
 from mhc_compile.kernels import (
     aggregate,
     boundary,
-    boundary_gradients,
-    combine_project,
     expand_combine,
     generate_mix_and_aggregate,
     head,
+    one_pass,
     projection,
 )
 from tests.kernels.compile_kernels import _recorded
@@ -31,10 +30,7 @@ TOKENS, WIDTH = 8192, 4096
 
 def count(n: int) -> dict[str, float]:
     """C-units by operator, for n bfloat16 streams and all gradients but that of a norm weight."""
-    with (
-        mock.patch.object(boundary_gradients, "runs_on", return_value=True),
-        mock.patch.object(combine_project, "runs_on", return_value=True),
-    ):
+    with mock.patch.object(one_pass, "runs_on", return_value=True):
         return {name: sum(_units(bound) for _, bound, _ in _recorded(call)) for name, call in _calls(n).items()}
 
 

@@ -7,13 +7,16 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 
-from mhc_compile.kernels import boundary_gradients, combine_project
+from mhc_compile.kernels import one_pass
 from mhc_compile.kernels.common import recorded
 from mhc_compile.kernels.opaque import Opaque
 from tests.kernels.cases import DEVICE
+
+GPU = pytest.mark.skipif(DEVICE == "cpu", reason="Gluon has no interpreter")
 
 
 @contextlib.contextmanager
@@ -29,10 +32,7 @@ def watched(replace: bool = DEVICE == "cpu") -> Iterator[list[str]]:
                 return
         kernel[grid](*args, **options)
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(recorded(start))
-        for module in (boundary_gradients, combine_project):
-            stack.enter_context(mock.patch.object(module, "runs_on", return_value=True))
+    with recorded(start), mock.patch.object(one_pass, "runs_on", return_value=True):
         yield names
 
 

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
 
-from mhc_compile.kernels import boundary, boundary_gradients
+from mhc_compile.kernels import boundary, boundary_gradients, one_pass
 from mhc_compile.kernels.boundary_gradients import TOKENS, fits, split_tokens
 from tests.kernels.cases import DEVICE, FORMS, MARKS, draw, keywords, mix_case
-from tests.kernels.gluon import watched
+from tests.kernels.gluon import GPU, watched
 from tests.kernels.test_boundary import before, check
 
 pytestmark = MARKS
 BF16 = torch.bfloat16
 KERNEL = "boundary_gradients_kernel"
-GPU = pytest.mark.skipif(DEVICE == "cpu", reason="Gluon has no interpreter")
-
-
-@pytest.fixture
-def launched() -> Iterator[list[str]]:
-    with watched() as names:
-        yield names
 
 
 @pytest.mark.parametrize(
@@ -75,7 +66,7 @@ def _streams(n: int = 4, width: int = 64, dtype: torch.dtype = BF16) -> list[Ten
     ids=["float32", "8 streams", "3 streams", "width", "rows", "no gradient", "channels first"],
 )
 def test_what_it_is_not_for(streams: list[Tensor | None], rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(boundary_gradients, "runs_on", lambda device, *capabilities: 90 in capabilities)
+    monkeypatch.setattr(one_pass, "runs_on", lambda device, *capabilities: 90 in capabilities)
     assert fits(_streams(), torch.zeros(24, 256))
     assert not fits(streams, torch.zeros(rows, 256))
 

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
 
-from mhc_compile.kernels import boundary, combine_project, expand_combine
-from tests.kernels.cases import DEVICE, FORMS, MARKS, draw, keywords, mix_case
-from tests.kernels.gluon import watched
+from mhc_compile.kernels import boundary, combine_project, expand_combine, one_pass
+from tests.kernels.cases import FORMS, MARKS, draw, keywords, mix_case
+from tests.kernels.gluon import GPU, watched
 from tests.kernels.test_boundary import before, check
 
 pytestmark = MARKS
 BF16 = torch.bfloat16
 KERNEL = "combine_project_kernel"
-GPU = pytest.mark.skipif(DEVICE == "cpu", reason="Gluon has no interpreter")
-
-
-@pytest.fixture
-def launched() -> Iterator[list[str]]:
-    with watched() as names:
-        yield names
 
 
 @pytest.mark.parametrize(
@@ -68,7 +59,7 @@ def _arguments(n: int = 4, width: int = 64) -> list[Tensor | None]:
     ids=["f float32", "f transposed", "layer bias", "channels first", "no tokens", "unmixed", "rows"],
 )
 def test_what_it_is_not_for(place: int, value: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(combine_project, "runs_on", lambda device, *capabilities: 90 in capabilities)
+    monkeypatch.setattr(one_pass, "runs_on", lambda device, *capabilities: 90 in capabilities)
     arguments = _arguments()
     assert combine_project.fits(*arguments)  # type: ignore[arg-type]
     arguments[place] = value
@@ -77,7 +68,7 @@ def test_what_it_is_not_for(place: int, value: Tensor | None, monkeypatch: pytes
 
 @pytest.mark.parametrize(("n", "width"), [(8, 64), (3, 64), (4, 40)])
 def test_sizes_that_it_is_not_for(n: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(combine_project, "runs_on", lambda device, *capabilities: True)
+    monkeypatch.setattr(one_pass, "runs_on", lambda device, *capabilities: True)
     assert not combine_project.fits(*_arguments(n, width))  # type: ignore[arg-type]
 
 

@@ -23,7 +23,7 @@ LIMITS = {80: (163 << 10, "mma.sync"), 90: (227 << 10, "wgmma.mma_async"), 100: 
 SPILLS: dict[int, dict[str, int]] = {
     80: {"products_kernel": 32, "boundary_gradients_kernel": 40},
     90: {"boundary_gradients_kernel": 16},
-    100: {"combine_backward_kernel": 160, "boundary_gradients_kernel": 40},
+    100: {"combine_backward_kernel": 160, "boundary_gradients_kernel": 16},
 }
 # float32 and more streams take minutes.
 CASES = ("bf16", "few", "tf32", "starts", "gates")

@@ -50,7 +50,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> FakeTensorMode:
         "combine_project",
         "expand_combine",
         "mix",
-        "opaque",
+        "one_pass",
         "projection",
     )
     for name in modules:
