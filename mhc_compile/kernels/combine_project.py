@@ -111,9 +111,8 @@ def combine_project_kernel(f, h_post, x, h_res, phi, norm_weight, out, h_part, s
         phi_s = phi_s + (gl.allocate_shared_memory(gl.bfloat16, [STAGES, N * ROWS, BLOCK_C], RIGHT),)
     for stage in gl.static_range(STAGES - 1):
         start = ((first + stage) * GROUPS + group) * BLOCK_C
-        _fetch(
-            x_s, f_s, phi_s, stage, x, f, phi, tile, start, bound, M, C, N, PARTS, ROWS, AHEAD, BLOCK_M, BLOCK_C, TILE
-        )
+        _fetch(x_s, f_s, phi_s, stage, x, f, phi, tile, start, bound, M, C, N, PARTS, ROWS, AHEAD, BLOCK_M, BLOCK_C,
+               TILE)  # fmt: skip
     post = ()
     res = ()
     for o in gl.static_range(N):
@@ -127,40 +126,18 @@ def combine_project_kernel(f, h_post, x, h_res, phi, norm_weight, out, h_part, s
         h_chunk = gl.zeros([BLOCK_M, ROWS], gl.float32, MMA)
         squares_chunk = gl.zeros([BLOCK_M], gl.float32, TOKEN)
         for within in range(chunk_blocks):
-            block = first + chunk * chunk_blocks + within
+            start = ((first + chunk * chunk_blocks + within) * GROUPS + group) * BLOCK_C
             if not AHEAD:
-                start = (block * GROUPS + group) * BLOCK_C
-                _split(
-                    phi_s, turn, phi, norm_weight, phi_k, phi_c, start, C, N, K, PARTS, ROWS, HAS_NORM, BLOCK_C, TILE
-                )
+                _split(phi_s, turn, phi, norm_weight, phi_k, phi_c, start, C, N, K, PARTS, ROWS, HAS_NORM, BLOCK_C,
+                       TILE)  # fmt: skip
             async_copy.wait_group(STAGES - 2)
             # Tensor cores read shared memory past the threads that filled it.
             fence_async_shared()
             barrier()
-            start = ((block + STAGES - 1) * GROUPS + group) * BLOCK_C
-            ahead = (turn + STAGES - 1) % STAGES
-            _fetch(
-                x_s,
-                f_s,
-                phi_s,
-                ahead,
-                x,
-                f,
-                phi,
-                tile,
-                start,
-                bound,
-                M,
-                C,
-                N,
-                PARTS,
-                ROWS,
-                AHEAD,
-                BLOCK_M,
-                BLOCK_C,
-                TILE,
-            )
-            c = ((block * GROUPS + group) * BLOCK_C + gl.arange(0, BLOCK_C, gl.SliceLayout(0, TILE)))[None, :]
+            _fetch(x_s, f_s, phi_s, (turn + STAGES - 1) % STAGES, x, f, phi, tile,
+                   start + (STAGES - 1) * GROUPS * BLOCK_C, bound, M, C, N, PARTS, ROWS, AHEAD, BLOCK_M, BLOCK_C,
+                   TILE)  # fmt: skip
+            c = (start + gl.arange(0, BLOCK_C, gl.SliceLayout(0, TILE)))[None, :]
             mask = live[:, None] & (c < C)
             out_at = out + tok[:, None] * (N * C) + c
             streams = x_s.index(turn)
