@@ -35,14 +35,14 @@ class Value:
     nodes: list[fx.Node] = field(default_factory=list)
     users: list[Op] = field(default_factory=list)
     is_output: bool = False
+    numel: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.numel = prod(self.shape)
 
     @property
     def dtype(self) -> torch.dtype:
         return self.meta.dtype
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -201,8 +201,9 @@ class _Tracer:
             return
         example = compat.example(node)
         held = (example,) if isinstance(example, torch.Tensor) else tuple(tensors(example))
-        if any(tensor.dtype == torch.float64 for tensor in held):
-            self.doubles.add(node)
+        for tensor in held:
+            if tensor.dtype is torch.float64:
+                self.doubles.add(node)
         if node.op not in ("call_function", "call_method"):
             self._bind(node, map_leaves(self._fresh, example))
             return

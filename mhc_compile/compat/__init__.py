@@ -66,6 +66,7 @@ from mhc_compile.compat.operators import (
 )
 from mhc_compile.compat.values import (
     FloatWatch,
+    another_fake,
     common_fake_mode,
     composites_in_python,
     fake_mode_of,
@@ -87,6 +88,7 @@ __all__ = [
     "FloatWatch",
     "aliased",
     "analyse_once",
+    "another_fake",
     "apply_at_this_level",
     "as_list",
     "autocast_like",

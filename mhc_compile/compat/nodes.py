@@ -31,18 +31,19 @@ _IN_PLACE_OPERATORS |= {operator.setitem, operator.delitem, operator.iconcat}
 _IN_PLACE_OPERATORS -= {operator.is_, operator.is_not, operator.index, operator.inv, operator.invert}
 
 
-def _function_name(node: fx.Node) -> str:
-    return getattr(node.target, "__name__", "") if node.op == "call_function" else ""
-
-
 def changes_global_state(node: fx.Node) -> bool:
     """Whether the node sets grad mode, inference mode or autocast."""
-    return _function_name(node) in _STATE_CHANGES
+    return node.op == "call_function" and _sets_state(node.target)
+
+
+@functools.lru_cache(4096)
+def _sets_state(target: Any) -> bool:
+    return getattr(target, "__name__", "") in _STATE_CHANGES
 
 
 def state_change(node: fx.Node) -> str:
     """Which global state a node changes, and how."""
-    return _STATE_CHANGES[_function_name(node)]
+    return _STATE_CHANGES[getattr(node.target, "__name__", "")]
 
 
 def is_composite(overload: Any) -> bool:
@@ -109,7 +110,12 @@ _RANDOM = {
 
 def draws_random_numbers(node: fx.Node) -> bool:
     """Whether a node's result depends on where it stands among those that draw random numbers."""
-    name = str(node.target) if node.op == "call_method" else _function_name(node)
+    return _is_random(node.op, node.target)
+
+
+@functools.lru_cache(4096)
+def _is_random(op: str, target: Any) -> bool:
+    name = str(target) if op == "call_method" else getattr(target, "__name__", "") if op == "call_function" else ""
     return name.split(".")[0] in _RANDOM
 
 

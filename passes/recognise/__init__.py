@@ -43,6 +43,9 @@ _WIDE = {
     "split",
     "unbind",
 }
+# Of these, what holds a product only if what it reads does, and what may hold one.
+_OF_ONE = {"sum", "mean", "select", "slice", "split_with_sizes", "split", "unbind"}
+_ELEMENTWISE = {"add", "sub", "mul", "div"}
 # What may spread a gate over the channels.
 _WIDENING = {"mul", "addcmul", "mm", "bmm", "addmm", "baddbmm"}
 
@@ -95,7 +98,7 @@ def recognise(shadow: Shadow) -> Findings:
     combines: list[Combine] = []
     readings: dict[Value, list[Projection]] = {}
     for op in shadow.ops:
-        if op.name not in _WIDE or not op.outs:
+        if op.name not in _WIDE or not op.outs or not _may_hold_products(op, reader):
             continue
         terms = reader.terms(op.out)
         if op.name in TOGETHER or any(term.summed for term in terms):
@@ -134,7 +137,8 @@ def recognise(shadow: Shadow) -> Findings:
             answer = gates.matrices(c.mix.res, known)
             if answer is not None:
                 matrices[c.mix.res] = answer
-    explained = understood.union(value for value, found in matrices.items() if not isinstance(found, str))
+    explained: list[Gate | Matrices] = [gate for mixture in mixtures for gate in mixture.gates.values()]
+    explained += [found for found in matrices.values() if not isinstance(found, str)]
     for value, answer in gates.others(shadow.ops, explained, known):
         if not isinstance(answer, str):  # what the program makes of it needs no reason of its own
             for made in _cone(value):
@@ -144,6 +148,13 @@ def recognise(shadow: Shadow) -> Findings:
             matrices[value] = answer
     left = [m for value, m in misses.items() if not understood.intersection((value, _before_factor(value, understood)))]
     return Findings(mixtures, aggregates, combines, left, matrices, reader)
+
+
+def _may_hold_products(op: Op, reader: Reader) -> bool:
+    """Whether a result may be read as a product summed: the thousands of small operators of a Sinkhorn are not."""
+    if op.name in _OF_ONE:
+        return not reader.is_plain(op.args[0])
+    return op.name not in _ELEMENTWISE or not reader.is_plain(op.out)
 
 
 def _join(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from mhc_compile.passes import shadow
 from mhc_compile.passes.recognise import rms
@@ -29,8 +29,7 @@ from mhc_compile.passes.recognise.rms import RmsFactor
 from mhc_compile.passes.shadow import Op, Value
 
 
-@dataclass(frozen=True)
-class Param:
+class Param(NamedTuple):
     """A vector or scalar of the program, spread over the elements of the value it is combined with.
 
     inverse: it divides.
@@ -41,8 +40,7 @@ class Param:
     inverse: bool = False
 
 
-@dataclass(frozen=True)
-class Term:
+class Term(NamedTuple):
     """const * the product of params; without params, a number."""
 
     const: float = 1.0
@@ -52,8 +50,7 @@ class Term:
         return Term(self.const * const, self.params + params)
 
 
-@dataclass(frozen=True)
-class Affine:
+class Affine(NamedTuple):
     """A value that is r * h[rows] * scale + the sum of bias, element by element.
 
     rows is the value's layout over the projection's result; params have layouts over their own bases, both indexed
@@ -70,9 +67,8 @@ class Affine:
         def moved(term: Term) -> Term:
             return Term(term.const, tuple(Param(p.base, view(p.layout), p.inverse) for p in term.params))
 
-        return replace(
-            self, rows=view(self.rows), scale=moved(self.scale), bias=tuple(moved(term) for term in self.bias)
-        )
+        bias = tuple([moved(term) for term in self.bias])
+        return self._replace(rows=view(self.rows), scale=moved(self.scale), bias=bias)
 
     def indices(self, layout: Layout) -> list[int] | None:
         """For each element of a token, in order, its offset in the base of `layout`; None if tokens differ."""
@@ -181,7 +177,7 @@ class AffineWalk:
             return whole.map(lambda layout: move(op, value, layout))
         if part is None:
             own = part_of(op, value)
-            found = self.describe(source, replace(own, drops=False))
+            found = self.describe(source, own._replace(drops=False))
             return found.map(lambda layout: layout.drop(own.axis)) if found and own.drops else found
         return self.describe(source, part) if source.shape == value.shape and keeps_order(op) else None
 
@@ -194,7 +190,7 @@ class AffineWalk:
         for piece in together.pieces:
             size = piece.shape[part.axis]
             if start >= 0 and start + (part.length - 1) * part.step < size:
-                return self.describe(piece, replace(part, start=start))
+                return self.describe(piece, part._replace(start=start))
             start -= size
         return None
 
@@ -231,7 +227,7 @@ class AffineWalk:
             return None
         if isinstance(other, Value):
             normalised = self._normalised(source, other, divides=True)
-            return normalised or self._times_param(source, replace(self._param(other, to), inverse=True))
+            return normalised or self._times_param(source, self._param(other, to)._replace(inverse=True))
         number = constant(other)
         return _times(source, 1 / number) if number else None
 
@@ -286,7 +282,7 @@ class AffineWalk:
         factor = self.rms_factor(other, divides=divides)
         if factor is None or source.normed is not None or source.bias:
             return None
-        return replace(_times(source, factor.const), normed=factor) if self._same_tokens(source, other) else None
+        return _times(source, factor.const)._replace(normed=factor) if self._same_tokens(source, other) else None
 
     def _same_tokens(self, source: Affine, factor: Value) -> bool:
         """Whether the factor that meets each element belongs to that element's token."""
@@ -300,11 +296,11 @@ class AffineWalk:
     def _plus(self, source: Affine, other: Any, sign: float, to: _Spread) -> Affine | None:
         if not isinstance(other, Value):
             number = constant(other)
-            return None if number is None else replace(source, bias=(*source.bias, Term(sign * number)))
+            return None if number is None else source._replace(bias=(*source.bias, Term(sign * number)))
         param = self._param(other, to)
         if not self._fits(source, param):
             return None
-        return replace(source, bias=(*source.bias, Term(sign, (param,))))
+        return source._replace(bias=(*source.bias, Term(sign, (param,))))
 
 
 def _kept(layout: Layout, part: Part | None) -> Layout:
@@ -344,7 +340,7 @@ def token_indices(rows: Layout, layout: Layout, row_count: int) -> list[int] | N
 
 def _times(source: Affine, const: float, params: tuple[Param, ...] = ()) -> Affine:
     bias = tuple(term.times(const, params) for term in source.bias)
-    return replace(source, scale=source.scale.times(const, params), bias=bias)
+    return source._replace(scale=source.scale.times(const, params), bias=bias)
 
 
 def _orders(op: Op) -> tuple[tuple[Any, Any], tuple[Any, Any]]:

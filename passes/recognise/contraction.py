@@ -7,7 +7,7 @@ operand and the result.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from mhc_compile.passes.recognise.layout import Factor as Step
 from mhc_compile.passes.recognise.layout import Layout, NotALayout, merged, refine, tiles
@@ -15,8 +15,7 @@ from mhc_compile.passes.recognise.terms import Factor, Source, Term
 from mhc_compile.passes.shadow import Value
 
 
-@dataclass(frozen=True)
-class Axis:
+class Axis(NamedTuple):
     """One factor of the iteration space; out is its stride in the result, unused where it is summed."""
 
     size: int
@@ -26,8 +25,7 @@ class Axis:
     summed: bool
 
 
-@dataclass(frozen=True)
-class Contraction:
+class Contraction(NamedTuple):
     """out = const * sum over the summed axes of left * right, where every element of left and right is reached."""
 
     const: float
@@ -76,8 +74,7 @@ def _axes(term: Term, out: Value, left: Source, right: Source) -> tuple[Axis, ..
     return tuple(Axis(size, s[0], s[1], s[2], d >= rank) for d, size, s in rows)
 
 
-@dataclass(frozen=True)
-class StreamsView:
+class StreamsView(NamedTuple):
     """Where a tensor holds its streams: steps as (size, stride), major to minor, over its contiguous elements.
 
     tokens go from token to token, stream from stream to stream, channels through the width of one stream.

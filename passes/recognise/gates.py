@@ -42,12 +42,13 @@ class Mixing:
 
 @dataclass(frozen=True)
 class Gate:
-    """A value of `size` elements a token. rows are the projection's rows behind them, in order."""
+    """A value of `size` elements a token, made by ops. rows are the projection's rows behind them, in order."""
 
     value: Value
     logits: Affine
     rows: tuple[int, ...]
     kind: Sigmoid | Mixing
+    ops: tuple[Op, ...]
 
     @property
     def size(self) -> int:
@@ -84,7 +85,7 @@ def identify(value: Value, walk: AffineWalk, known: Known) -> Gate | NotAGate:
     if signature not in known:
         known[signature] = _kind(on_few_tokens(found), len(rows))
     kind = known[signature]
-    return NotAGate(value, kind) if isinstance(kind, str) else Gate(value, logits, tuple(rows), kind)
+    return NotAGate(value, kind) if isinstance(kind, str) else Gate(value, logits, tuple(rows), kind, found.ops)
 
 
 def _unlike_one_slice(value: Value, walk: AffineWalk) -> str:
@@ -129,11 +130,12 @@ def _kind(found: Region, size: int) -> Sigmoid | Mixing | str:
 
 @dataclass(frozen=True)
 class Matrices:
-    """out = Sinkhorn(logits), as `kind` says."""
+    """out = Sinkhorn(logits), as `kind` says, made by ops."""
 
     out: Value
     logits: Value
     kind: Mixing
+    ops: tuple[Op, ...]
 
 
 _EXPONENTIALS = {"exp", "autograd_function", "logsumexp", "_softmax", "_log_softmax"}
@@ -158,18 +160,22 @@ def matrices(value: Value, known: Known) -> Matrices | str | None:
                 known[signature] = answer if isinstance(answer, str) else Mixing(*answer)
             kind = known[signature]
             if isinstance(kind, Mixing):
-                return Matrices(value, leaf, kind)
+                return Matrices(value, leaf, kind, found.ops)
             reason = reason or (kind if isinstance(kind, str) else None)
         sources = [v for v in leaf.op.inputs() if v.numel == leaf.numel] if leaf.op is not None else []
         leaf = sources[0] if sources else None
     return reason
 
 
-def others(ops: Iterable[Op], explained: Collection[Value], known: Known) -> Iterator[tuple[Value, Matrices | str]]:
-    """Sinkhorn projections that are none of the `explained` gates nor on the way to one; and what nearly is one."""
+def others(
+    ops: Iterable[Op], explained: Collection[Gate | Matrices], known: Known
+) -> Iterator[tuple[Value, Matrices | str]]:
+    """Sinkhorn projections that are none of the `explained` ones nor on the way to one; and what nearly is one."""
     seen: set[Value] = set()
+    values = {found.out if isinstance(found, Matrices) else found.value for found in explained}
+    behind = {op for found in explained for op in found.ops}
     for op in ops:
-        if op.name not in _EXPONENTIALS or not op.outs or not _is_square(op.out) or op.out in seen:
+        if op.name not in _EXPONENTIALS or op in behind or not op.outs or not _is_square(op.out) or op.out in seen:
             continue
         cone = {op.out: None}
         pending, sums = [op.out], 0
@@ -181,7 +187,7 @@ def others(ops: Iterable[Op], explained: Collection[Value], known: Known) -> Ite
                 cone |= dict.fromkeys(fresh)
                 pending += fresh
         seen.update(cone)
-        if sums + sinkhorn.is_reduction(op) < 2 or any(value in explained for value in cone):
+        if sums + sinkhorn.is_reduction(op) < 2 or any(value in values for value in cone):
             continue
         last = [v for v in cone if _leaves(v, cone) or not any(sinkhorn.is_reduction(user) for user in v.users)]
         nearly: tuple[Value, str] | None = None
@@ -275,11 +281,8 @@ def _fit_sigmoid(found: Region) -> Sigmoid | None:
     def sigmoid(given: torch.Tensor) -> torch.Tensor:
         return kind.mult * torch.sigmoid(kind.slope * given) + kind.eps
 
-    def run(given: torch.Tensor) -> torch.Tensor:
-        return found.run(given).reshape(shape)
-
     places = [torch.randn(shape, generator=generator, dtype=torch.float64) * spread for spread in (1.0, 6.0)]
-    return kind if same_gradient(sigmoid, run, *places) else None
+    return kind if same_gradient(sigmoid, found, *places) else None
 
 
 def _run(found: Region, given: torch.Tensor) -> torch.Tensor | None:

@@ -29,6 +29,7 @@ class Reader:
     def __init__(self) -> None:
         self._views: dict[Value, Factor] = {}
         self._terms: dict[Value, Terms] = {}
+        self._made: dict[Value, Terms | None] = {}
         # What small regions compute, by their signatures: layers of a model need to be understood once.
         self.known: dict[Any, Any] = {}
 
@@ -40,15 +41,25 @@ class Reader:
 
     def terms(self, value: Value) -> Terms:
         """The sum that `value` is: at least the one term that consists of it alone."""
-        if value not in self._terms:
-            found = self._find_terms(value) or (Term(1.0, (self.views(value),)),)
-            self._terms[value] = tuple(_trimmed(term, len(value.shape)) for term in found)
-        return self._terms[value]
+        found = self._terms.get(value)
+        if found is None:
+            found = self._terms[value] = self._made_of(value) or (Term(1.0, (self.views(value),)),)
+        return found
 
     def is_plain(self, value: Value) -> bool:
         """Whether nothing is known of how the value is computed but what it is a view of."""
-        (first, *more) = self.terms(value)
+        found = self._made_of(value)
+        if found is None:
+            return True
+        (first, *more) = found
         return not more and first.const == 1.0 and len(first.factors) == 1 and not first.summed
+
+    def _made_of(self, value: Value) -> Terms | None:
+        """The terms that the operator behind a value makes; None if there is more to it than that."""
+        if value not in self._made:
+            found = self._find_terms(value)
+            self._made[value] = found and tuple([_trimmed(term, len(value.shape)) for term in found])
+        return self._made[value]
 
     def _find_views(self, value: Value) -> Factor:
         here = Source(value, Layout.contiguous(value.shape))

@@ -132,21 +132,27 @@ def _between(out: Value, is_leaf: Callable[[Value], bool]) -> tuple[dict[Op, Non
     return ops, leaves
 
 
-# What arrives from behind may be of any size; a backward that clips it is linear only as far as it does not.
+# What arrives from behind may be of any size. Torch's own backwards are linear in it, but one that a program brings
+# along may clip it, and is linear only as far as it does not.
 _COTANGENTS = (1.0, 1e-4, 1e4)
 
 
-def same_gradient(
-    ours: Callable[[torch.Tensor], torch.Tensor], theirs: Callable[[torch.Tensor], torch.Tensor], *points: torch.Tensor
-) -> bool:
-    """Whether two functions that agree in value agree in gradient too, at all these points.
+def same_gradient(ours: Callable[[torch.Tensor], torch.Tensor], found: Region, *points: torch.Tensor) -> bool:
+    """Whether a function that agrees with a region in value agrees in gradient too, at all these points.
 
     A detach shows only there, and what a custom `autograd.Function` makes of the gradients that it is given.
     """
-    return all(_agree(_gradients(ours, point), _gradients(theirs, point)) for point in points)
+    sizes = _COTANGENTS if any(isinstance(op.target, compat.AutogradFunction) for op in found.ops) else (1.0,)
+
+    def theirs(leaf: torch.Tensor) -> torch.Tensor:
+        return found.run(leaf).reshape(found.shape)
+
+    return all(_agree(_gradients(ours, point, sizes), _gradients(theirs, point, sizes)) for point in points)
 
 
-def _gradients(function: Callable[[torch.Tensor], torch.Tensor], at: torch.Tensor) -> list[torch.Tensor] | None:
+def _gradients(
+    function: Callable[[torch.Tensor], torch.Tensor], at: torch.Tensor, sizes: tuple[float, ...]
+) -> list[torch.Tensor] | None:
     """The gradients for a gradient of each size; None where a part of the function is not differentiable."""
     leaf = at.clone().requires_grad_()
     try:
@@ -154,7 +160,7 @@ def _gradients(function: Callable[[torch.Tensor], torch.Tensor], at: torch.Tenso
             out = function(leaf)
             # Rough: what hardly changes within a matrix has almost no gradient through a doubly stochastic projection.
             weights = (torch.arange(out.numel(), dtype=out.dtype) * 2.4).sin().view(out.shape)
-            return [torch.autograd.grad(out, leaf, size * weights, retain_graph=True)[0] for size in _COTANGENTS]
+            return [torch.autograd.grad(out, leaf, size * weights, retain_graph=True)[0] for size in sizes]
     except RuntimeError:
         return None
 

@@ -161,7 +161,7 @@ def _same_gradient(found: Region, rms: Rms, squares: _Squares, width: int, const
 
     generator = torch.Generator().manual_seed(0)
     points = [(torch.rand(shape, generator=generator, dtype=torch.float64) + 0.5) * size for size in (1.0, 1e-3, 1e3)]
-    return same_gradient(ours, lambda leaf: found.run(leaf).reshape(shape), *points)
+    return same_gradient(ours, found, *points)
 
 
 def _eps_candidates(found: Region, width: int) -> set[float]:

@@ -237,7 +237,7 @@ def _same_gradient(found: Region, candidate: _Start, steps: int, side: int, turn
         p = next(islice(_trajectory(candidate, _turned(logits, turn[0])), steps, None))
         return _turned(p, turn[1]).reshape(shape)
 
-    return same_gradient(ours, found.run, *points)
+    return same_gradient(ours, found, *points)
 
 
 def is_reduction(op: Op) -> int:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from mhc_compile.passes.recognise.layout import Layout
 from mhc_compile.passes.shadow import Value
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """A factor as a view of `base`: layout is indexed by the value's dimensions and then by the summed ones."""
 
     base: Value
@@ -21,8 +20,7 @@ Factor = tuple[Source, ...]
 """Equivalent descriptions of one factor, the nearest first."""
 
 
-@dataclass(frozen=True)
-class Term:
+class Term(NamedTuple):
     """const times the product of factors, summed over the last `summed` dimensions of their layouts."""
 
     const: float

@@ -96,9 +96,7 @@ class Editor:
             node = self._call(target, *args, **kwargs)
             self.examples[key] = compat.example(node)
             return node
-        with compat.fake_mode_of(compat.example(first)):
-            made = map_leaves(_another, known)
-        return self._call(target, *args, **kwargs, example=made)
+        return self._call(target, *args, **kwargs, example=map_leaves(compat.another_fake, known))
 
     def _call(self, target: Callable[..., Any] | str, /, *args: Any, example: Any = None, **kwargs: Any) -> fx.Node:
         """Insert a call in front of the anchor, with the example value that later stages rely on."""
@@ -169,9 +167,3 @@ class Editor:
 def _kind(tensor: torch.Tensor) -> str:
     about = (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, type(tensor), tensor.requires_grad)
     return str(about)
-
-
-def _another(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor like this one that shares no memory with it."""
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    return made.requires_grad_(tensor.requires_grad)
