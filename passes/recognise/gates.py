@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -60,8 +61,13 @@ class NotAGate:
     """Why a value behind a projection was not understood; streams are what the projection may have read."""
 
     value: Value
-    reason: str
+    # Or what finds it out, where that takes long: most are never asked for.
+    because: str | Callable[[], str]
     streams: tuple[Value, ...] = ()
+
+    @property
+    def reason(self) -> str:
+        return self.because if isinstance(self.because, str) else self.because()
 
 
 Known = dict[Signature, "Sigmoid | Mixing | str"]
@@ -71,7 +77,7 @@ def identify(value: Value, walk: AffineWalk, known: Known) -> Gate | NotAGate:
     """The gate that `value` holds; `known` remembers what regions compute, or the reason why that is unclear."""
     found = walk.region(value)
     if found is None:
-        return NotAGate(value, _unlike_one_slice(value, walk))
+        return NotAGate(value, partial(_unlike_one_slice, value, walk))
     logits = walk.describe(found.leaf)
     assert logits is not None
     rows = _rows(logits)

@@ -347,6 +347,8 @@ def _trimmed(term: Term, rank: int) -> Term:
 
 
 def _on_lead(layout: Layout, rank: int, view: Callable[[Layout], Layout]) -> Layout:
+    if len(layout.dims) == rank:
+        return view(layout)
     moved = view(Layout(layout.dims[:rank], layout.offset))
     return Layout((*moved.dims, *layout.dims[rank:]), moved.offset)
 
