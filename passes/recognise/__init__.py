@@ -321,6 +321,8 @@ def _residuals(shadow: Shadow, reader: Reader, mixtures: list[Mixture], aggregat
             if view is not None:
                 streams[mixture.projection.x] = view
     found: list[Combine] = []
+    products = {x for x in streams if reader.is_product(x)}
+    reader = Reader(whole=products) if products else reader
     for op in shadow.ops if streams else ():
         if op.name in _SUMS:
             found += [c for c in combine.residuals(reader, op.out, streams) if c.outer.post in known][:1]

@@ -8,13 +8,13 @@ factor is known by every tensor that it is a view of: where `g` is a slice of `h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import reduce
 from typing import Any
 
 import torch
 
-from mhc_compile.passes.recognise.layout import Layout, NotALayout, is_movement, move, tidy
+from mhc_compile.passes.recognise.layout import Layout, NotALayout, is_movement, move, origin, tidy
 from mhc_compile.passes.recognise.pieces import TOGETHER, piece_of, put_together
 from mhc_compile.passes.recognise.terms import Factor, Source, Term, Terms, collected
 from mhc_compile.passes.shadow import Op, Value
@@ -24,9 +24,10 @@ _MAX_TERMS = 24
 
 
 class Reader:
-    """Reads values of one record as terms, and remembers them."""
+    """Reads values of one record as terms, and remembers them; of `whole`, no summand is taken apart."""
 
-    def __init__(self) -> None:
+    def __init__(self, whole: Collection[Value] = ()) -> None:
+        self._whole = whole
         self._views: dict[Value, Factor] = {}
         self._terms: dict[Value, Terms] = {}
         self._made: dict[Value, Terms | None] = {}
@@ -143,6 +144,11 @@ class Reader:
     def _of_view(self, op: Op, value: Value) -> Terms | None:
         source = next(op.inputs())
         return None if self.is_plain(source) else self._map(source, lambda lead: move(op, value, lead))
+
+    def is_product(self, value: Value) -> bool:
+        """Whether a value is read as one product of tensors."""
+        (first, *more) = self.terms(value)
+        return not more and len(first.factors) > 1
 
     def _map(self, source: Value, view: Callable[[Layout], Layout]) -> Terms:
         rank = len(source.shape)
@@ -267,7 +273,7 @@ class Reader:
         if factor is None or _is_nought(value):
             return None if factor is None else ()
         terms = self.terms(value)
-        if len(terms) > 1 and _is_shared(value):
+        if (len(terms) > 1 and _is_shared(value)) or (self._whole and origin(value)[0] in self._whole):
             moved = self._moved(self.views(value), len(value.shape), lambda lead: lead.expand(shape))
             return (Term(factor, (moved,)),)
         return self._scaled(value, factor, shape)

@@ -53,6 +53,31 @@ def test_a_list_of_streams(kind: type[Sublayer]) -> None:
     check.assert_as_accurate(check.run(model, (torch.randn(2, 3, N, WIDTH),)))
 
 
+class _ScaledCopies(Sublayer):
+    """Streams that begin as copies of an embedding, each times its own number, and a residual that is not mixed."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.numbers = torch.nn.Parameter(torch.randn(self.n, 1))
+
+    def connect(self, x: Tensor) -> Tensor:
+        flat = x.flatten(-2)
+        pre, post, _ = self.logits(self.split(self.project(flat) * self.rms(flat)))
+        read = (self.pre(pre).unsqueeze(-1) * x).sum(-2)
+        return x + self.post(post).unsqueeze(-1) * self.layer(read, read).unsqueeze(-2)
+
+    def forward(self, embedded: Tensor) -> Any:
+        x = embedded.unsqueeze(-2).expand(*embedded.shape[:-1], self.n, embedded.shape[-1]) * self.numbers
+        return self.connect(self.connect(x))
+
+
+def test_streams_that_are_a_product() -> None:
+    """The sum that the first combine writes is not taken for one of the copies and two factors."""
+    outcome = check.run(_ScaledCopies(N, WIDTH, 3, 2), (torch.randn(2, 3, WIDTH),))
+    check.assert_as_accurate(outcome)
+    assert sorted(site.op for site in outcome.report.rewritten) == sorted(2 * FULL)
+
+
 def test_one_stream() -> None:
     """Sinkhorn of one number is 1, and every dimension of size 1 could be the streams'."""
     outcome = check.run(Sublayer(1, WIDTH, 3, 2), (torch.randn(2, 3, 1, WIDTH),))
