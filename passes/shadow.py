@@ -85,9 +85,9 @@ class Op:
 class Shadow:
     """The ATen record of one graph.
 
-    ops are in program order. states holds the grad mode and autocast under which each node runs, as far as the graph
-    sets them. writes lists, for each node that mutates, the storages it may write. doubles are the nodes that hold a
-    float64 tensor.
+    ops are in program order. states holds the grad and inference mode under which each node runs, as far as the graph
+    sets them; what autocast does is in the ops. writes lists, for each node that mutates, the storages it may write.
+    doubles are the nodes that hold a float64 tensor.
     """
 
     graph: fx.Graph
@@ -178,7 +178,7 @@ class _Tracer:
 
     def _state(self) -> str:
         self.autocast = compat.autocast_state()
-        return f"{self.grad_mode} {self.inference_modes} {self.autocast}"
+        return f"{self.grad_mode} {self.inference_modes}"
 
     def _follow(self, node: fx.Node) -> None:
         """Keep track of global state. Casts that autocast makes show up only if nodes are run under it too."""

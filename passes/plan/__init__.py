@@ -80,13 +80,15 @@ def plan(shadow: Shadow, findings: Findings) -> Plan:
                 )
     known = {value for site in sites if isinstance(site, MixSite) for value in site.targets()}
     claimed: set[Value] = set()
-    for combine in _last_first(findings.combines):
-        if combine.out in claimed:
+    for readings in _last_first(findings.combines):
+        readings = [c for c in readings if c.mix is not None or c.outer.post in known]
+        if not readings or readings[0].out in claimed:
             continue
-        if combine.mix is None and combine.outer.post not in known:
-            continue
-        if consider("expand_combine", combine.op.node, lambda c=combine: CombineSite(c)):  # type: ignore[misc]
-            claimed |= _within(combine)
+        made = [lambda c=combine: CombineSite(c) for combine in readings]
+        if consider("expand_combine", readings[0].op.node, *made):
+            accepted = sites[-1]
+            assert isinstance(accepted, CombineSite)
+            claimed |= _within(accepted.combine)
     free = [a for a in findings.aggregates if a.out not in claimed]
     _single_operators(findings, free, sites, consider)
     misses = list(near_misses(findings, free, sites))
@@ -116,10 +118,12 @@ def _single_operators(
                 taken.add(found.out)
 
 
-def _last_first(combines: list[Combine]) -> list[Combine]:
-    """Readings of later sums first, since they take in earlier ones; those of one sum in the order found."""
-    outs = list(dict.fromkeys(c.out for c in combines))[::-1]
-    return [c for out in outs for c in combines if c.out is out]
+def _last_first(combines: list[Combine]) -> list[list[Combine]]:
+    """The readings of each sum in the order found; later sums first, since they take in earlier ones."""
+    found: dict[Value, list[Combine]] = {}
+    for combine in combines:
+        found.setdefault(combine.out, []).append(combine)
+    return list(found.values())[::-1]
 
 
 _SUMMING = {*TOGETHER, "add", "sub", "addcmul", "mul", "sum", "mean", "neg", "div"}

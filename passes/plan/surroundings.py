@@ -1,4 +1,7 @@
-"""What around a site forbids to rewrite it: memory, grad mode, autocast, types."""
+"""What around a site forbids to rewrite it: memory, grad mode, types.
+
+Not autocast: its casts are in the record as any other, and the operators compute in float32 whatever it says.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,12 @@ from torch import fx
 
 from mhc_compile import compat
 from mhc_compile.passes.plan.sites import AggregateSite, CombineSite, Decline, Site, outputs, said
+from mhc_compile.passes.recognise.layout import is_movement
 from mhc_compile.passes.shadow import Shadow, Value, tensors_of
 
 
 def check_surroundings(shadow: Shadow, site: Site) -> None:
-    """Refuse a site around which memory, grad mode or autocast changes, or whose types the operators do not take."""
+    """Refuse a site around which memory or grad mode changes, or whose types the operators do not take."""
     outputs(site)  # a site without any has no place in the program
     sources = list(site.sources())
     for value in sources:
@@ -23,12 +27,12 @@ def check_surroundings(shadow: Shadow, site: Site) -> None:
             raise Decline(f"a tensor of {value.dtype} takes part; the operators take float32, bfloat16 and float16")
         if type(value.meta).__name__ not in ("FakeTensor", "Parameter", "Tensor"):
             raise Decline(f"a {type(value.meta).__name__} takes part, a tensor subclass")
-    nodes = _extent(site)
+    nodes, showing = _extent(site)
     doubles = sorted(nodes & shadow.doubles, key=shadow.position.__getitem__)
     if doubles:
         raise Decline(f"{said(doubles[0])} computes in float64; the operators would compute that in float32")
-    if len({shadow.states[node] for node in nodes}) > 1:
-        raise Decline("grad mode or autocast changes between its parts")
+    if len({shadow.states[node] for node in nodes - showing}) > 1:
+        raise Decline("grad mode or inference mode changes between its parts")
     if not shadow.writes:
         return
     first, last = min(shadow.position[n] for n in nodes), max(shadow.position[n] for n in nodes)
@@ -59,17 +63,23 @@ def _refuse_writes(shadow: Shadow, memory: set[Any], what: str, after: int, befo
             raise Decline(f"{said(node)} writes in place into {what}")
 
 
-def _extent(site: Site) -> set[fx.Node]:
-    """The Dynamo nodes between a site's sources and its targets."""
+def _extent(site: Site) -> tuple[set[fx.Node], set[fx.Node]]:
+    """The Dynamo nodes between a site's sources and its targets; and of these, those that only show what they made."""
     stop = set(site.sources())
     seen: set[Value] = set()
     nodes: set[fx.Node] = set()
+    computing: set[fx.Node] = set()
     pending = list(site.targets())
     while pending:
         value = pending.pop()
         if value in seen or value.op is None:
             continue
         seen.add(value)
-        nodes.add(value.op.node)
+        node = value.op.node
+        nodes.add(node)
+        # As a linear layer ends in a view of its product, which is the source.
+        shows = is_movement(value.op) and any(s in stop and s.op and s.op.node is node for s in value.op.sources)
+        if not shows:
+            computing.add(node)
         pending.extend(source for source in value.op.inputs() if source not in stop)
-    return nodes
+    return nodes, nodes - computing

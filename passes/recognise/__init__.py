@@ -17,7 +17,7 @@ from mhc_compile.passes.recognise.aggregate import Aggregate
 from mhc_compile.passes.recognise.combine import Combine
 from mhc_compile.passes.recognise.contraction import StreamsView
 from mhc_compile.passes.recognise.gates import Gate, Matrices, NotAGate
-from mhc_compile.passes.recognise.layout import Layout, NotALayout, is_movement, origin, tidy
+from mhc_compile.passes.recognise.layout import Layout, NotALayout, any_view, is_movement, origin, tidy
 from mhc_compile.passes.recognise.pieces import TOGETHER
 from mhc_compile.passes.recognise.projection import Projection, projections, token_factor, weight_axes
 from mhc_compile.passes.recognise.reader import Reader
@@ -101,7 +101,9 @@ def recognise(shadow: Shadow) -> Findings:
         if op.name not in _WIDE or not op.outs or not _may_hold_products(op, reader):
             continue
         terms = reader.terms(op.out)
-        if op.name in TOGETHER or any(term.summed for term in terms):
+        # A part of a projection is one, too, but what its rows make is told of the whole.
+        part = is_movement(op) and origin(op.args[0], any_view)[0] in readings
+        if (op.name in TOGETHER or any(term.summed for term in terms)) and not part:
             found = projections(reader, op, readings)
             if found:
                 readings[op.out] = found
@@ -325,7 +327,7 @@ def _residuals(shadow: Shadow, reader: Reader, mixtures: list[Mixture], aggregat
     reader = Reader(whole=products) if products else reader
     for op in shadow.ops if streams else ():
         if op.name in _SUMS:
-            found += [c for c in combine.residuals(reader, op.out, streams) if c.outer.post in known][:1]
+            found += [c for c in combine.residuals(reader, op.out, streams) if c.outer.post in known]
     return found
 
 

@@ -129,7 +129,7 @@ def why_none(reader: Reader, out: Value, gate: Value, *, mixes: bool) -> str:
             return "adds something else to the mixed streams than h_post times one tensor [..., C]"
         return "adds to the mixed streams what is not of one token's width"
     if not others:
-        return "writes h_post f, but the streams are not added to that in one sum"
+        return "writes h_post f without adding the streams to that in one sum"
     return "adds to h_post f what was not recognised as streams, mixed or as they are"
 
 
@@ -150,7 +150,10 @@ def _outer_sums(terms: tuple[Term, ...], out: Value, written: StreamsView) -> It
     """The terms as post f, or as post f + post layer_bias, laid out as `written`."""
     if len(terms) == 1:
         for outer in _outers(terms[0], out, written):
-            yield _without_bias(outer)
+            apart = _without_bias(outer)
+            if apart is not None:
+                yield apart
+            yield outer, None
     elif len(terms) == 2:
         for first, second in (terms, terms[::-1]):
             for outer in _outers(first, out, written):
@@ -159,7 +162,7 @@ def _outer_sums(terms: tuple[Term, ...], out: Value, written: StreamsView) -> It
                         yield outer, other.f
 
 
-def _without_bias(outer: Outer) -> tuple[Outer, Value | None]:
+def _without_bias(outer: Outer) -> tuple[Outer, Value] | None:
     """post (f + layer_bias) with the layer's bias apart, if f is such a sum."""
     op = outer.f.op
     if (
@@ -170,7 +173,7 @@ def _without_bias(outer: Outer) -> tuple[Outer, Value | None]:
         or len(outer.f_layout.dims[1]) > 1
         or (outer.f_layout.dims[1] and outer.f_layout.dims[1][0][1] != 1)
     ):
-        return outer, None
+        return None
     channels = outer.out_view.channels
     for f, bias in (op.args[:2], op.args[1::-1]):
         vector, layout = origin(bias)
@@ -178,7 +181,7 @@ def _without_bias(outer: Outer) -> tuple[Outer, Value | None]:
         sized = vector.numel == channels == bias.shape[-1] and vector.numel < wide.numel == outer.f.numel
         if sized and layout.is_identity() and order.is_identity():
             return replace(outer, f=wide), vector
-    return outer, None
+    return None
 
 
 def _outers(term: Term, out: Value, written: StreamsView, *, bias: bool = False) -> Iterator[Outer]:
