@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-import torch._dynamo
 
 
 @pytest.fixture(autouse=True)
@@ -18,6 +17,9 @@ def _seeded() -> None:
 @pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
     """No compiled code from earlier tests, and none left for later ones."""
+    # Not at the top: the interpreter's processes do without Dynamo, which takes longer to import than torch.
+    import torch._dynamo
+
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
