@@ -6,8 +6,9 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 DEMO_ARGS ?=
 FUZZ_ARGS ?= --programs 2000
+PYTEST_ARGS ?=
 
-.PHONY: venv test lint types pytest fuzz demo gpu-test gpu-sanitize clean
+.PHONY: venv test test-all lint types pytest fuzz demo gpu-test gpu-sanitize clean
 
 venv: $(STAMP)
 
@@ -17,7 +18,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,demo]'
 	touch $@
 
+# pytest's own selection leaves out what needs a GPU and what is marked thorough; test-all leaves out the first alone.
 test: lint types pytest
+
+test-all: PYTEST_ARGS = -m "not gpu"
+test-all: lint types pytest
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -28,7 +33,7 @@ types: $(STAMP)
 
 # One thread per worker: two workers that each start a thread per core would only get in each other's way.
 pytest: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 $(PYTEST_ARGS)
 
 # Some twenty minutes; what is wrong is printed as a program that runs. Another --seed draws other programs.
 fuzz: $(STAMP)

@@ -13,32 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-
-def _patch_language_once() -> None:
-    """Have the interpreter replace triton.language once for each module of kernels, and leave it replaced.
-
-    It does so whenever one jitted function calls another and takes it back after each launch: a third of all time.
-    """
-    from triton.runtime import interpreter
-
-    scope = getattr(interpreter, "_LangPatchScope", None)
-    if scope is None:  # a triton whose interpreter works in another way
-        return
-    patch, done = interpreter._patch_lang, set()
-
-    def patch_once(function: Any) -> Any:
-        module = function.__globals__["__name__"]
-        if module not in done:
-            done.add(module)
-            patch(function)
-        return scope()  # nothing to take back
-
-    interpreter._patch_lang = patch_once
-
-
 if os.environ.get("TRITON_INTERPRET") == "1":
+    from tests.kernels.interpreter import make_fast
+
     collect_ignore = ["test_in_interpreter.py", "test_compiled.py"]
-    _patch_language_once()
+    make_fast()
 
 
 @pytest.fixture(autouse=True)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from mhc_compile.kernels import aggregate, expand_combine, generate_mix, generate_mix_and_aggregate, head, projection
-from tests.kernels.cases import FORMS, MARKS, assert_near, draw, keywords, mix_case
+from tests.kernels.cases import FORMS, MARKS, USUAL, assert_near, draw, keywords, mix_case
 
 pytestmark = MARKS
-FORM = keywords(FORMS["deepseek"])
+FORM = keywords(FORMS[USUAL])
 # The gradient of the streams as a function of d_x, from streams [5, n, 33].
 Backward = Callable[[Tensor | None], Tensor]
 

@@ -11,6 +11,7 @@ from tests.kernels.cases import (
     DEVICE,
     FORMS,
     MARKS,
+    USUAL,
     MixCase,
     assert_all_near,
     assert_near,
@@ -63,7 +64,7 @@ def _rounding_on_the_way(x_new: Tensor) -> float:
     return 4 * roundoff(x_new.dtype)
 
 
-def check(args: Before, case: MixCase, form: str = "deepseek", noise: float = 4e-6) -> None:
+def check(args: Before, case: MixCase, form: str = USUAL, noise: float = 4e-6) -> None:
     out = boundary.forward(*args, *case.parameters[1:], **keywords(FORMS[form]))
     assert_near(out[0], combine(*(None if t is None else t.double() for t in args)), "x_new", noise)
     _, *expected = mix(*(None if t is None else t.double() for t in (out[0], *case.parameters[1:])), FORMS[form])
@@ -116,7 +117,7 @@ def test_optional_parts(parts: int, bias: bool, res: bool) -> None:
 
 def test_only_what_is_needed() -> None:
     args, case = before(5, 4, 40, torch.bfloat16), mix_case(5, 4, 40, dtype=torch.bfloat16, norm=True)
-    form = keywords(FORMS["deepseek"])
+    form = keywords(FORMS[USUAL])
     out = boundary.forward(*args, *case.parameters[1:], **form)
     grads = (draw(5, 4, 40, dtype=torch.bfloat16), *case.grads)
     saved = (*args, *case.parameters[1:], out[0], *out[4:])
@@ -134,13 +135,13 @@ def test_only_what_is_needed() -> None:
 @pytest.mark.parametrize("absent", range(6))
 def test_gradients_that_did_not_come(absent: int) -> None:
     args, case = before(5, 4, 40, torch.float32), mix_case(5, 4, 40)
-    form = keywords(FORMS["deepseek"])
+    form = keywords(FORMS[USUAL])
     out = boundary.forward(*args, *case.parameters[1:], **form)
     grads: list[Tensor | None] = [draw(5, 4, 40), *case.grads]
     grads[absent] = None
     needs = [True] * 8 + [False]
     got = boundary.backward(*grads, *args, *case.parameters[1:], out[0], *out[4:], needs, **form)
-    for gradient, expected in zip(got[:8], gradients(args, case, out[0], grads, "deepseek"), strict=False):
+    for gradient, expected in zip(got[:8], gradients(args, case, out[0], grads, USUAL), strict=False):
         assert expected is not None
         assert_near(gradient, expected)
 
@@ -148,7 +149,7 @@ def test_gradients_that_did_not_come(absent: int) -> None:
 def test_layouts() -> None:
     """Channels first, as TransformerEngine has it: old and new streams and the gradient alike."""
     args, case = before(12, 4, 40, torch.bfloat16), mix_case(12, 4, 40, dtype=torch.bfloat16)
-    form = keywords(FORMS["deepseek"])
+    form = keywords(FORMS[USUAL])
     parameters = case.parameters[1:]
     plain = boundary.forward(*args, *parameters, **form)
     grads = (draw(12, 4, 40, dtype=torch.bfloat16), *case.grads)
@@ -170,7 +171,7 @@ def test_layouts() -> None:
 def test_in_place(n: int, dtype: torch.dtype) -> None:
     """The same bits, in the memory of the gradient of x'."""
     args, case = before(37, n, 40, dtype), mix_case(37, n, 40, dtype=dtype)
-    form = keywords(FORMS["deepseek"])
+    form = keywords(FORMS[USUAL])
     out = boundary.forward(*args, *case.parameters[1:], **form)
     d_new, needs = draw(37, n, 40, dtype=dtype), [True] * 8 + [False]
     saved = (*case.grads, *args, *case.parameters[1:], out[0], *out[4:], needs)
@@ -184,7 +185,7 @@ def test_in_place(n: int, dtype: torch.dtype) -> None:
 
 def test_no_tokens() -> None:
     args, case = before(0, 4, 33, torch.bfloat16), mix_case(0, 4, 33, dtype=torch.bfloat16)
-    form = keywords(FORMS["deepseek"])
+    form = keywords(FORMS[USUAL])
     out = boundary.forward(*args, *case.parameters[1:], **form)
     assert out[0].shape == (0, 4, 33)
     needs = [True] * 8 + [False]
@@ -211,7 +212,7 @@ def test_real_sizes(tokens: int, n: int, width: int, dtype: torch.dtype) -> None
 def test_a_token_does_not_depend_on_the_batch() -> None:
     """Bitwise: slices of a batch, and a repeated run."""
     args, case = before(3000, 4, 1280, torch.bfloat16), mix_case(3000, 4, 1280, dtype=torch.bfloat16)
-    form = keywords(FORMS["deepseek"])
+    form = keywords(FORMS[USUAL])
     d_new = draw(3000, 4, 1280, dtype=torch.bfloat16)
 
     def run(s: slice) -> list[Tensor]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mhc_compile.kernels import boundary, boundary_gradients, one_pass
 from mhc_compile.kernels.boundary_gradients import TOKENS, fits, split_tokens
-from tests.kernels.cases import DEVICE, FORMS, MARKS, draw, keywords, mix_case
+from tests.kernels.cases import DEVICE, FORMS, MARKS, USUAL, draw, keywords, mix_case
 from tests.kernels.gluon import GPU, watched
 from tests.kernels.test_boundary import before, check
 
@@ -35,7 +35,7 @@ def test_forms(form: str, launched: list[str]) -> None:
 
 def test_frozen_parameters(launched: list[str]) -> None:
     args, case = before(5, 4, 32, BF16, bias=False), mix_case(5, 4, 32, dtype=BF16)
-    form = keywords(FORMS["deepseek"])
+    form = keywords(FORMS[USUAL])
     out = boundary.forward(*args, *case.parameters[1:], **form)
     saved = draw(5, 4, 32, dtype=BF16), *case.grads, *args, *case.parameters[1:], out[0], *out[4:]
     needs = [True, False, True, True, True, False, False, True, False]
@@ -111,7 +111,7 @@ def test_against_the_reference(tokens: int, n: int, width: int, rows: int) -> No
 @GPU
 def test_a_token_does_not_depend_on_the_batch(launched: list[str]) -> None:
     args, case = before(3000, 4, 1280, BF16, bias=False), mix_case(3000, 4, 1280, dtype=BF16)
-    form, d_new = keywords(FORMS["deepseek"]), draw(3000, 4, 1280, dtype=BF16)
+    form, d_new = keywords(FORMS[USUAL]), draw(3000, 4, 1280, dtype=BF16)
 
     def run(s: slice) -> list[Tensor]:
         cut = tuple(None if t is None else t[s] for t in args)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mhc_compile.kernels import boundary, combine_project, expand_combine, one_pass
-from tests.kernels.cases import FORMS, MARKS, draw, keywords, mix_case
+from tests.kernels.cases import FORMS, MARKS, USUAL, draw, keywords, mix_case
 from tests.kernels.gluon import GPU, watched
 from tests.kernels.test_boundary import before, check
 
@@ -32,7 +32,7 @@ def test_half_precision_parameters(dtype: torch.dtype, launched: list[str]) -> N
     _, phi, *rest = mix_case(5, 4, 64, dtype=BF16).parameters
     assert phi is not None
     args = before(5, 4, 64, BF16, bias=False)
-    form = keywords(FORMS["deepseek"])
+    form = keywords(FORMS[USUAL])
     out = boundary.forward(*args, phi.to(dtype), *rest, **form)  # type: ignore[arg-type]
     wide = boundary.forward(*args, phi.to(dtype).float(), *rest, **form)  # type: ignore[arg-type]
     assert torch.equal(out[0], wide[0])
@@ -104,7 +104,7 @@ def test_against_what_it_computes(tokens: int, n: int, width: int, rows: int, no
 @GPU
 def test_a_token_does_not_depend_on_the_batch(launched: list[str]) -> None:
     args, case = before(5000, 4, 1280, BF16, bias=False), mix_case(5000, 4, 1280, dtype=BF16)
-    form = keywords(FORMS["deepseek"])
+    form = keywords(FORMS[USUAL])
 
     def run(s: slice) -> tuple[Tensor, ...]:
         cut = tuple(None if t is None else t[s] for t in args)

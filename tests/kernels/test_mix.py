@@ -12,6 +12,7 @@ from tests.kernels.cases import (
     DEVICE,
     FORMS,
     MARKS,
+    USUAL,
     MixCase,
     assert_all_near,
     assert_near,
@@ -64,7 +65,7 @@ def test_forms(name: str) -> None:
     ],
 )
 def test_shapes(tokens: int, n: int, width: int, dtype: torch.dtype, norm: bool) -> None:
-    check(mix_case(tokens, n, width, dtype=dtype, norm=norm, grouped=norm), FORMS["deepseek"])
+    check(mix_case(tokens, n, width, dtype=dtype, norm=norm, grouped=norm), FORMS[USUAL])
 
 
 @pytest.mark.parametrize(("n", "width"), [(11, 12), (16, 7), (1, 1100)])
@@ -81,7 +82,7 @@ def test_parameter_dtypes(dtype: torch.dtype, phi_dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_fewer_parts(parts: int, grouped: bool) -> None:
-    check(mix_case(5, 3, 33, parts=parts, grouped=grouped), FORMS["deepseek"])
+    check(mix_case(5, 3, 33, parts=parts, grouped=grouped), FORMS[USUAL])
 
 
 # A sigmoid of -100 is 1 / (1 + inf) = 0, of which the interpreter's numpy warns.
@@ -99,18 +100,18 @@ def test_log_domain_of_large_logits(name: str) -> None:
 def test_a_single_gradient(given: int) -> None:
     case = mix_case(5, 4, 33)
     grads = [g if i == given else None for i, g in enumerate(case.grads)]
-    _, _, _, h, ms = generate_mix_and_aggregate.forward(*case.parameters, **keywords(FORMS["deepseek"]))
+    _, _, _, h, ms = generate_mix_and_aggregate.forward(*case.parameters, **keywords(FORMS[USUAL]))
     got = generate_mix_and_aggregate.backward(
-        *grads, *case.parameters, h, ms, [True] * 4 + [False], **keywords(FORMS["deepseek"])
+        *grads, *case.parameters, h, ms, [True] * 4 + [False], **keywords(FORMS[USUAL])
     )
-    expected = mix_gradients(case, FORMS["deepseek"], grads)
+    expected = mix_gradients(case, FORMS[USUAL], grads)
     assert_all_near(got[:4], expected, "dx dphi dscale dbias")
 
 
 def test_only_what_is_needed() -> None:
     """One gradient alone is what it is among all; the others come back empty."""
     case = mix_case(5, 4, 33, dtype=torch.bfloat16, norm=True)
-    form = keywords(FORMS["deepseek"])
+    form = keywords(FORMS[USUAL])
     _, _, _, h, ms = generate_mix_and_aggregate.forward(*case.parameters, **form)
     everything = generate_mix_and_aggregate.backward(*case.grads, *case.parameters, h, ms, ALL, **form)
     for needed in range(5):
@@ -126,7 +127,7 @@ def test_only_what_is_needed() -> None:
 
 def test_generate_mix() -> None:
     case = mix_case(5, 4, 33, dtype=torch.bfloat16)
-    form = FORMS["deepseek"]
+    form = FORMS[USUAL]
     out = generate_mix.forward(*case.parameters, **keywords(form))
     h_pre, _, *rest = expected_outputs(case, form)
     assert_all_near(out, [h_pre, *rest], "h_pre h_post h_res h ms")
@@ -149,9 +150,9 @@ def test_head() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_out_dtype(dtype: torch.dtype) -> None:
     case = mix_case(3, 4, 33, dtype=torch.bfloat16)
-    out = generate_mix_and_aggregate.forward(*case.parameters, **keywords(FORMS["deepseek"]), out_dtype=dtype)
+    out = generate_mix_and_aggregate.forward(*case.parameters, **keywords(FORMS[USUAL]), out_dtype=dtype)
     assert out[0].dtype == dtype
-    assert_near(out[0], expected_outputs(case, FORMS["deepseek"])[1])
+    assert_near(out[0], expected_outputs(case, FORMS[USUAL])[1])
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
@@ -170,7 +171,7 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
 @pytest.mark.parametrize("layout", ["channels_first", "sliced", "two_leading", "swapped_leading"])
 def test_layouts(layout: str) -> None:
     case = mix_case(12, 3, 40, dtype=torch.bfloat16)
-    form = keywords(FORMS["deepseek"])
+    form = keywords(FORMS[USUAL])
     plain = generate_mix_and_aggregate.forward(*case.parameters, **form)
     needs = [True] * 4 + [False]
     back = generate_mix_and_aggregate.backward(*case.grads, *case.parameters, *plain[3:], needs, **form)
@@ -192,12 +193,12 @@ def test_layouts(layout: str) -> None:
 def test_transposed_phi() -> None:
     case = mix_case(5, 4, 33, dtype=torch.bfloat16)
     case.phi = case.phi.T.contiguous().T
-    check(case, FORMS["deepseek"])
+    check(case, FORMS[USUAL])
 
 
 def test_no_tokens() -> None:
     case = mix_case(0, 4, 33, norm=True)
-    form = keywords(FORMS["deepseek"])
+    form = keywords(FORMS[USUAL])
     out = generate_mix_and_aggregate.forward(*case.parameters, **form)
     assert [t.shape for t in out] == [(0, 33), (0, 4), (0, 4, 4), (0, 24), (0,)]
     got = generate_mix_and_aggregate.backward(*case.grads, *case.parameters, *out[3:], ALL, **form)
@@ -213,8 +214,7 @@ def test_a_token_does_not_depend_on_the_batch(dtype: torch.dtype) -> None:
     tokens = 150 if DEVICE == "cpu" else 3000
     width = 130 if DEVICE == "cpu" else 1280
     case = mix_case(tokens, 2 if DEVICE == "cpu" else 4, width, dtype=dtype)
-    # The interpreter takes its time over 39 half-steps.
-    form = keywords(FORMS["large_eps" if DEVICE == "cpu" else "deepseek"])
+    form = keywords(FORMS[USUAL])
     needs = [True] * 4 + [False]
 
     def run(s: slice, x: Tensor) -> list[Tensor]:
@@ -253,7 +253,7 @@ def test_a_token_does_not_depend_on_the_batch(dtype: torch.dtype) -> None:
 )
 def test_real_sizes(tokens: int, n: int, width: int, dtype: torch.dtype) -> None:
     # Sums over 8,192 tokens and 65,536 columns: errors grow with their roots.
-    check(mix_case(tokens, n, width, dtype=dtype), FORMS["deepseek"], noise=2e-5)
+    check(mix_case(tokens, n, width, dtype=dtype), FORMS[USUAL], noise=2e-5)
 
 
 @pytest.mark.parametrize(("precision", "limit"), [("highest", 4e-7), ("high", 3.5e-4)])
@@ -268,7 +268,7 @@ def test_matmul_precision(precision: str, limit: float, dtype: torch.dtype) -> N
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
-        h = generate_mix_and_aggregate.forward(*case.parameters, **keywords(FORMS["deepseek"]))[3]
+        h = generate_mix_and_aggregate.forward(*case.parameters, **keywords(FORMS[USUAL]))[3]
     finally:
         torch.set_float32_matmul_precision(before)
     expected = case.x.double().flatten(-2) @ case.phi.double().T
@@ -287,7 +287,7 @@ def test_more_elements_than_int32_counts() -> None:
     x[-3:] = draw(3, n, width, dtype=torch.bfloat16)
     small = mix_case(3, n, width, dtype=torch.bfloat16)
     small.x = x[-3:]
-    form = keywords(FORMS["deepseek"])
+    form = keywords(FORMS[USUAL])
     out = generate_mix_and_aggregate.forward(x, *small.parameters[1:], **form)
     for a, b in zip(out, generate_mix_and_aggregate.forward(*small.parameters, **form), strict=True):
         assert torch.equal(a[-3:], b)
@@ -311,7 +311,7 @@ def test_more_tiles_than_a_grid_axis_has() -> None:
     """y and z of a grid end at 65,535; a tile has at most 128 tokens."""
     tokens = 65_536 * 128 + 3
     case = mix_case(tokens, 2, 8, dtype=torch.bfloat16)
-    form = keywords(FORMS["deepseek"])
+    form = keywords(FORMS[USUAL])
     needs = [True] + [False] * 4
 
     def run(s: slice) -> list[Tensor]:

@@ -16,6 +16,7 @@ from tests.kernels.cases import (
     DEVICE,
     FORMS,
     MARKS,
+    USUAL,
     assert_all_near,
     assert_near,
     draw,
@@ -100,7 +101,7 @@ def test_projection(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_projection_is_that_of_generate_mix(dtype: torch.dtype) -> None:
     case = mix_case(130, 2, 300, dtype=dtype, norm=True)
-    whole = generate_mix.forward(*case.parameters, **keywords(FORMS["deepseek"]))[3:]
+    whole = generate_mix.forward(*case.parameters, **keywords(FORMS[USUAL]))[3:]
     for a, b in zip(projection.forward(case.x, case.phi, case.norm_weight), whole, strict=True):
         assert torch.equal(a, b)
 
@@ -178,7 +179,7 @@ def test_scale_forms(name: str) -> None:
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize(("tokens", "n", "parts"), [(200, 1, 3), (5, 4, 1), (5, 5, 2), (200, 4, 3), (5, 16, 3)])
 def test_scale_parts(tokens: int, n: int, parts: int, grouped: bool) -> None:
-    check_scale(tokens, n, FORMS["deepseek"], parts=parts, grouped=grouped)
+    check_scale(tokens, n, FORMS[USUAL], parts=parts, grouped=grouped)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -199,7 +200,7 @@ def test_scale_of_large_logits() -> None:
 def test_scale_of_a_single_gradient(given: int) -> None:
     args = draw(5, 15), draw(5).abs() + 0.1, draw(3), draw(15)
     grads = [g if i == given else None for i, g in enumerate((draw(5, 3), draw(5, 3), draw(5, 3, 3)))]
-    expected = gradients(lambda *leaves: gate(*leaves, 3, FORMS["deepseek"]), args, grads)
+    expected = gradients(lambda *leaves: gate(*leaves, 3, FORMS[USUAL]), args, grads)
     for needed in range(4):
         got = scale.backward(*grads, *args, 3, [i == needed for i in range(4)], **NARROW)
         for i, gradient in enumerate(got):
@@ -250,7 +251,7 @@ def test_sinkhorn_forms(name: str) -> None:
 @pytest.mark.parametrize(("tokens", "n"), [(200, 1), (130, 4), (3, 5), (2, 16)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_sinkhorn_shapes(tokens: int, n: int, dtype: torch.dtype) -> None:
-    check_sinkhorn(draw(tokens, n, n, dtype=dtype), FORMS["deepseek"][2])
+    check_sinkhorn(draw(tokens, n, n, dtype=dtype), FORMS[USUAL][2])
 
 
 @pytest.mark.parametrize("name", ["transformer_engine", "log_columns", "log_softmax"])

@@ -36,13 +36,30 @@ FORWARD_ONLY = {
 LOWER_PRECISION = {name for name in MISSES if "bfloat16" in name or "autocast" in name or "rounded" in name}
 
 
+# A miss in these pieces changes numbers, within the few of a token, and moves nothing: which sizes differ cannot matter
+# to it, and where all are equal more goes unnoticed.
+NARROW = {"rms", "pre", "post", "start", "rows", "columns", "res"}
+
+
+def _cases() -> list[Any]:
+    return [
+        pytest.param(
+            name,
+            shape,
+            id=f"{name}-{label}",
+            marks=[pytest.mark.thorough] if shape == ORDINARY and NARROW & vars(miss).keys() else [],
+        )
+        for label, shape in (("ordinary", ORDINARY), ("all-equal", ALL_EQUAL))
+        for name, miss in MISSES.items()
+    ]
+
+
 def _build(name: str, shape: tuple[int, ...]) -> tuple[Sublayer, torch.Tensor]:
     batch, length, n, width = shape
     return MISSES[name](n, width, length, batch), torch.randn(shape)
 
 
-@pytest.mark.parametrize("shape", [ORDINARY, ALL_EQUAL], ids=["ordinary", "all-equal"])
-@pytest.mark.parametrize("name", MISSES)
+@pytest.mark.parametrize(("name", "shape"), _cases())
 def test_results_are_eager_ones(name: str, shape: tuple[int, ...]) -> None:
     model, x = _build(name, shape)
     if name in FORWARD_ONLY:
@@ -137,7 +154,9 @@ def test_float16_model() -> None:
     check.assert_as_accurate(check.run(model, (x,), repeats=2))
 
 
-def test_the_near_misses_start_from_something_found() -> None:
+@pytest.mark.parametrize("shape", [ORDINARY, ALL_EQUAL])
+def test_the_near_misses_start_from_something_found(shape: tuple[int, ...]) -> None:
     """Without this, every near miss might pass because nothing is ever rewritten."""
-    outcome = check.run(Sublayer(4, 6, 3, 2), (torch.randn(ORDINARY),), exact=False, repeats=1)
+    batch, length, n, width = shape
+    outcome = check.run(Sublayer(n, width, length, batch), (torch.randn(shape),), exact=False, repeats=1)
     assert outcome.operators == ["expand_combine", "generate_mix_and_aggregate"]

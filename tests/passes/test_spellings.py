@@ -11,6 +11,8 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 FULL = ["expand_combine", "generate_mix_and_aggregate"]
 DRAWS = 40
+# So many that every choice is drawn beside others; each alone is tested as well.
+FEW = 20
 
 
 def _run(choices: dict[str, str]) -> check.Outcome:
@@ -32,7 +34,9 @@ def test_each_spelling_becomes_the_same_operators(place: str, choice: str) -> No
     check.assert_as_accurate(outcome)
 
 
-@pytest.mark.parametrize("seed", range(DRAWS))
+@pytest.mark.parametrize(
+    "seed", [*range(FEW), *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(FEW, DRAWS))]
+)
 def test_drawn_spellings_become_the_same_operators(seed: int) -> None:
     """Every place spelled at random."""
     choices = spellings.draw(seed)

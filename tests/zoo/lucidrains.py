@@ -89,13 +89,14 @@ class HyperConnectionsPackage(nn.Module):
         streams: int = STREAMS,
         width: int = WIDTH,
         layers: int = 2,
+        iterations: int = 20,
         log_domain: bool = False,
     ) -> None:
         super().__init__()
         from hyper_connections import mc_get_init_and_expand_reduce_stream_functions
 
         connect, self.expand, self.reduce = mc_get_init_and_expand_reduce_stream_functions(
-            streams, dim=width, add_stream_embed=True, log_domain_sinkhorn=log_domain
+            streams, dim=width, add_stream_embed=True, sinkhorn_iters=iterations, log_domain_sinkhorn=log_domain
         )
         self.sublayers = nn.ModuleList(connect(branch=CheapLayer(width), layer_index=index) for index in range(layers))
         with torch.no_grad():
