@@ -176,6 +176,65 @@ def test_results_are_eagers(kind: type[Layer], dynamic: bool) -> None:
         assert {site.op for site in rewrite.report.rewritten} == {"generate_mix_and_aggregate", "expand_combine"}
 
 
+class _Amp(Sublayer):
+    """Mixed precision as it is written: whatever is large in bfloat16, Sinkhorn in an island without autocast."""
+
+    def res(self, logits: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return super().res(logits.float())
+
+    def body(self, x: Tensor) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().body(x).float()
+
+
+class _AmpLayer(Sublayer):
+    """Autocast around the sublayer alone, which ends in a linear layer with a bias."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.linear = nn.Linear(C, C)
+
+    def layer(self, layer_input: Tensor, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.linear(layer_input)
+
+
+class _FrozenLayer(_AmpLayer):
+    """Without gradients for the layer: h_post times its bias, seen apart, would give the bias one."""
+
+    def layer(self, layer_input: Tensor, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.linear(layer_input)
+
+
+@pytest.mark.parametrize("kind", [_Amp, _AmpLayer, _FrozenLayer])
+def test_what_is_switched_on_and_off_inside(kind: type[Sublayer]) -> None:
+    outcome = check.run(kind(N, C, 3, 2), (torch.randn(2, 3, N, C),), repeats=2)
+    check.assert_as_accurate(outcome)
+    assert outcome.report.declined == [], str(outcome.report)
+    assert outcome.operators == ["expand_combine", "generate_mix_and_aggregate"]
+
+
+class _WeightsTogether(Sublayer):
+    """phi is put together for each call from what is kept apart."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.parts = nn.ParameterList(part.detach().clone() for part in self.phi.split([N, N, N * N]))
+
+    def project(self, flat: Tensor) -> Tensor:
+        return F.linear(flat, torch.cat(list(self.parts)))
+
+
+def test_a_projection_by_weights_put_together_is_one() -> None:
+    """Its first rows are a projection by the first weight as well, and would be missed among those of the whole."""
+    outcome = check.run(_WeightsTogether(N, C, 3, 2), (torch.randn(2, 3, N, C),), exact=False)
+    check.assert_equal_to_eager(outcome)
+    assert outcome.report.declined == [], str(outcome.report)
+    assert outcome.operators == ["expand_combine", "generate_mix_and_aggregate"]
+
+
 def test_parameters_are_folded_in_float32() -> None:
     """bfloat16 parameters that the program multiplies and adds into float32 one by one keep that precision."""
 
