@@ -34,7 +34,7 @@ def input_norm(weight: Tensor | None, eps: float | None) -> InputNorm | None:
     return None if eps is None else InputNorm(weight, eps)
 
 
-def check(weight: Tensor | None, eps: float | None, x: Tensor) -> None:
+def check_input_norm(weight: Tensor | None, eps: float | None, x: Tensor) -> None:
     """Raise TypeError or ValueError for a norm's arguments that do not go together."""
     check_tensor("input_norm_weight", weight, (x.shape[-1],), "[C]", x)
     if eps is None:
@@ -46,7 +46,8 @@ def check(weight: Tensor | None, eps: float | None, x: Tensor) -> None:
 
 def check_flags(needs: Sequence[bool], weight: Tensor | None, count: int) -> None:
     """As check_needs: count flags, the last for the norm's weight, which may be left out where there is none."""
-    check_needs(needs, count - 1 if weight is None and len(needs) == count - 1 else count)
+    if weight is not None or len(needs) != count - 1:
+        check_needs(needs, count)
 
 
 def reference(x: Tensor, h_pre: Tensor, norm: InputNorm, out_dtype: torch.dtype | None) -> Tensor:

@@ -13,8 +13,7 @@ from mhc_compile.ops import expand_combine as combining
 from mhc_compile.ops._checks import check_out_dtype, check_tensor
 from mhc_compile.ops._register import define, differentiate, scalars
 from mhc_compile.ops._tensors import fake_gradients
-from mhc_compile.ops.generate_mix_and_aggregate import check as check_mix
-from mhc_compile.ops.generate_mix_and_aggregate import check_backward as check_mix_backward
+from mhc_compile.ops.generate_mix_and_aggregate import check_normed_mix, check_normed_mix_backward
 from mhc_compile.ops.generate_mix_and_aggregate import reference as mix_reference
 from mhc_compile.ops.generate_mix_and_aggregate import reference_backward as mix_backward
 
@@ -110,7 +109,7 @@ def _check(
 ) -> None:
     combining.check(f, layer_bias, h_post, x, h_res)
     check_out_dtype(streams_dtype, "streams_dtype")
-    check_mix(x, *parameters, out_dtype=out_dtype, **forms)
+    check_normed_mix(x, *parameters, out_dtype=out_dtype, **forms)
 
 
 def reference(
@@ -181,7 +180,7 @@ def _check_backward(
     check_tensor("d_next_post", d_next_post, (*tokens, n if parts > 1 else 0), "the shape of the next h_post", x)
     check_tensor("d_next_res", d_next_res, (*tokens, side, side), "the shape of the next h_res", x)
     saved = (x_new, phi, scale, bias, norm_weight, h, ms, needs[4:], None, input_norm_weight)
-    check_mix_backward(None, d_next_post, d_next_res, d_h, d_ms, *saved, input_norm_eps=input_norm_eps, **forms)
+    check_normed_mix_backward(None, d_next_post, d_next_res, d_h, d_ms, *saved, input_norm_eps=input_norm_eps, **forms)
 
 
 def _reference_backward(

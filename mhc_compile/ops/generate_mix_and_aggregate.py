@@ -94,7 +94,7 @@ def generate_mix_and_aggregate(
     return layer_input, h_post, h_res
 
 
-def check(
+def check_normed_mix(
     x: Tensor,
     phi: Tensor,
     scale: Tensor,
@@ -108,7 +108,7 @@ def check(
 ) -> None:
     """Raise TypeError or ValueError for arguments that do not go together."""
     _mix.check_mix(x, phi, scale, bias, norm_weight, **forms)
-    _input_norm.check(input_norm_weight, input_norm_eps, x)
+    _input_norm.check_input_norm(input_norm_weight, input_norm_eps, x)
     check_out_dtype(out_dtype)
 
 
@@ -148,7 +148,7 @@ def _fake(
     return (layer_input, *_mix.fake_forward(x, phi)[1:])
 
 
-def check_backward(
+def check_normed_mix_backward(
     d_layer_input: Tensor | None,
     d_h_post: Tensor | None,
     d_h_res: Tensor | None,
@@ -168,12 +168,12 @@ def check_backward(
     input_norm_eps: float | None,
     **forms: Any,
 ) -> None:
-    """As `check`, for the gradients and what was saved."""
+    """As `check_normed_mix`, for the gradients and what was saved."""
     _input_norm.check_flags(needs, input_norm_weight, 6)
     arguments = (x, phi, scale, bias, norm_weight, h, ms, needs[:5], d_x)
     _mix.check_mix_backward(d_h_post, d_h_res, d_h, d_ms, *arguments, **forms)
     check_tensor("d_layer_input", d_layer_input, (*x.shape[:-2], x.shape[-1]), "[..., C]", x)
-    _input_norm.check(input_norm_weight, input_norm_eps, x)
+    _input_norm.check_input_norm(input_norm_weight, input_norm_eps, x)
 
 
 def reference_backward(
@@ -205,7 +205,7 @@ differentiate(
         f"({_mix.ARGUMENTS}=None, {_input_norm.ARGUMENT}, *, {scalars(*_FORMS)}, {_input_norm.SCALAR},"
         " ScalarType? out_dtype=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
         forms=_FORMS,
-        check=check,
+        check=check_normed_mix,
         reference=reference,
         fake=_fake,
         kernel="generate_mix_and_aggregate.forward",
@@ -216,7 +216,7 @@ differentiate(
         f" {_mix.SAVED}, {_input_norm.ARGUMENT}, *, {scalars(*_FORMS)}, {_input_norm.SCALAR})"
         " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
         forms=_FORMS,
-        check=check_backward,
+        check=check_normed_mix_backward,
         reference=reference_backward,
         fake=_fake_backward,
         kernel="generate_mix_and_aggregate.backward",
