@@ -164,7 +164,8 @@ def _sites(shadow: shadowing.Shadow, plan: Plan) -> list[SiteReport]:
 
 
 def _node(site: Site) -> fx.Node:
-    return outputs(site)[0].nodes[0]
+    # A norm is often in a module of its own, which says less about where a site is.
+    return outputs(replace(site, norm=None) if isinstance(site, MixSite) else site)[0].nodes[0]
 
 
 def _detail(site: Site) -> str:
