@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 _PREFIX = "mhc."
 _FUSE = "mhc.fuse."
 OPTIONS: dict[str, Any] = {"mhc.strict": False} | {_FUSE + name: True for name in FUSIONS}
-OPTIONS |= {"mhc.recompute": None, "mhc.lower": True}
+OPTIONS |= {_FUSE + "input_norm": True, "mhc.recompute": None, "mhc.lower": True}
 
 last_report: Report | None = None
 
@@ -55,7 +55,7 @@ class MhcPass(_Configured):
 
     def __call__(self, graph: fx.Graph) -> None:
         global last_report
-        new, report = passes.run(graph)
+        new, report = passes.run(graph, input_norms=self.options[_FUSE + "input_norm"])
         last_report = records.add(report)
         if self.options["mhc.strict"] and (report.declined or report.errors):
             raise StrictError(str(report))
@@ -137,6 +137,7 @@ def mhc(
     - "mhc.strict" (bool): raise `StrictError` if hyper-connection code was found but not rewritten;
     - "mhc.fuse.accumulate", "mhc.fuse.boundary", "mhc.fuse.boundary_backward" (bool): leave out a fusion
       (`mhc_compile.passes.fuse`);
+    - "mhc.fuse.input_norm" (bool): leave the RMS norm that reads a layer input to Inductor;
     - "mhc.recompute" ("auto", a number of layers, or None): of so many layers keep one set of streams for the backward
       pass and compute the others again there; a layer is one sublayer with its hyper-connection, "auto" takes the
       square root of n L / (n + 2) for a chain of L layers (`mhc_compile.passes.fuse.recompute`);

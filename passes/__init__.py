@@ -10,6 +10,7 @@ import gc
 import logging
 import time
 from collections.abc import Collection
+from dataclasses import replace
 
 from torch import fx
 
@@ -21,7 +22,17 @@ from mhc_compile.passes import plan as planning
 from mhc_compile.passes import shadow as shadowing
 from mhc_compile.passes.functional import functional
 from mhc_compile.passes.fuse.joint import is_operator
-from mhc_compile.passes.plan import AggregateSite, CombineSite, Decline, Declined, Plan, SinkhornSite, Site, outputs
+from mhc_compile.passes.plan import (
+    AggregateSite,
+    CombineSite,
+    Decline,
+    Declined,
+    MixSite,
+    Plan,
+    SinkhornSite,
+    Site,
+    outputs,
+)
 from mhc_compile.passes.recognise import recognise
 from mhc_compile.passes.report import Location, Report, SiteReport, location
 from mhc_compile.passes.rewrite import rewrite
@@ -29,8 +40,8 @@ from mhc_compile.passes.rewrite import rewrite
 log = logging.getLogger(__name__)
 
 
-def run(graph: fx.Graph) -> tuple[fx.Graph | None, Report]:
-    """Rewrite the hyper-connections of one Dynamo graph.
+def run(graph: fx.Graph, *, input_norms: bool = True) -> tuple[fx.Graph | None, Report]:
+    """Rewrite the hyper-connections of one Dynamo graph; input_norms: with the norms that read layer inputs.
 
     Returns the new graph, or None where there is nothing to rewrite, and the report. The given graph is not
     changed, and whatever goes wrong inside is written into the report, never raised. What is raised is Dynamo's
@@ -46,7 +57,7 @@ def run(graph: fx.Graph) -> tuple[fx.Graph | None, Report]:
     try:
         compat.settle_sizes(compat.common_fake_mode(map(compat.example, graph.nodes)))
         shadow = shadowing.trace(functional(graph))
-        plan = planning.plan(shadow, recognise(shadow))
+        plan = planning.plan(shadow, recognise(shadow), input_norms=input_norms)
         new = _rewrite(shadow, plan) if plan.sites else None
         report.sites = _sites(shadow, plan)
     except Exception as error:  # a compile must never fail because of us; the user's graph is still whole
@@ -134,6 +145,9 @@ def _rewrite(shadow: shadowing.Shadow, plan: Plan) -> fx.Graph | None:
             if site is None:
                 raise
             plan.sites.remove(site)
+            if isinstance(site, MixSite) and site.norm is not None:
+                plan.sites.append(replace(site, norm=None))
+                continue
             plan.declined.append(Declined(site.op, str(reason), _node(site)))
     return None
 
@@ -150,7 +164,8 @@ def _sites(shadow: shadowing.Shadow, plan: Plan) -> list[SiteReport]:
 
 
 def _node(site: Site) -> fx.Node:
-    return outputs(site)[0].nodes[0]
+    # A norm is often in a module of its own, which says less about where a site is.
+    return outputs(replace(site, norm=None) if isinstance(site, MixSite) else site)[0].nodes[0]
 
 
 def _detail(site: Site) -> str:
@@ -168,6 +183,8 @@ def _detail(site: Site) -> str:
     parts.append(f"rms eps {site.normed.rms.eps:g} {site.normed.rms.mode}")
     if site.res is not None:
         parts.append(_sinkhorn(site.sinkhorn))
+    if site.norm is not None:
+        parts.append(f"input norm eps {site.norm.eps:g}")
     return ", ".join(parts)
 
 

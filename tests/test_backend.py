@@ -149,7 +149,7 @@ def test_a_users_own_pass_is_kept(stack: Stack) -> None:
 
 
 def test_a_failure_inside_leaves_the_graph_alone(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*args: Any) -> planning.Plan:
+    def broken(*args: Any, **options: Any) -> planning.Plan:
         raise RuntimeError("planted")
 
     monkeypatch.setattr(passes.planning, "plan", broken)

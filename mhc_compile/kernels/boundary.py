@@ -9,6 +9,7 @@ import torch
 from mhc_compile.forms import Gates, Rms, Sinkhorn
 from mhc_compile.kernels import boundary_gradients, combine_project, expand_combine, generate_mix_and_aggregate
 from mhc_compile.kernels.common import empty_gradient, nothing, token_view, wanted
+from mhc_compile.kernels.input_norm import input_norm, weight_gradient
 from mhc_compile.kernels.mix import backward_gates
 from mhc_compile.kernels.projection import reduce_parameters
 
@@ -23,10 +24,12 @@ def forward(
     scale: torch.Tensor,
     bias: torch.Tensor,
     norm_weight: torch.Tensor | None = None,
+    input_norm_weight: torch.Tensor | None = None,
     *,
     rms: Rms,
     gates: Gates,
     sinkhorn: Sinkhorn,
+    input_norm_eps: float | None = None,
     streams_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, ...]:
@@ -41,8 +44,8 @@ def forward(
     else:
         x_new = expand_combine.forward(f, layer_bias, h_post, x, h_res, out_dtype=streams_dtype)
     mix = generate_mix_and_aggregate.forward(
-        x_new, phi, scale, bias, norm_weight, rms=rms, gates=gates, sinkhorn=sinkhorn, out_dtype=out_dtype,
-        partials=partials,
+        x_new, phi, scale, bias, norm_weight, input_norm_weight, rms=rms, gates=gates, sinkhorn=sinkhorn,
+        input_norm_eps=input_norm_eps, out_dtype=out_dtype, partials=partials,
     )  # fmt: skip
     return x_new, *mix
 
@@ -67,40 +70,46 @@ def backward(
     h: torch.Tensor,
     ms: torch.Tensor,
     needs: Sequence[bool],
+    input_norm_weight: torch.Tensor | None = None,
     *,
     rms: Rms,
     gates: Gates,
     sinkhorn: Sinkhorn,
+    input_norm_eps: float | None = None,
     in_place: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """The gradients of the nine tensors of `forward`, zero-sized where needs says no.
+    """The gradients of the ten tensors of `forward`, zero-sized where needs says no.
 
     in_place gives up d_x_new, whose memory becomes that of dx where the two are alike.
     """
-    needs = wanted(needs, 9)
+    needs = wanted([*needs, False][:10], 10)
     streams = (d_x_new, d_layer_input, x_new, f, x)
     whole = layer_bias is None and all(needs[i] for i in (0, 2, 3, 4))
+    norm = input_norm(input_norm_weight, input_norm_eps)
     if whole and h_res is not None and boundary_gradients.fits(streams, phi):
         df = torch.empty_like(f)
         dx = d_x_new if in_place and d_x_new is not None else torch.empty_like(x)
         d_new, d_input, new, f_rows, x_rows = (token_view(t, t.dim() - f.dim() + 1) for t in streams if t is not None)
         logits = backward_gates(
             d_input, None, d_next_post, d_next_res, d_h, d_ms, new, phi.shape[0], scale, bias, h, ms,
-            rms=rms, gates=gates, sinkhorn=sinkhorn,
+            rms=rms, gates=gates, sinkhorn=sinkhorn, norm=norm,
         )  # fmt: skip
-        dphi_part, sums = boundary_gradients.backward(
+        weight = None if norm is None else norm.weight
+        dphi_part, sums, weight_part = boundary_gradients.backward(
             token_view(dx, 2), token_view(df, 1), d_new, d_input, new, f_rows, x_rows, phi, norm_weight, logits.dh,
             logits.coefficient, logits.h_pre, token_view(h_post, 1).contiguous(), token_view(h_res, 2).contiguous(),
+            logits.norm_factors, weight, needs[9] and weight is not None,
         )  # fmt: skip
         d_post, d_res = empty_gradient(h_post, True, x), empty_gradient(h_res, True, x)
         expand_combine.reduce_partial_sums(sums, nothing(sums), d_post, d_res, nothing(sums), x_rows)
-        d_parameters = reduce_parameters(dphi_part, x_rows, phi, norm_weight, logits.affine, needs[5:])
-        return df, nothing(x), d_post, dx, d_res, *d_parameters
+        d_parameters = reduce_parameters(dphi_part, x_rows, phi, norm_weight, logits.affine, needs[5:9])
+        dweight = nothing(x) if weight is None or weight_part is None else weight_gradient(weight_part, weight)
+        return df, nothing(x), d_post, dx, d_res, *d_parameters, dweight
     into_streams = any(needs[:5])
     d_new, *parameters = generate_mix_and_aggregate.backward(
         d_layer_input, d_next_post, d_next_res, d_h, d_ms, x_new, phi, scale, bias, norm_weight, h, ms,
-        (into_streams, *needs[5:]), d_x_new if into_streams else None, rms=rms, gates=gates, sinkhorn=sinkhorn,
-        in_place=in_place,
+        (into_streams, *needs[5:]), d_x_new if into_streams else None, input_norm_weight, rms=rms, gates=gates,
+        sinkhorn=sinkhorn, input_norm_eps=input_norm_eps, in_place=in_place,
     )  # fmt: skip
     if not into_streams:
         return (*(empty_gradient(t, False, x) for t in (f, layer_bias, h_post, x, h_res)), *parameters)

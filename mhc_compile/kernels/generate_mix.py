@@ -51,4 +51,4 @@ def backward(
     return backward_mix(
         None, d_h_pre, d_h_post, d_h_res, d_h, d_ms, x, phi, scale, bias, norm_weight, h, ms,
         wanted(needs, 5), d_x, rms=rms, gates=gates, sinkhorn=sinkhorn,
-    )  # fmt: skip
+    )[:5]  # fmt: skip

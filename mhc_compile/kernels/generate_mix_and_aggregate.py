@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from mhc_compile.forms import Gates, Rms, Sinkhorn
-from mhc_compile.kernels.common import wanted
+from mhc_compile.kernels.input_norm import input_norm
 from mhc_compile.kernels.mix import backward_mix, forward_mix
 from mhc_compile.kernels.projection import Partials
 
@@ -18,10 +18,12 @@ def forward(
     scale: torch.Tensor,
     bias: torch.Tensor,
     norm_weight: torch.Tensor | None = None,
+    input_norm_weight: torch.Tensor | None = None,
     *,
     rms: Rms,
     gates: Gates,
     sinkhorn: Sinkhorn,
+    input_norm_eps: float | None = None,
     out_dtype: torch.dtype | None = None,
     partials: Partials | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -41,6 +43,7 @@ def forward(
         aggregate=True,
         out_dtype=out_dtype,
         partials=partials,
+        norm=input_norm(input_norm_weight, input_norm_eps),
     )
     return mix.layer_input, mix.h_post, mix.h_res, mix.h, mix.ms
 
@@ -60,17 +63,20 @@ def backward(
     ms: torch.Tensor,
     needs: Sequence[bool],
     d_x: torch.Tensor | None = None,
+    input_norm_weight: torch.Tensor | None = None,
     *,
     rms: Rms,
     gates: Gates,
     sinkhorn: Sinkhorn,
+    input_norm_eps: float | None = None,
     in_place: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dx + d_x, dphi, dscale, dbias, dnorm_weight), zero-sized where needs says no.
+) -> tuple[torch.Tensor, ...]:
+    """(dx + d_x, dphi, dscale, dbias, dnorm_weight, dinput_norm_weight), zero-sized where needs says no.
 
     in_place gives up d_x, whose memory becomes that of dx where the two are alike.
     """
     return backward_mix(
         d_layer_input, None, d_h_post, d_h_res, d_h, d_ms, x, phi, scale, bias, norm_weight, h, ms,
-        wanted(needs, 5), d_x, rms=rms, gates=gates, sinkhorn=sinkhorn, in_place=in_place,
+        tuple(needs[:5]), d_x, rms=rms, gates=gates, sinkhorn=sinkhorn, in_place=in_place,
+        norm=input_norm(input_norm_weight, input_norm_eps), need_weight=any(needs[5:]),
     )  # fmt: skip

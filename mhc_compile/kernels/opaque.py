@@ -52,11 +52,12 @@ class Opaque:
 
     def record(self, grid: tuple[int, ...], args: Sequence[Any], options: dict[str, Any]) -> None:
         """Call the operator in place of the kernel, as what a graph is traced with."""
-        read = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and i not in self._written]
+        written = [i for i in self._written if args[i] is not None]
+        read = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and i not in written]
         rest = [None if isinstance(a, torch.Tensor) else a for a in args]
         path = f"{self.kernel.__module__}.{self.kernel.__name__}"
-        launch = json.dumps([path, grid, [*self._written, *read], rest, options])
-        torch.ops.mhc._launch(launch, [args[i] for i in self._written], [args[i] for i in read])
+        launch = json.dumps([path, grid, [*written, *read], rest, options])
+        torch.ops.mhc._launch(launch, [args[i] for i in written], [args[i] for i in read])
 
 
 class Launch:

@@ -22,6 +22,8 @@ from mhc_compile import compat
 from mhc_compile.forms import RMS_MODES, Gates, Rms, Sinkhorn
 from mhc_compile.ops import _mix
 from mhc_compile.ops._checks import accumulation_dtype
+from mhc_compile.ops._input_norm import ARGUMENT, SCALAR, input_norm
+from mhc_compile.ops._input_norm import backward as norm_backward
 from mhc_compile.ops._register import group, scalars, without_autocast
 from mhc_compile.ops._tensors import (
     fake_gradients,
@@ -37,6 +39,7 @@ from mhc_compile.ops.projection import gradients as projection_gradients
 from mhc_compile.ops.projection import reference as projection_reference
 from mhc_compile.ops.projection import weighted_phi
 from mhc_compile.ops.scale import fake as fake_scale
+from mhc_compile.ops.scale import reference as scale_reference
 
 log = logging.getLogger(__name__)
 
@@ -216,12 +219,26 @@ def _backward(
     h: Tensor,
     ms: Tensor,
     needs: Sequence[bool],
+    input_norm_weight: Tensor | None = None,
+    input_norm_eps: float | None = None,
     **given: Any,
 ) -> tuple[Tensor, ...]:
-    """dh @ phi, h_pre and dms, from which Inductor makes dx; dphi, dscale, dbias, dnorm_weight."""
+    """dh @ phi, h_pre and dms, from which Inductor makes dx; dphi, dscale, dbias, dnorm_weight.
+
+    Behind an input norm also the gradient of what it reads, and of its weight.
+    """
+    forms, needs = _forms(frozenset(given.items())), [*needs, False][:6]
+    norm = None if d_layer_input is None else input_norm(input_norm_weight, input_norm_eps)
+    du = d_weight = None
+    if norm is not None and d_layer_input is not None:
+        gates = scale_reference(h, ms, scale, bias, x.shape[-2], rms=forms["rms"], gates=forms["gates"])[0]
+        d_h_pre, du, d_weight = norm_backward(norm, d_layer_input, x, gates, needs[5])
+        d_layer_input = None
+    elif input_norm_weight is not None and needs[5]:
+        d_weight = torch.zeros_like(input_norm_weight)
     gradients = (d_layer_input, d_h_pre, d_h_post, d_h_res)
     narrow_needs = (True, True, needs[2], needs[3])
-    narrow = _narrow_backward(*gradients, x, h, ms, scale, bias, narrow_needs, **_forms(frozenset(given.items())))
+    narrow = _narrow_backward(*gradients, x, h, ms, scale, bias, narrow_needs, **forms)
     h_pre, dh, dms, dscale, dbias = narrow
     assert dh is not None
     assert dms is not None
@@ -239,15 +256,21 @@ def _backward(
         settle_gradient(dscale, scale, x),
         settle_gradient(dbias, bias, x),
         settle_gradient(dnorm_weight, norm_weight, x),
+        dh.new_empty(0) if du is None else du.view(*x.shape[:-2], x.shape[-1]),
+        settle_gradient(d_weight, input_norm_weight, x),
     )
 
 
 def _fake_backward(*arguments: Any, **forms: Any) -> tuple[Tensor, ...]:
     x, phi, scale, bias, norm_weight, _, ms, needs = arguments[6:14]
+    input_norm_weight = arguments[14] if len(arguments) > 14 else None
+    normed = arguments[0] is not None and forms.get("input_norm_eps") is not None
     dtype = accumulation_dtype(x)
     dx = x.new_empty(x.shape if needs[0] else 0, dtype=dtype)
-    rest = fake_gradients((phi, scale, bias, norm_weight), needs[1:], x, streams=())
-    return dx, x.new_empty(x.shape[:-1], dtype=dtype), ms.new_empty(ms.shape), *rest
+    tensors = (phi, scale, bias, norm_weight, input_norm_weight)
+    *rest, d_weight = fake_gradients(tensors, [*needs[1:], False][:5], x, streams=())
+    du = x.new_empty((*x.shape[:-2], x.shape[-1]) if normed else 0, dtype=dtype)
+    return dx, x.new_empty(x.shape[:-1], dtype=dtype), ms.new_empty(ms.shape), *rest, du, d_weight
 
 
 _define(
@@ -259,14 +282,14 @@ _define(
 _define(
     "_mix_backward",
     "(Tensor? d_layer_input, Tensor? d_h_pre, Tensor? d_h_post, Tensor? d_h_res, Tensor? d_h, Tensor? d_ms,"
-    f" {_mix.ARGUMENTS}, Tensor h, Tensor ms, bool[] needs, *, {scalars(*_FORMS)})"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f" {_mix.ARGUMENTS}, Tensor h, Tensor ms, bool[] needs, {ARGUMENT}, *, {scalars(*_FORMS)}, {SCALAR})"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _fake_backward,
 )
 _define(
     "_products",
-    "(Tensor a, Tensor b) -> Tensor",
-    lambda a, b: products(a.shape[-2], a, b),
-    lambda a, b: a.new_empty((*a.shape[:-1], b.shape[-2]), dtype=accumulation_dtype(a)),
+    "(Tensor a, Tensor b, int? n=None) -> Tensor",
+    lambda a, b, n=None: products(n or a.shape[-2], a, b),
+    lambda a, b, n=None: a.new_empty((*a.shape[:-1], b.shape[-2]), dtype=accumulation_dtype(a)),
 )

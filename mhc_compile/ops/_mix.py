@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mhc_compile.forms import Gates, Rms, Sinkhorn
@@ -23,6 +24,8 @@ from mhc_compile.ops._checks import (
     check_sinkhorn,
     check_tensor,
 )
+from mhc_compile.ops._input_norm import InputNorm
+from mhc_compile.ops._input_norm import backward as norm_backward
 from mhc_compile.ops._tensors import rows_of, settle_gradient, settle_streams
 from mhc_compile.ops.aggregate import pre_gradient
 from mhc_compile.ops.projection import check_phi
@@ -170,11 +173,23 @@ def backward(
     ms: Tensor,
     needs: Sequence[bool],
     d_x: Tensor | None,
+    input_norm: InputNorm | None = None,
     **forms: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dx (+ d_x), dphi, dscale, dbias, dnorm_weight; at most one of d_layer_input and d_h_pre is given."""
+) -> tuple[Tensor, ...]:
+    """dx (+ d_x), dphi, dscale, dbias, dnorm_weight; at most one of d_layer_input and d_h_pre is given.
+
+    With an input norm the gradient of its weight follows, and needs has a flag more.
+    """
     wide = needs[0] or needs[1] or needs[4]
     narrow_needs = (wide, needs[0], needs[2], needs[3])
+    d_rows = None if d_layer_input is None else rows_of(d_layer_input)
+    d_weight = None
+    if input_norm is not None and d_layer_input is not None:
+        h_pre = scale_reference(h, ms, scale, bias, x.shape[-2], rms=forms["rms"], gates=forms["gates"])[0]
+        d_h_pre, d_rows, d_weight = norm_backward(input_norm, d_layer_input, x, h_pre, needs[5])
+        d_layer_input = None
+    elif input_norm is not None and input_norm.weight is not None and needs[5]:
+        d_weight = torch.zeros_like(input_norm.weight)
     gradients = (d_layer_input, d_h_pre, d_h_post, d_h_res)
     h_pre, dh, dms, dscale, dbias = narrow_backward(*gradients, x, h, ms, scale, bias, narrow_needs, **forms)
     dx = dphi = dnorm_weight = None
@@ -182,15 +197,16 @@ def backward(
         dh = dh if d_h is None else dh + rows_of(d_h)
         dms = dms if d_ms is None or dms is None else dms + d_ms.reshape(-1)
         wide_needs = (needs[0], needs[1], needs[4])
-        aggregated = None if d_layer_input is None else (rows_of(h_pre), rows_of(d_layer_input))
+        aggregated = None if d_rows is None else (rows_of(h_pre), d_rows)
         dx, dphi, dnorm_weight = projection_gradients(dh, dms, x, phi, norm_weight, wide_needs, d_x, aggregated)
-    return (
+    results = (
         settle_streams(dx, x),
         settle_gradient(dphi, phi, x),
         settle_gradient(dscale, scale, x),
         settle_gradient(dbias, bias, x),
         settle_gradient(dnorm_weight, norm_weight, x),
     )
+    return results if input_norm is None else (*results, settle_gradient(d_weight, input_norm.weight, x))
 
 
 def saved(inputs: tuple[Tensor | None, ...], output: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:

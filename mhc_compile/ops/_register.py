@@ -147,12 +147,14 @@ def differentiate(
     tensors: int,
     rest: Callable[[tuple[Any, ...]], tuple[Any, ...]] = lambda inputs: (),
     drop: Sequence[str] = (),
+    last: str | None = None,
     with_needs: bool = True,
 ) -> None:
     """Register `backward_operator(*gradients, *keep, *rest, needs, **scalars)` as the backward of `operator`.
 
     tensors: how many leading arguments are differentiable; keep: the tensors saved, from (inputs, output);
-    rest: further positional arguments of the backward, from the inputs; drop: scalars that it does not take.
+    rest: further positional arguments of the backward, from the inputs; drop: scalars that it does not take;
+    last: the name of the last tensor saved, where the backward takes it behind `needs`, if there is one.
     """
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Scalars, output: Any) -> None:
@@ -172,8 +174,12 @@ def differentiate(
         needs += [False] * (tensors - len(needs))
         if all(gradient is None for gradient in gradients) or not any(needs):
             return tuple([None] * ctx.inputs)
-        arguments = (*gradients, *ctx.saved_tensors, *ctx.rest, *([needs] if with_needs else []))
-        results = backward_operator(*arguments, **ctx.scalars)
+        saved, named = ctx.saved_tensors, {}
+        if last is not None:
+            *saved, optional = saved
+            named = {} if optional is None else {last: optional}
+        arguments = (*gradients, *saved, *ctx.rest, *([needs] if with_needs else []))
+        results = backward_operator(*arguments, **named, **ctx.scalars)
         results = results if isinstance(results, (tuple, list)) else (results,)
         wanted = [result if need else None for result, need in zip(results, needs, strict=True)]
         wanted += [None] * (ctx.inputs - tensors)

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mhc_compile.forms import Gates, Rms, Sinkhorn
-from mhc_compile.ops import _mix
+from mhc_compile.ops import _input_norm, _mix
 from mhc_compile.ops import expand_combine as combining
-from mhc_compile.ops._checks import check_needs, check_out_dtype, check_tensor
+from mhc_compile.ops._checks import check_out_dtype, check_tensor
 from mhc_compile.ops._register import define, differentiate, scalars
 from mhc_compile.ops._tensors import fake_gradients
+from mhc_compile.ops.generate_mix_and_aggregate import check_normed_mix, check_normed_mix_backward
 from mhc_compile.ops.generate_mix_and_aggregate import reference as mix_reference
+from mhc_compile.ops.generate_mix_and_aggregate import reference_backward as mix_backward
 
 
 def boundary(
@@ -27,6 +28,7 @@ def boundary(
     scale: Tensor,
     bias: Tensor,
     norm_weight: Tensor | None = None,
+    input_norm_weight: Tensor | None = None,
     *,
     rms_eps: float = 1e-6,
     rms_mode: str = "inside",
@@ -39,18 +41,20 @@ def boundary(
     sinkhorn_eps: float = 1e-6,
     sinkhorn_start_eps: float = 1e-6,
     sinkhorn_clamp: bool = False,
+    input_norm_eps: float | None = None,
     streams_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`expand_combine` after one sublayer and `generate_mix_and_aggregate` before the next.
 
         x' = expand_combine(f, layer_bias, h_post, x, h_res)
-        layer_input, h_post', h_res' = generate_mix_and_aggregate(x', phi, scale, bias, norm_weight)
+        layer_input, h_post', h_res' = generate_mix_and_aggregate(x', phi, scale, bias, norm_weight, input_norm_weight)
 
     Args:
         f, layer_bias, h_post, x, h_res: as in `expand_combine`.
-        phi, scale, bias, norm_weight: as in `generate_mix_and_aggregate`, of the next sublayer.
+        phi, scale, bias, norm_weight, input_norm_weight: as in `generate_mix_and_aggregate`, of the next sublayer.
         rms_*, pre_eps, post_*, sinkhorn_*: the forms `Rms`, `Gates`, `Sinkhorn` of `mhc_compile.forms`.
+        input_norm_eps: eps of the RMSNorm of layer_input; None means that there is no such norm.
         streams_dtype: the dtype of x'; None means that of x.
         out_dtype: the dtype of layer_input; None means that of x'.
 
@@ -73,6 +77,7 @@ def boundary(
         scale,
         bias,
         norm_weight,
+        input_norm_weight,
         rms_eps=rms_eps,
         rms_mode=rms_mode,
         pre_eps=pre_eps,
@@ -84,6 +89,7 @@ def boundary(
         sinkhorn_eps=sinkhorn_eps,
         sinkhorn_start_eps=sinkhorn_start_eps,
         sinkhorn_clamp=sinkhorn_clamp,
+        input_norm_eps=input_norm_eps,
         streams_dtype=streams_dtype,
         out_dtype=out_dtype,
     )
@@ -103,8 +109,7 @@ def _check(
 ) -> None:
     combining.check(f, layer_bias, h_post, x, h_res)
     check_out_dtype(streams_dtype, "streams_dtype")
-    _mix.check_mix(x, *parameters, **forms)
-    check_out_dtype(out_dtype)
+    check_normed_mix(x, *parameters, out_dtype=out_dtype, **forms)
 
 
 def reference(
@@ -114,15 +119,12 @@ def reference(
     x: Tensor,
     h_res: Tensor | None,
     *parameters: Any,
-    rms: Rms,
-    gates: Gates,
-    sinkhorn: Sinkhorn,
     streams_dtype: torch.dtype | None,
-    out_dtype: torch.dtype | None,
+    **scalars: Any,
 ) -> tuple[Tensor, ...]:
     """The operator in plain torch: its meaning, and its implementation where there is no kernel."""
     x_new = combining.reference(f, layer_bias, h_post, x, h_res, out_dtype=streams_dtype)
-    mix = mix_reference(x_new, *parameters, rms=rms, gates=gates, sinkhorn=sinkhorn, out_dtype=out_dtype)
+    mix = mix_reference(x_new, *parameters, **scalars)
     return x_new, *mix
 
 
@@ -163,10 +165,13 @@ def _check_backward(
     h: Tensor,
     ms: Tensor,
     needs: Sequence[bool],
+    input_norm_weight: Tensor | None,
+    *,
+    input_norm_eps: float | None,
     **forms: Any,
 ) -> None:
     combining.check(f, layer_bias, h_post, x, h_res)
-    check_needs(needs, 9)
+    _input_norm.check_flags(needs, input_norm_weight, 10)
     check_tensor("x_new", x_new, x.shape, "the shape of x", x)
     check_tensor("d_x_new", d_x_new, x.shape, "the shape of x", x)
     check_tensor("d_layer_input", d_layer_input, (*x.shape[:-2], x.shape[-1]), "[..., C]", x)
@@ -174,8 +179,8 @@ def _check_backward(
     side = n if parts == 3 else 0
     check_tensor("d_next_post", d_next_post, (*tokens, n if parts > 1 else 0), "the shape of the next h_post", x)
     check_tensor("d_next_res", d_next_res, (*tokens, side, side), "the shape of the next h_res", x)
-    saved = (x_new, phi, scale, bias, norm_weight, h, ms, needs[4:], None)
-    _mix.check_mix_backward(d_next_post, d_next_res, d_h, d_ms, *saved, **forms)
+    saved = (x_new, phi, scale, bias, norm_weight, h, ms, needs[4:], None, input_norm_weight)
+    check_normed_mix_backward(None, d_next_post, d_next_res, d_h, d_ms, *saved, input_norm_eps=input_norm_eps, **forms)
 
 
 def _reference_backward(
@@ -198,14 +203,15 @@ def _reference_backward(
     h: Tensor,
     ms: Tensor,
     needs: Sequence[bool],
-    **forms: Any,
+    input_norm_weight: Tensor | None,
+    **scalars: Any,
 ) -> tuple[Tensor, ...]:
     into_streams = any(needs[:5])
-    gradients = (d_layer_input, None, d_next_post, d_next_res, d_h, d_ms)
+    gradients = (d_layer_input, d_next_post, d_next_res, d_h, d_ms)
     parameters = (phi, scale, bias, norm_weight)
     mix_needs = [into_streams, *needs[5:]]
-    accumulated = d_x_new if into_streams else None
-    d_new, *d_parameters = _mix.backward(*gradients, x_new, *parameters, h, ms, mix_needs, accumulated, **forms)
+    given = (mix_needs, d_x_new if into_streams else None, input_norm_weight)
+    d_new, *d_parameters = mix_backward(*gradients, x_new, *parameters, h, ms, *given, **scalars)
     tensors = (f, layer_bias, h_post, x, h_res)
     if not into_streams:
         return (*fake_gradients(tensors, needs[:5], x), *d_parameters)
@@ -213,8 +219,8 @@ def _reference_backward(
 
 
 def _fake_backward(*arguments: Any, **forms: Any) -> tuple[Tensor, ...]:
-    *tensors, _, _, _, needs = arguments[6:]
-    return fake_gradients(tensors, needs, tensors[3], streams=(0, 3))
+    *tensors, _, _, _, needs, input_norm_weight = arguments[6:]
+    return fake_gradients((*tensors, input_norm_weight), [*needs, False][:10], tensors[3], streams=(0, 3))
 
 
 _FORMS = ("rms", "gates", "sinkhorn")
@@ -226,7 +232,8 @@ _TENSORS = (
 differentiate(
     define(
         "boundary",
-        f"({_TENSORS}=None, *, {scalars(*_FORMS)}, ScalarType? streams_dtype=None, ScalarType? out_dtype=None)"
+        f"({_TENSORS}=None, {_input_norm.ARGUMENT}, *, {scalars(*_FORMS)}, {_input_norm.SCALAR},"
+        " ScalarType? streams_dtype=None, ScalarType? out_dtype=None)"
         " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
         forms=_FORMS,
         check=_check,
@@ -237,15 +244,17 @@ differentiate(
     define(
         "boundary_backward",
         "(Tensor? d_x_new, Tensor? d_layer_input, Tensor? d_next_post, Tensor? d_next_res, Tensor? d_h,"
-        f" Tensor? d_ms, {_TENSORS}, Tensor x_new, Tensor h, Tensor ms, bool[] needs, *, {scalars(*_FORMS)})"
-        " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+        f" Tensor? d_ms, {_TENSORS}, Tensor x_new, Tensor h, Tensor ms, bool[] needs, {_input_norm.ARGUMENT},"
+        f" *, {scalars(*_FORMS)}, {_input_norm.SCALAR})"
+        " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
         forms=_FORMS,
         check=_check_backward,
         reference=_reference_backward,
         fake=_fake_backward,
         kernel="boundary.backward",
     ),
-    keep=lambda inputs, output: (*inputs, output[0], *output[-2:]),
-    tensors=9,
+    keep=lambda inputs, output: (*inputs[:-1], output[0], *output[-2:], inputs[-1]),
+    tensors=10,
     drop=("streams_dtype", "out_dtype"),
+    last="input_norm_weight",
 )

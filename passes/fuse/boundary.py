@@ -34,6 +34,8 @@ _MIXES = ("generate_mix_and_aggregate", "head")
 _RESULTS = {"generate_mix_and_aggregate": {0: 1, 1: 2, 2: 3, 3: 4, 4: 5}, "head": {0: 1, 1: 4, 2: 5}}
 _TENSORS = ("f", "layer_bias", "h_post", "x", "h_res")
 _PARAMETERS = ("phi", "scale", "bias", "norm_weight")
+# Of generate_mix_and_aggregate alone.
+_INPUT_NORM = "input_norm_weight"
 
 
 def boundary(graph: fx.Graph) -> int:
@@ -58,7 +60,9 @@ def boundary(graph: fx.Graph) -> int:
 def _hoistable(mix: fx.Node, combine: fx.Node) -> list[fx.Node] | None:
     """What the mix's parameters are made of after the combine, in order; None if that depends on what is between."""
     found: set[fx.Node] = set()
-    pending = [node for name, node in arguments(mix).items() if name in _PARAMETERS and node is not None]
+    pending = [
+        node for name, node in arguments(mix).items() if name in (*_PARAMETERS, _INPUT_NORM) and node is not None
+    ]
     while pending:
         node = pending.pop()
         if node in found or node < combine:
@@ -83,7 +87,7 @@ def _same_width(x_new: fx.Node, x: fx.Node) -> bool:
 def _fuse(graph: fx.Graph, combine: fx.Node, mix: fx.Node) -> bool:
     """Returns whether the results are laid out as before; otherwise nothing is changed."""
     first, second = arguments(combine), arguments(mix)
-    args = (*(first[name] for name in _TENSORS), *(second[name] for name in _PARAMETERS))
+    args = (*(first[name] for name in _TENSORS), *(second[name] for name in _PARAMETERS), second.get(_INPUT_NORM))
     kwargs: dict[str, Any] = dict(mix.kwargs)
     if first["out_dtype"] is not None:
         kwargs["streams_dtype"] = first["out_dtype"]
@@ -144,11 +148,11 @@ def _fuse_backward(graph: fx.Graph, combine: fx.Node, mix: fx.Node) -> bool:
     )
     tensors = (*(first[name] for name in _TENSORS), *(second[name] for name in _PARAMETERS))
     saved = (second["x"], second["h"], second["ms"])
-    needs = [*first["needs"], *second["needs"][1:]]
+    needs = [*first["needs"], *second["needs"][1:], *([False] if head else [])]
     with graph.inserting_before(mix):
-        args = (*gradients, *tensors, *saved, needs)
+        args = (*gradients, *tensors, *saved, needs, second.get(_INPUT_NORM))
         new = call(graph, torch.ops.mhc.boundary_backward.default, args, dict(mix.kwargs), mix)
-    of_combine, of_mix = {i: i for i in range(5)}, {i: i + 4 for i in range(1, 5)}
+    of_combine, of_mix = {i: i for i in range(5)}, {i: i + 4 for i in range(1, 6)}
     if not (fits(combine, new, of_combine) and fits(mix, new, of_mix)):
         graph.erase_node(new)
         return False

@@ -95,11 +95,28 @@ def generate_mix(x: Tensor, *parameters: Any, **scalars: Any) -> tuple[Tensor, .
 
 
 def generate_mix_and_aggregate(
-    x: Tensor, *parameters: Any, out_dtype: torch.dtype | None = None, **scalars: Any
+    x: Tensor,
+    phi: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    norm_weight: Tensor | None = None,
+    input_norm_weight: Tensor | None = None,
+    *,
+    input_norm_eps: float | None = None,
+    out_dtype: torch.dtype | None = None,
+    **scalars: Any,
 ) -> tuple[Tensor, ...]:
-    """generate_mix, and the aggregate with its h_pre."""
-    h_pre, *rest = generate_mix(x, *parameters, **scalars)
-    return aggregate(x, h_pre, out_dtype=out_dtype), *rest
+    """generate_mix, and the aggregate with its h_pre, normalised where there is a norm."""
+    h_pre, *rest = generate_mix(x, phi, scale, bias, norm_weight, **scalars)
+    if input_norm_eps is None:
+        return aggregate(x, h_pre, out_dtype=out_dtype), *rest
+    u = aggregate(x, h_pre, out_dtype=h_pre.dtype)
+    row = u[..., None, :]
+    mean = torch.ops.mhc._products(row, row, x.shape[-2])[..., 0] / x.shape[-1]
+    normed = u * (1.0 / torch.sqrt(mean + input_norm_eps))
+    if input_norm_weight is not None:
+        normed = normed * input_norm_weight.to(normed.dtype)
+    return normed.to(out_dtype or x.dtype), *rest
 
 
 def head(x: Tensor, *parameters: Any, **scalars: Any) -> tuple[Tensor, ...]:
@@ -119,22 +136,24 @@ def _mix_backward(
     ms: Tensor,
     needs: Sequence[bool],
     d_x: Tensor | None = None,
+    input_norm_weight: Tensor | None = None,
     **scalars: Any,
 ) -> tuple[Tensor, ...]:
-    """dx[i] = (dh @ phi)[i] + 2 / nC * dms * x[i] + h_pre[i] * d_layer_input + d_x[i]; the operator has the rest.
+    """dx[i] = (dh @ phi)[i] + 2 / nC * dms * x[i] + h_pre[i] * du + d_x[i]; the operator has the rest.
 
-    gradients: of layer_input, h_pre, h_post, h_res, h and ms.
+    gradients: of layer_input, h_pre, h_post, h_res, h and ms; du is that of layer_input before its norm.
     """
-    dx, h_pre, dms, *rest = torch.ops.mhc._mix_backward(
-        *gradients, x, phi, scale, bias, norm_weight, h, ms, needs, **scalars
+    dx, h_pre, dms, *rest, du, d_weight = torch.ops.mhc._mix_backward(
+        *gradients, x, phi, scale, bias, norm_weight, h, ms, needs, input_norm_weight, **scalars
     )
     if needs[0]:
         dx = dx + x.to(dx.dtype) * (dms * (2.0 / phi.shape[1]))[..., None, None]
         if gradients[0] is not None:
-            dx = dx + h_pre[..., None] * gradients[0].to(dx.dtype)[..., None, :]
+            d_rows = gradients[0] if scalars.get("input_norm_eps") is None else du
+            dx = dx + h_pre[..., None] * d_rows.to(dx.dtype)[..., None, :]
         if d_x is not None:
             dx = dx + d_x.to(dx.dtype)
-    return dx.to(x.dtype), *rest
+    return dx.to(x.dtype), *rest, d_weight
 
 
 def generate_mix_backward(
@@ -147,7 +166,7 @@ def generate_mix_backward(
     **scalars: Any,
 ) -> tuple[Tensor, ...]:
     """The gradients of generate_mix."""
-    return _mix_backward((None, d_h_pre, d_h_post, d_h_res, d_h, d_ms), *saved, **scalars)
+    return _mix_backward((None, d_h_pre, d_h_post, d_h_res, d_h, d_ms), *saved, **scalars)[:-1]
 
 
 def generate_mix_and_aggregate_backward(
@@ -167,7 +186,7 @@ def head_backward(
     d_out: Tensor | None, d_h: Tensor | None, d_ms: Tensor | None, *saved: Any, **scalars: Any
 ) -> tuple[Tensor, ...]:
     """The gradients of head."""
-    return _mix_backward((d_out, None, None, None, d_h, d_ms), *saved, **scalars)
+    return _mix_backward((d_out, None, None, None, d_h, d_ms), *saved, **scalars)[:-1]
 
 
 def boundary(
@@ -205,13 +224,14 @@ def boundary_backward(
     h: Tensor,
     ms: Tensor,
     needs: Sequence[bool],
+    input_norm_weight: Tensor | None = None,
     **scalars: Any,
 ) -> tuple[Tensor, ...]:
     """The gradient of x' by that of the mix, and from it those of expand_combine."""
     gradients = (d_layer_input, d_next_post, d_next_res, d_h, d_ms)
     parameters = (phi, scale, bias, norm_weight)
     d_new, *d_parameters = generate_mix_and_aggregate_backward(
-        *gradients, x_new, *parameters, h, ms, [True, *needs[5:]], d_x_new, **scalars
+        *gradients, x_new, *parameters, h, ms, [True, *needs[5:]], d_x_new, input_norm_weight, **scalars
     )
     combine = expand_combine_backward if _is_fused(x, needs) else torch.ops.mhc.expand_combine_backward
     return *combine(d_new, f, layer_bias, h_post, x, h_res, list(needs[:5])), *d_parameters

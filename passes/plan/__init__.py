@@ -6,8 +6,9 @@ turns it into nodes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -34,9 +35,12 @@ from mhc_compile.passes.recognise import Findings, Mixture, Weight
 from mhc_compile.passes.recognise.aggregate import Aggregate
 from mhc_compile.passes.recognise.combine import Combine
 from mhc_compile.passes.recognise.gates import Mixing
+from mhc_compile.passes.recognise.input_norm import input_norm
 from mhc_compile.passes.recognise.layout import is_movement
 from mhc_compile.passes.recognise.pieces import TOGETHER
 from mhc_compile.passes.shadow import Shadow, Value
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -47,8 +51,8 @@ class Plan:
     declined: list[Declined]
 
 
-def plan(shadow: Shadow, findings: Findings) -> Plan:
-    """Compose what was recognised into sites, each accepted or declined."""
+def plan(shadow: Shadow, findings: Findings, *, input_norms: bool = True) -> Plan:
+    """Compose what was recognised into sites, each accepted or declined; input_norms: with the norms that read them."""
     sites: list[Site] = []
     declined: list[Declined] = []
 
@@ -95,7 +99,25 @@ def plan(shadow: Shadow, findings: Findings) -> Plan:
     misses += unread_gates(findings, sites, declined)
     if not misses:
         misses = unused_rows([site for site in sites if isinstance(site, MixSite)])
+    if input_norms:
+        sites = [_with_norm(shadow, findings, site) for site in sites]
     return Plan(sites, declined + misses)
+
+
+def _with_norm(shadow: Shadow, findings: Findings, site: Site) -> Site:
+    """A site with the norm of its layer input, if that can be taken along; else as it is."""
+    if not isinstance(site, MixSite) or site.aggregate is None or site.op != "generate_mix_and_aggregate":
+        return site
+    try:
+        norm = input_norm(findings.reader, site.aggregate)
+        larger = replace(site, norm=norm)
+        if norm is not None:
+            check_surroundings(shadow, larger)
+    except Exception as reason:  # whatever is strange about a norm, the site without it was accepted
+        if not isinstance(reason, Decline):
+            log.exception("a norm could not be looked into: %s", site.aggregate.out)
+        return site
+    return larger
 
 
 def _single_operators(

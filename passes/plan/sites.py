@@ -17,6 +17,7 @@ from mhc_compile.passes.recognise.aggregate import Aggregate
 from mhc_compile.passes.recognise.combine import Combine
 from mhc_compile.passes.recognise.contraction import StreamsView
 from mhc_compile.passes.recognise.gates import Gate
+from mhc_compile.passes.recognise.input_norm import InputNorm
 from mhc_compile.passes.recognise.layout import keeps_order
 from mhc_compile.passes.recognise.projection import Projection
 from mhc_compile.passes.report import location
@@ -60,7 +61,7 @@ class MixSite:
     """projection + scale + sinkhorn, and aggregate where the weighted sum is in the graph.
 
     groups are the rows for pre, post and res, as far as the form has them. Where one is not used by the program,
-    others stand in its place, because the operator wants it.
+    others stand in its place, because the operator wants it. norm is the one that reads the aggregate.
     """
 
     op: str
@@ -74,10 +75,18 @@ class MixSite:
     post: Gate | None
     res: Gate | None
     aggregate: Aggregate | None
+    norm: InputNorm | None = None
+
+    @property
+    def layer_input(self) -> Value | None:
+        """The value that the operator's first result stands for, if that is not a gate."""
+        if self.aggregate is None:
+            return None
+        return self.aggregate.out if self.norm is None else self.norm.out
 
     def targets(self) -> Iterator[Value]:
-        if self.aggregate is not None:
-            yield self.aggregate.out
+        if self.layer_input is not None:
+            yield self.layer_input
         yield from (gate.value for gate in (self.pre, self.post, self.res) if gate is not None)
 
     def sources(self) -> Iterator[Value]:
@@ -88,6 +97,8 @@ class MixSite:
             yield from (v.base for v in vectors if v.base is not None)
         if self.normed.weight is not None:
             yield self.normed.weight.value
+        if self.norm is not None and self.norm.weight is not None:
+            yield self.norm.weight
 
 
 @dataclass
@@ -174,8 +185,9 @@ def outputs(site: Site) -> list[Value]:
     """The results of a site that are values of the program, by which it is placed; raises Decline without any."""
     if isinstance(site, (CombineSite, AggregateSite, SinkhornSite)):
         return [surface(next(site.targets()))]
-    found = [surface(site.aggregate.out)] if site.aggregate is not None else []
-    found += [v for v in site.targets() if v.nodes and (site.aggregate is None or v is not site.aggregate.out)]
+    first = site.layer_input
+    found = [surface(first)] if first is not None else []
+    found += [v for v in site.targets() if v.nodes and v is not first]
     if not found:
         raise Decline("none of its gates is a value of its own in the program")
     return found

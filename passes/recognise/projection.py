@@ -125,10 +125,10 @@ def _readings(reader: Reader, c: Contraction, addend: Value | None) -> Iterator[
         reading = pending.pop(0)
         yield reading
         if len(reading.scalings) < _MAX_SCALINGS:
-            pending += _further(reader, reading)
+            pending += further(reader, reading)
 
 
-def _further(reader: Reader, reading: Projection) -> Iterator[Projection]:
+def further(reader: Reader, reading: Projection) -> Iterator[Projection]:
     """The same projection with x as it was before the multiplication that made it."""
     value = reading.x
     for wide, factor in _wide_and_factor(value.op, value) if value.op is not None else ():

@@ -74,21 +74,26 @@ class _Rewriter(Vectors):
         x, tokens = self._streams(site.x, site.streams)
         phi = self._phi(site)
         scale, bias = self._vectors(site)
-        tensors = [x, phi, scale, bias]
+        tensors: list[fx.Node | None] = [phi, scale, bias]
         if site.normed.weight is not None:
             tensors.append(self._norm_weight(site.normed.weight, site.streams))
         kwargs = site.normed.rms.as_kwargs()
+        if site.norm is not None and site.norm.weight is not None:
+            tensors += [None] * (4 - len(tensors))
+            tensors.append(self._shaped(self._visible(site.norm.weight), (site.streams.channels,)))
         if site.op == "head":
             kwargs["pre_eps"] = site.gates.pre_eps
         else:
             kwargs |= site.gates.as_kwargs() | site.sinkhorn.as_kwargs()
-        if site.aggregate is not None:
-            kwargs |= self._out_dtype(surface(site.aggregate.out), x)
-        call = self._operator(site.op, *tensors, **kwargs)
+        target = None if site.layer_input is None else surface(site.layer_input)
+        if target is not None:
+            kwargs |= self._out_dtype(target, x)
+        if site.norm is not None:
+            kwargs["input_norm_eps"] = site.norm.eps
+        call = self._operator(site.op, x, *tensors, **kwargs)
         self.calls.append((call, site))
         first = self._item(call, 0)
-        if site.aggregate is not None:
-            target = surface(site.aggregate.out)
+        if site.aggregate is not None and target is not None:
             self._replace(target, self._laid_out(first, tokens, site.aggregate.out_layout, None))
         elif site.pre is not None:
             self._gate(site.pre.value, first, False)
@@ -176,8 +181,8 @@ class _Rewriter(Vectors):
 def _replaced(site: Site) -> Iterator[Value]:
     """All values in whose place a site's results go."""
     if isinstance(site, MixSite):
-        if site.aggregate is not None:
-            yield surface(site.aggregate.out)
+        if site.layer_input is not None:
+            yield surface(site.layer_input)
         for gate in (site.pre if site.aggregate is None else None, site.post, site.res):
             if gate is not None:
                 yield gate.value

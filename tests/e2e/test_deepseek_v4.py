@@ -28,6 +28,7 @@ def test_every_site_is_rewritten() -> None:
     assert report.declined == []
     assert report.errors == []
     assert ops == ["generate_mix_and_aggregate", "expand_combine"] * 4 + ["head"]
+    assert all(("input norm eps" in site.detail) == site.op.startswith("generate") for site in report.sites)
 
 
 def test_the_report_points_at_the_users_source() -> None:
@@ -45,7 +46,7 @@ def test_the_rewritten_graphs() -> None:
         str(graphs),
         """\
 %0 = generate_mix_and_aggregate(x=f32[2, 3, 4, 32], phi=f32[24, 128], scale=f32[3], bias=f32[24],
-    pre_eps=1e-06)
+    input_norm_weight=f32[32], pre_eps=1e-06, input_norm_eps=1.1920928955078125e-07)
 %1 = expand_combine(f=f32[2, 3, 32](%0.0), h_post=%0.1, x=f32[2, 3, 4, 32], h_res=%0.2)
 %2 = head(x=%1, phi=f32[4, 128], scale=f32[1], bias=f32[4], pre_eps=1e-06)
 return %2.0""",
@@ -54,17 +55,18 @@ return %2.0""",
         graph_text(graphs.joint[0]),
         """\
 %0 = generate_mix_and_aggregate(x=f32[2, 3, 4, 32], phi=f32[24, 128], scale=f32[3], bias=f32[24],
-    pre_eps=1e-06)
+    input_norm_weight=f32[32], pre_eps=1e-06, input_norm_eps=1.1920928955078125e-07)
 %1 = boundary(f=f32[2, 3, 32](%0.0), h_post=%0.1, x=f32[2, 3, 4, 32], h_res=%0.2, phi=f32[4, 128],
     scale=f32[1], bias=f32[4], pre_eps=1e-06)
 %2 = boundary_backward(d_layer_input=f32[2, 3, 32], f=f32[2, 3, 32](%0.0), h_post=%0.1, x=f32[2, 3,
     4, 32], h_res=%0.2, phi=f32[4, 128], scale=f32[1], bias=f32[4], x_new=%1.0, h=f32[2, 3,
-    4](%1.4), ms=f32[2, 3](%1.5), needs=[True, False, True, False, True, True, True, True, False],
-    pre_eps=1e-06)
+    4](%1.4), ms=f32[2, 3](%1.5), needs=[True, False, True, False, True, True, True, True, False,
+    False], pre_eps=1e-06)
 %3 = generate_mix_and_aggregate_backward(d_layer_input=f32[2, 3, 32](%2.0, %0.0), d_h_post=%2.2,
     d_h_res=%2.4, x=f32[2, 3, 4, 32], phi=f32[24, 128], scale=f32[3], bias=f32[24], h=f32[2, 3,
-    24](%0.3), ms=f32[2, 3](%0.4), needs=[False, True, True, True, False], pre_eps=1e-06)
-return %1.1, %3.1, %3.3, %3.2, %2.0, %0.0, %2.5, %2.6, %2.7""",
+    24](%0.3), ms=f32[2, 3](%0.4), input_norm_weight=f32[32], needs=[False, True, True, True, False,
+    True], pre_eps=1e-06, input_norm_eps=1.1920928955078125e-07)
+return %1.1, %3.1, %3.3, %3.2, %3.5, %2.5, %2.6, %2.7""",
     )
 
 

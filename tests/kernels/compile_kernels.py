@@ -93,6 +93,21 @@ def _bf16_gates(n: int, width: int, tokens: int) -> None:
     boundary_gradients.backward(x, f, x, f, x, f, x, phi, None, dh, ms, pre, post, res)
 
 
+def _norm(n: int, width: int, tokens: int, dtype: torch.dtype) -> None:
+    """The kernels that take in the norm behind the aggregate."""
+    rows = n * n + 2 * n
+    x, phi = torch.empty(tokens, n, width, dtype=dtype), torch.empty(rows, n * width)
+    alpha, bias, weight = torch.empty(3), torch.empty(rows), torch.empty(width)
+    forms: dict[str, Any] = {"rms": Rms(), "gates": Gates(), "sinkhorn": Sinkhorn(), "input_norm_eps": 1e-6}
+    out, post, res, h, ms = generate_mix_and_aggregate.forward(x, phi, alpha, bias, None, weight, **forms)
+    saved = x, phi, alpha, bias, None, h, ms, [True, True, True, True, False, True], x, weight
+    generate_mix_and_aggregate.backward(out, post, res, None, None, *saved, **forms)
+    if dtype == torch.bfloat16 and n <= 4:
+        dh, f, pre = projection.dh_parts(x, rows), torch.empty(tokens, width, dtype=dtype), torch.empty(n, tokens)
+        narrow = dh, ms, pre, post, res, torch.empty(2, tokens), weight, True
+        boundary_gradients.backward(x, f, x, f, x, f, x, phi, None, *narrow)
+
+
 def _starts() -> None:
     """Sinkhorns that begin with another exponential than the one they are computed from."""
     logits = torch.empty(512, 4, 4)
@@ -106,6 +121,10 @@ CASES: dict[str, Callable[[], None]] = {
     "tf32": lambda: _tf32(4, 4096, 512),
     "starts": _starts,
     "gates": lambda: _bf16_gates(4, 4096, 512),
+    "norm": lambda: _norm(4, 4096, 512, torch.bfloat16),
+    "norm, wide": lambda: _norm(4, 16384, 512, torch.bfloat16),
+    "norm, f32": lambda: _norm(4, 8192, 512, torch.float32),
+    "norm, many": lambda: _norm(16, 1280, 512, torch.bfloat16),
     "f32": lambda: _calls(4, 4096, 512, torch.float32),
     "wide": lambda: _calls(8, 4096, 512, torch.bfloat16),
     "many": lambda: _calls(16, 1280, 512, torch.bfloat16),

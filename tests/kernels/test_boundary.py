@@ -76,7 +76,7 @@ def check(args: Before, case: MixCase, form: str = USUAL, noise: float = 4e-6) -
     )  # fmt: skip
     wanted = gradients(args, case, out[0], list(grads), form)
     for gradient, like, value, name in zip(
-        got, (*args, *case.parameters[1:]), wanted, NAMES.split(), strict=True
+        got[:9], (*args, *case.parameters[1:]), wanted, NAMES.split(), strict=True
     ):  # fmt: skip
         if like is None or value is None:
             assert gradient.shape == (0,), name

@@ -40,7 +40,7 @@ def check(case: MixCase, form: Form, noise: float = 4e-6) -> None:
     assert_all_near(out, expected, "layer_input h_post h_res h ms", noise)
     needs = [True] * 4 + [case.norm_weight is not None]
     got = generate_mix_and_aggregate.backward(*case.grads, *case.parameters, *out[3:], needs, **keywords(form))
-    for gradient, parameter in zip(got, case.parameters, strict=True):
+    for gradient, parameter in zip(got, (*case.parameters, None), strict=True):
         assert parameter is None or gradient.dtype == parameter.dtype
     expected = mix_gradients(case, form, case.grads)
     count = len(expected)

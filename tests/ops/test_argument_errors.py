@@ -23,15 +23,17 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "x": (5, 2, 3), "phi": (8, 6), "scale": (3,), "bias": (8,), "norm_weight": (6,), "h": (5, 8), "ms": (5,),
     "f": (5, 3), "layer_bias": (3,), "h_pre": (5, 2), "h_post": (5, 2), "h_res": (5, 2, 2), "logits": (5, 2, 2),
     "res_logits": (5, 2, 2), "layer_input": (5, 3), "out": (5, 3), "x_new": (5, 2, 3),
-    "next_post": (5, 2), "next_res": (5, 2, 2),
+    "next_post": (5, 2), "next_res": (5, 2, 2), "input_norm_weight": (3,),
 }  # fmt: skip
 OF_HEAD = {"phi": (2, 6), "scale": (1,), "bias": (2,), "h": (5, 2)}
 OF_SINKHORN = {"out": (5, 2, 2)}
 WRONG_SCALARS: dict[str, Any] = {
     "rms_eps": float("inf"), "rms_mode": "before", "pre_eps": float("nan"), "post_mult": float("inf"),
     "post_eps": float("nan"), "steps": -1, "start": "log", "first": "cols", "eps": -1.0, "start_eps": float("nan"),
-    "out_dtype": torch.int64, "streams_dtype": torch.int64,
+    "out_dtype": torch.int64, "streams_dtype": torch.int64, "input_norm_eps": -1.0,
 }  # fmt: skip
+# Beside a weight of an input norm, as every call here has one.
+NEEDED_SCALARS = {"input_norm_eps": 1e-6}
 # Where no other tensor says what the shape has to be, all but these have one too few dimensions at [7].
 SCALAR_IS_WRONG = {("expand", "f"), ("contract_backward", "d_out")}
 OPERATORS = sorted(compat.registered_operators("mhc"))
@@ -63,7 +65,7 @@ def _call(operator: str, make: Make, **changed: Any) -> Any:
     for argument in _schema(operator).arguments:
         name = argument.name
         if argument.kwarg_only:
-            keywords |= {name: changed[name]} if name in changed else {}
+            keywords |= {key: value for key, value in (NEEDED_SCALARS | changed).items() if key == name}
         elif name in changed:
             positional.append(changed[name])
         elif name in _tensors(operator):

@@ -256,7 +256,7 @@ CASES: dict[str, tuple[Call, type[Exception], str]] = {
     "boundary_backward's needs": (
         lambda make: _boundary_backward(make, needs=[True] * 5),
         ValueError,
-        "mhc::boundary_backward: needs has 5 entries; expected 9, one per differentiable argument",
+        "mhc::boundary_backward: needs has 5 entries; expected 10, one per differentiable argument",
     ),
     "boundary_backward's saved streams": (
         lambda make: _boundary_backward(make, x_new=(5, 3, 2)),

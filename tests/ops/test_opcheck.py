@@ -61,6 +61,9 @@ def _forward_samples() -> Iterator[Sample]:
         yield f"generate_mix-{name}", (x, phi, scale, bias, *norm_weight), scalars
         extra = {"out_dtype": torch.bfloat16} if parts == 3 else {}
         yield f"generate_mix_and_aggregate-{name}", (x, phi, scale, bias, *norm_weight), scalars | extra
+        input_weight = _leaf(torch.rand(x.shape[-1])) if parts > 1 else None
+        normed = (x, phi, scale, bias, *(norm_weight or [None]), input_weight)
+        yield f"generate_mix_and_aggregate-{name}-norm", normed, scalars | extra | {"input_norm_eps": 1e-3}
         if parts == 1:
             yield f"head-{name}", (x, phi, scale, bias, *norm_weight), narrow
     for n, tokens, dtype in ((4, (2, 3), torch.bfloat16), (1, (), torch.float32), (2, (0, 2), torch.float64)):
@@ -72,6 +75,9 @@ def _forward_samples() -> Iterator[Sample]:
     for name, combined, parameters, scalars in _boundaries():
         tensors = [None if value is None else _leaf(value) for value in (*combined, *parameters)]
         yield f"boundary-{name}", tuple(tensors), scalars | {"streams_dtype": combined[3].dtype}
+        if name.endswith("-unmixed"):
+            tensors += [None] * (9 - len(tensors)) + [_leaf(torch.rand(combined[0].shape[-1]))]
+            yield f"boundary-{name}-norm", tuple(tensors), scalars | {"input_norm_eps": 1e-3}
 
 
 def _boundaries() -> Iterator[tuple[str, list[torch.Tensor | None], list[torch.Tensor], dict[str, Any]]]:
@@ -115,6 +121,21 @@ def _backward_samples() -> Iterator[Sample]:
             (d_row, h_post, h_res, None, ms, *saved, [True, False, True, True, has_norm]),
             scalars,
         )
+        yield (
+            f"generate_mix_and_aggregate_backward-{name}-norm",
+            (
+                d_row,
+                h_post,
+                None,
+                h,
+                None,
+                *saved,
+                [True, True, True, False, has_norm, True],
+                x.clone(),
+                torch.rand(x.shape[-1]),
+            ),
+            scalars | {"input_norm_eps": 1e-3},
+        )
         if phi.shape[0] == n:
             yield f"head_backward-{name}", (d_row, h, ms, *saved, [True, True, True, True, has_norm]), narrow
         for operator, (arguments, kept) in {
@@ -145,6 +166,11 @@ def _backward_samples() -> Iterator[Sample]:
             f"boundary_backward-{name}",
             (x_new.clone(), layer_input, next_post, next_res, h, ms, *tensors, needs),
             kept,
+        )
+        yield (
+            f"boundary_backward-{name}-norm",
+            (x_new.clone(), layer_input, None, next_res, h, None, *tensors, [*needs, True], torch.rand(x.shape[-1])),
+            kept | {"input_norm_eps": 1e-3},
         )
         only_x = [index == 3 for index in range(9)]
         yield f"boundary_backward-{name}-x", (None, layer_input, None, None, None, None, *tensors, only_x), kept

@@ -12,7 +12,7 @@ from torch import fx
 
 import mhc_compile
 from mhc_compile import backend
-from mhc_compile.passes.fuse.joint import is_backward, is_view
+from mhc_compile.passes.fuse.joint import arguments, is_backward, is_view
 from mhc_compile.testing.graph_text import graph_text
 from tests.passes.fused import Stack, assert_same, program, streams
 from tests.zoo import check
@@ -41,11 +41,11 @@ def test_two_sublayers() -> None:
 %4 = boundary_backward(d_x_new=%3.3, d_layer_input=f32[2, 3, 24](%3.0, %1.1), d_next_post=%3.2,
     d_next_res=%3.4, f=f32[2, 3, 24](%0.0), layer_bias=f32[24], h_post=%0.1, x=f32[2, 3, 4, 24],
     h_res=%0.2, phi=f32[24, 96], scale=f32[3], bias=f32[24], x_new=%1.0, h=f32[2, 3, 24](%1.4),
-    ms=f32[2, 3](%1.5), needs=[True, True, True, True, True, True, True, True, False],
+    ms=f32[2, 3](%1.5), needs=[True, True, True, True, True, True, True, True, False, False],
     sinkhorn_steps=5)
 %5 = generate_mix_and_aggregate_backward(d_layer_input=f32[2, 3, 24](%4.0, %0.0), d_h_post=%4.2,
     d_h_res=%4.4, x=f32[2, 3, 4, 24], phi=f32[24, 96], scale=f32[3], bias=f32[24], h=f32[2, 3,
-    24](%0.3), ms=f32[2, 3](%0.4), d_x=%4.3, needs=[True, True, True, True, False],
+    24](%0.3), ms=f32[2, 3](%0.4), d_x=%4.3, needs=[True, True, True, True, False, False],
     sinkhorn_steps=5)
 return %2, %5.1, %5.2, %5.3, %5.0, %4.0, %0.0, %4.1, %4.5, %4.6, %4.7, %3.0, %1.1, %3.1""",
     )
@@ -63,7 +63,7 @@ def test_nothing_stands_between_the_gradients_of_the_streams() -> None:
         assert isinstance(made, fx.Node)
         if is_backward(made):
             found.append(made.target._opname)  # type: ignore[union-attr]
-            first = made.args[-1] if found[-1].startswith("generate") else made.args[0]
+            first = arguments(made)["d_x"] if found[-1].startswith("generate") else made.args[0]
             assert isinstance(first, fx.Node)
             gradient = first
         else:

@@ -40,7 +40,9 @@ def combine(t: dict[str, Tensor], x: Tensor, **scalars: Any) -> Tensor:
 
 def mix_back(t: dict[str, Tensor], d_u: Tensor, x: Tensor, d_x: Tensor | None = None) -> tuple[Tensor, ...]:
     saved = (x, t["phi"], t["scale"], t["bias"], None, t["h"], t["ms"])
-    return mhc.generate_mix_and_aggregate_backward(d_u, None, None, None, None, *saved, NEEDS, d_x, sinkhorn_steps=3)  # type: ignore[no-any-return]
+    return mhc.generate_mix_and_aggregate_backward(d_u, None, None, None, None, *saved, NEEDS, d_x, sinkhorn_steps=3)[
+        :5
+    ]  # type: ignore[no-any-return]
 
 
 def combine_back(t: dict[str, Tensor], g: Tensor, x: Tensor) -> tuple[Tensor, ...]:
