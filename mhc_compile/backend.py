@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 _PREFIX = "mhc."
 _FUSE = "mhc.fuse."
 OPTIONS: dict[str, Any] = {"mhc.strict": False} | {_FUSE + name: True for name in FUSIONS}
-OPTIONS |= {_FUSE + "input_norm": True, "mhc.recompute": None, "mhc.lower": True}
+OPTIONS |= {_FUSE + "input_norm": passes.INPUT_NORMS, "mhc.recompute": None, "mhc.lower": True}
 
 last_report: Report | None = None
 
@@ -137,7 +137,8 @@ def mhc(
     - "mhc.strict" (bool): raise `StrictError` if hyper-connection code was found but not rewritten;
     - "mhc.fuse.accumulate", "mhc.fuse.boundary", "mhc.fuse.boundary_backward" (bool): leave out a fusion
       (`mhc_compile.passes.fuse`);
-    - "mhc.fuse.input_norm" (bool): leave the RMS norm that reads a layer input to Inductor;
+    - "mhc.fuse.input_norm" (bool): take the RMS norm that reads a layer input into the operator that makes it; off by
+      itself;
     - "mhc.recompute" ("auto", a number of layers, or None): of so many layers keep one set of streams for the backward
       pass and compute the others again there; a layer is one sublayer with its hyper-connection, "auto" takes the
       square root of n L / (n + 2) for a chain of L layers (`mhc_compile.passes.fuse.recompute`);

@@ -10,6 +10,7 @@ import torch
 from expecttest import assert_expected_inline
 
 import mhc_compile
+from mhc_compile import passes
 from mhc_compile.testing import capture, graph_text
 from mhc_compile.testing.float64 import Float64Reference
 from mhc_compile.testing.judging import Errors, judge
@@ -28,7 +29,12 @@ def test_every_site_is_rewritten() -> None:
     assert report.declined == []
     assert report.errors == []
     assert ops == ["generate_mix_and_aggregate", "expand_combine"] * 4 + ["head"]
-    assert all(("input norm eps" in site.detail) == site.op.startswith("generate") for site in report.sites)
+
+
+def test_norms_are_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes, "INPUT_NORMS", True)
+    report = mhc_compile.explain(deepseek(layers=1), input_ids=_tokens())
+    assert [("input norm eps" in site.detail) for site in report.sites] == [True, False, True, False, False]
 
 
 def test_the_report_points_at_the_users_source() -> None:
@@ -46,7 +52,7 @@ def test_the_rewritten_graphs() -> None:
         str(graphs),
         """\
 %0 = generate_mix_and_aggregate(x=f32[2, 3, 4, 32], phi=f32[24, 128], scale=f32[3], bias=f32[24],
-    input_norm_weight=f32[32], pre_eps=1e-06, input_norm_eps=1.1920928955078125e-07)
+    pre_eps=1e-06)
 %1 = expand_combine(f=f32[2, 3, 32](%0.0), h_post=%0.1, x=f32[2, 3, 4, 32], h_res=%0.2)
 %2 = head(x=%1, phi=f32[4, 128], scale=f32[1], bias=f32[4], pre_eps=1e-06)
 return %2.0""",
@@ -55,7 +61,7 @@ return %2.0""",
         graph_text(graphs.joint[0]),
         """\
 %0 = generate_mix_and_aggregate(x=f32[2, 3, 4, 32], phi=f32[24, 128], scale=f32[3], bias=f32[24],
-    input_norm_weight=f32[32], pre_eps=1e-06, input_norm_eps=1.1920928955078125e-07)
+    pre_eps=1e-06)
 %1 = boundary(f=f32[2, 3, 32](%0.0), h_post=%0.1, x=f32[2, 3, 4, 32], h_res=%0.2, phi=f32[4, 128],
     scale=f32[1], bias=f32[4], pre_eps=1e-06)
 %2 = boundary_backward(d_layer_input=f32[2, 3, 32], f=f32[2, 3, 32](%0.0), h_post=%0.1, x=f32[2, 3,
@@ -64,9 +70,8 @@ return %2.0""",
     False], pre_eps=1e-06)
 %3 = generate_mix_and_aggregate_backward(d_layer_input=f32[2, 3, 32](%2.0, %0.0), d_h_post=%2.2,
     d_h_res=%2.4, x=f32[2, 3, 4, 32], phi=f32[24, 128], scale=f32[3], bias=f32[24], h=f32[2, 3,
-    24](%0.3), ms=f32[2, 3](%0.4), input_norm_weight=f32[32], needs=[False, True, True, True, False,
-    True], pre_eps=1e-06, input_norm_eps=1.1920928955078125e-07)
-return %1.1, %3.1, %3.3, %3.2, %3.5, %2.5, %2.6, %2.7""",
+    24](%0.3), ms=f32[2, 3](%0.4), needs=[False, True, True, True, False, False], pre_eps=1e-06)
+return %1.1, %3.1, %3.3, %3.2, %2.0, %0.0, %2.5, %2.6, %2.7""",
     )
 
 

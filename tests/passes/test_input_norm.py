@@ -11,15 +11,23 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
-from mhc_compile import backend, compat
+from mhc_compile import backend, compat, passes
 from mhc_compile.testing import graph_text
 from tests.passes import fused
 from tests.zoo import check
 from tests.zoo.common import random_parameter, random_phi
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "taken_in")
 
 N, WIDTH = 2, 12
+
+
+@pytest.fixture
+def taken_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if norms were taken in wherever nobody says otherwise."""
+    monkeypatch.setattr(passes, "INPUT_NORMS", True)
+
+
 Norm = Callable[["Sublayer", Tensor], Any]
 
 
