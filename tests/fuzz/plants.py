@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import fx
@@ -45,8 +46,8 @@ def planted(kind: str) -> Callable[[fx.Graph], tuple[fx.Graph | None, Report]]:
     """`passes.run`, whose result is spoilt."""
     run = passes.run
 
-    def spoilt(graph: fx.Graph) -> tuple[fx.Graph | None, Report]:
-        new, report = run(graph)
+    def spoilt(graph: fx.Graph, **options: Any) -> tuple[fx.Graph | None, Report]:
+        new, report = run(graph, **options)
         for node in [] if new is None else list(new.nodes):
             if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "mhc":
                 PLANTS[kind](new, node)
