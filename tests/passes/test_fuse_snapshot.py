@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from expecttest import assert_expected_inline
 from torch import fx
 
 import mhc_compile
-from mhc_compile import backend
+from mhc_compile import backend, compat
 from mhc_compile.passes.fuse.joint import arguments, is_backward, is_view
 from mhc_compile.testing.graph_text import graph_text
 from tests.passes.fused import Stack, assert_same, program, streams
@@ -107,6 +108,14 @@ def test_values_that_recompute_does_not_take(given: Any) -> None:
         mhc_compile.enable({"mhc.recompute": given})
 
 
+@pytest.fixture
+def empty_cache() -> Iterator[None]:
+    """A graph that an earlier run left in Inductor's cache is found there, and has no report."""
+    with compat.fresh_inductor_cache():
+        yield
+
+
+@pytest.mark.usefixtures("empty_cache")
 def test_training_through_inductor() -> None:
     model, x = Stack(4), streams()
     options = {"mhc.recompute": 2, "mhc.fuse.boundary_backward": False}
@@ -117,6 +126,7 @@ def test_training_through_inductor() -> None:
     assert_same(results, check.evaluate(model, model, (x,)))
 
 
+@pytest.mark.usefixtures("empty_cache")
 def test_dynamic_training_through_inductor() -> None:
     model = Stack(2)
     compiled = torch.compile(model, backend="mhc", dynamic=True, options={"mhc.recompute": "auto"})
@@ -126,6 +136,7 @@ def test_dynamic_training_through_inductor() -> None:
     assert dict(_report().fusions) == {"accumulate": 2, "boundary": 1, "boundary_backward": 1}
 
 
+@pytest.mark.usefixtures("empty_cache")
 def test_inference_through_inductor() -> None:
     model, x = Stack(3), streams()
     compiled = torch.compile(model, backend="mhc", options={"mhc.recompute": "auto"})
