@@ -22,8 +22,7 @@ from mhc_compile import compat
 from mhc_compile.forms import RMS_MODES, Gates, Rms, Sinkhorn
 from mhc_compile.ops import _mix
 from mhc_compile.ops._checks import accumulation_dtype
-from mhc_compile.ops._input_norm import ARGUMENT, SCALAR, input_norm
-from mhc_compile.ops._input_norm import backward as norm_backward
+from mhc_compile.ops._input_norm import ARGUMENT, SCALAR, flags, input_norm
 from mhc_compile.ops._register import group, scalars, without_autocast
 from mhc_compile.ops._tensors import (
     fake_gradients,
@@ -39,7 +38,6 @@ from mhc_compile.ops.projection import gradients as projection_gradients
 from mhc_compile.ops.projection import reference as projection_reference
 from mhc_compile.ops.projection import weighted_phi
 from mhc_compile.ops.scale import fake as fake_scale
-from mhc_compile.ops.scale import reference as scale_reference
 
 log = logging.getLogger(__name__)
 
@@ -227,15 +225,12 @@ def _backward(
 
     Behind an input norm also the gradient of what it reads, and of its weight.
     """
-    forms, needs = _forms(frozenset(given.items())), [*needs, False][:6]
-    norm = None if d_layer_input is None else input_norm(input_norm_weight, input_norm_eps)
+    forms, needs = _forms(frozenset(given.items())), flags(needs, 6)
+    norm = input_norm(input_norm_weight, input_norm_eps)
     du = d_weight = None
-    if norm is not None and d_layer_input is not None:
-        gates = scale_reference(h, ms, scale, bias, x.shape[-2], rms=forms["rms"], gates=forms["gates"])[0]
-        d_h_pre, du, d_weight = norm_backward(norm, d_layer_input, x, gates, needs[5])
+    if norm is not None:
+        d_h_pre, du, d_weight = _mix.behind_norm(norm, d_layer_input, x, h, ms, scale, bias, needs[5], **forms)
         d_layer_input = None
-    elif input_norm_weight is not None and needs[5]:
-        d_weight = torch.zeros_like(input_norm_weight)
     gradients = (d_layer_input, d_h_pre, d_h_post, d_h_res)
     narrow_needs = (True, True, needs[2], needs[3])
     narrow = _narrow_backward(*gradients, x, h, ms, scale, bias, narrow_needs, **forms)
@@ -268,7 +263,7 @@ def _fake_backward(*arguments: Any, **forms: Any) -> tuple[Tensor, ...]:
     dtype = accumulation_dtype(x)
     dx = x.new_empty(x.shape if needs[0] else 0, dtype=dtype)
     tensors = (phi, scale, bias, norm_weight, input_norm_weight)
-    *rest, d_weight = fake_gradients(tensors, [*needs[1:], False][:5], x, streams=())
+    *rest, d_weight = fake_gradients(tensors, flags(needs, 6)[1:], x, streams=())
     du = x.new_empty((*x.shape[:-2], x.shape[-1]) if normed else 0, dtype=dtype)
     return dx, x.new_empty(x.shape[:-1], dtype=dtype), ms.new_empty(ms.shape), *rest, du, d_weight
 

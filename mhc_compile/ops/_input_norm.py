@@ -50,6 +50,11 @@ def check_flags(needs: Sequence[bool], weight: Tensor | None, count: int) -> Non
         check_needs(needs, count)
 
 
+def flags(needs: Sequence[bool], count: int) -> list[bool]:
+    """count flags, of which `check_flags` lets the last be left out."""
+    return [*needs, False][:count]
+
+
 def reference(x: Tensor, h_pre: Tensor, norm: InputNorm, out_dtype: torch.dtype | None) -> Tensor:
     """layer_input [..., C]."""
     dtype = accumulation_dtype(x)

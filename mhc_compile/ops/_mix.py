@@ -132,6 +132,27 @@ def narrow_backward(
     return h_pre, *scale_gradients(d_pre, d_post, d_res, h, ms, scale, bias, n, needs, rms=rms, gates=gates)
 
 
+def behind_norm(
+    norm: InputNorm,
+    d_layer_input: Tensor | None,
+    x: Tensor,
+    h: Tensor,
+    ms: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    need_weight: bool,
+    *,
+    rms: Rms,
+    gates: Gates,
+    sinkhorn: Sinkhorn,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """d h_pre, the gradient [M, C] of what the norm reads, and that of its weight, from that of layer_input."""
+    if d_layer_input is None:
+        return None, None, torch.zeros_like(norm.weight) if need_weight and norm.weight is not None else None
+    h_pre = scale_reference(h, ms, scale, bias, x.shape[-2], rms=rms, gates=gates)[0]
+    return norm_backward(norm, d_layer_input, x, h_pre, need_weight)
+
+
 def forward(
     x: Tensor,
     phi: Tensor,
@@ -184,12 +205,9 @@ def backward(
     narrow_needs = (wide, needs[0], needs[2], needs[3])
     d_rows = None if d_layer_input is None else rows_of(d_layer_input)
     d_weight = None
-    if input_norm is not None and d_layer_input is not None:
-        h_pre = scale_reference(h, ms, scale, bias, x.shape[-2], rms=forms["rms"], gates=forms["gates"])[0]
-        d_h_pre, d_rows, d_weight = norm_backward(input_norm, d_layer_input, x, h_pre, needs[5])
+    if input_norm is not None:
+        d_h_pre, d_rows, d_weight = behind_norm(input_norm, d_layer_input, x, h, ms, scale, bias, needs[5], **forms)
         d_layer_input = None
-    elif input_norm is not None and input_norm.weight is not None and needs[5]:
-        d_weight = torch.zeros_like(input_norm.weight)
     gradients = (d_layer_input, d_h_pre, d_h_post, d_h_res)
     h_pre, dh, dms, dscale, dbias = narrow_backward(*gradients, x, h, ms, scale, bias, narrow_needs, **forms)
     dx = dphi = dnorm_weight = None

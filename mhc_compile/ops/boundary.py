@@ -220,7 +220,7 @@ def _reference_backward(
 
 def _fake_backward(*arguments: Any, **forms: Any) -> tuple[Tensor, ...]:
     *tensors, _, _, _, needs, input_norm_weight = arguments[6:]
-    return fake_gradients((*tensors, input_norm_weight), [*needs, False][:10], tensors[3], streams=(0, 3))
+    return fake_gradients((*tensors, input_norm_weight), _input_norm.flags(needs, 10), tensors[3], streams=(0, 3))
 
 
 _FORMS = ("rms", "gates", "sinkhorn")

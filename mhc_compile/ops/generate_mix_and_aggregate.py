@@ -137,13 +137,7 @@ def reference(
     return layer_input, h_post, h_res, h, ms
 
 
-def _fake(
-    x: Tensor,
-    phi: Tensor,
-    *narrow: Any,
-    out_dtype: torch.dtype | None,
-    **forms: Any,
-) -> tuple[Tensor, ...]:
+def _fake(x: Tensor, phi: Tensor, *narrow: Any, out_dtype: torch.dtype | None, **forms: Any) -> tuple[Tensor, ...]:
     layer_input = x.new_empty((*x.shape[:-2], x.shape[-1]), dtype=out_dtype or x.dtype)
     return (layer_input, *_mix.fake_forward(x, phi)[1:])
 
@@ -187,14 +181,14 @@ def reference_backward(
     """The gradients of the six tensors in plain torch; dx begins with d_x."""
     *saved, needs, d_x, input_norm_weight = rest
     norm = _input_norm.input_norm(input_norm_weight, input_norm_eps)
-    saved += [[*needs, False][:6], d_x, norm]
+    saved += [_input_norm.flags(needs, 6), d_x, norm]
     results = _mix.backward(d_layer_input, None, d_h_post, d_h_res, *saved, **forms)
     return results if norm is not None else (*results, settle_gradient(None, input_norm_weight, saved[2]))
 
 
 def _fake_backward(*arguments: Any, **forms: Any) -> tuple[Tensor, ...]:
     *tensors, _, _, needs, _, input_norm_weight = arguments[5:]
-    return fake_gradients((*tensors, input_norm_weight), [*needs, False][:6], tensors[0])
+    return fake_gradients((*tensors, input_norm_weight), _input_norm.flags(needs, 6), tensors[0])
 
 
 _FORMS = ("rms", "gates", "sinkhorn")

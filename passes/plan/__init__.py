@@ -51,7 +51,7 @@ class Plan:
     declined: list[Declined]
 
 
-def plan(shadow: Shadow, findings: Findings, *, input_norms: bool = True) -> Plan:
+def plan(shadow: Shadow, findings: Findings, *, input_norms: bool) -> Plan:
     """Compose what was recognised into sites, each accepted or declined; input_norms: with the norms that read them."""
     sites: list[Site] = []
     declined: list[Declined] = []

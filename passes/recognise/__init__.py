@@ -101,10 +101,10 @@ def recognise(shadow: Shadow) -> Findings:
         if op.name not in _WIDE or not op.outs or not _may_hold_products(op, reader):
             continue
         terms = reader.terms(op.out)
-        # A part of a projection is one, too, but what its rows make is told of the whole.
-        part = is_movement(op) and origin(op.args[0], any_view)[0] in readings
-        if (op.name in TOGETHER or any(term.summed for term in terms)) and not part:
-            found = projections(reader, op, readings)
+        if op.name in TOGETHER or any(term.summed for term in terms):
+            # A part of a projection is one, too, but what its rows make is told of the whole.
+            part = is_movement(op) and origin(op.args[0], any_view)[0] in readings
+            found = [] if part else projections(reader, op, readings)
             if found:
                 readings[op.out] = found
         if op.name in _SUMS and len(terms) > 1:
