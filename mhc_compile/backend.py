@@ -26,8 +26,9 @@ log = logging.getLogger(__name__)
 
 _PREFIX = "mhc."
 _FUSE = "mhc.fuse."
+_INPUT_NORM = _FUSE + "input_norm"
 OPTIONS: dict[str, Any] = {"mhc.strict": False} | {_FUSE + name: True for name in FUSIONS}
-OPTIONS |= {_FUSE + "input_norm": passes.INPUT_NORMS, "mhc.recompute": None, "mhc.lower": True}
+OPTIONS |= {_INPUT_NORM: passes.INPUT_NORMS, "mhc.recompute": None, "mhc.lower": True}
 
 last_report: Report | None = None
 
@@ -55,7 +56,7 @@ class MhcPass(_Configured):
 
     def __call__(self, graph: fx.Graph) -> None:
         global last_report
-        new, report = passes.run(graph, input_norms=self.options[_FUSE + "input_norm"])
+        new, report = passes.run(graph, input_norms=self.options[_INPUT_NORM])
         last_report = records.add(report)
         if self.options["mhc.strict"] and (report.declined or report.errors):
             raise StrictError(str(report))
@@ -137,8 +138,8 @@ def mhc(
     - "mhc.strict" (bool): raise `StrictError` if hyper-connection code was found but not rewritten;
     - "mhc.fuse.accumulate", "mhc.fuse.boundary", "mhc.fuse.boundary_backward" (bool): leave out a fusion
       (`mhc_compile.passes.fuse`);
-    - "mhc.fuse.input_norm" (bool): take the RMS norm that reads a layer input into the operator that makes it; off by
-      itself;
+    - "mhc.fuse.input_norm" (bool or None): take the RMS norm that reads a layer input into the operator that makes it;
+      None, the default, does so on GPUs, where it is faster;
     - "mhc.recompute" ("auto", a number of layers, or None): of so many layers keep one set of streams for the backward
       pass and compute the others again there; a layer is one sublayer with its hyper-connection, "auto" takes the
       square root of n L / (n + 2) for a chain of L layers (`mhc_compile.passes.fuse.recompute`);
@@ -163,6 +164,8 @@ def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
             raise ValueError(f"options: unknown option {key!r}; expected one of {', '.join(sorted(OPTIONS))}")
         if isinstance(OPTIONS[key], bool) and not isinstance(own[key], bool):
             raise ValueError(f"options: {key!r} is {own[key]!r}; expected True or False")
+        if key == _INPUT_NORM and not isinstance(own[key], bool | None):
+            raise ValueError(f"options: {key!r} is {own[key]!r}; expected True, False or None")
     check_layers(own.get("mhc.recompute"), "options: 'mhc.recompute'")
     return own, {key: value for key, value in options.items() if key not in own}
 

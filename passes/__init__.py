@@ -39,13 +39,13 @@ from mhc_compile.passes.rewrite import rewrite
 
 log = logging.getLogger(__name__)
 
-# Whether norms that read layer inputs are taken in where nobody says so. On a CPU that costs more than it saves, and no
-# GPU has run it yet.
-INPUT_NORMS = False
+# Whether norms that read layer inputs are taken in where nobody says so. None: on GPUs, since on a CPU that costs more
+# than it saves.
+INPUT_NORMS: bool | None = None
 
 
 def run(graph: fx.Graph, *, input_norms: bool | None = None) -> tuple[fx.Graph | None, Report]:
-    """Rewrite the hyper-connections of one Dynamo graph; input_norms: with the norms that read layer inputs.
+    """Rewrite the hyper-connections of one Dynamo graph, with the norms that read layer inputs or without.
 
     Returns the new graph, or None where there is nothing to rewrite, and the report. The given graph is not
     changed, and whatever goes wrong inside is written into the report, never raised. What is raised is Dynamo's

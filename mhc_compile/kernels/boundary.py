@@ -9,7 +9,7 @@ import torch
 from mhc_compile.forms import Gates, Rms, Sinkhorn
 from mhc_compile.kernels import boundary_gradients, combine_project, expand_combine, generate_mix_and_aggregate
 from mhc_compile.kernels.common import empty_gradient, nothing, token_view, wanted
-from mhc_compile.kernels.input_norm import input_norm, weight_gradient
+from mhc_compile.kernels.input_norm import input_norm
 from mhc_compile.kernels.mix import backward_gates
 from mhc_compile.kernels.projection import reduce_parameters
 
@@ -92,18 +92,18 @@ def backward(
         d_new, d_input, new, f_rows, x_rows = (token_view(t, t.dim() - f.dim() + 1) for t in streams if t is not None)
         logits = backward_gates(
             d_input, None, d_next_post, d_next_res, d_h, d_ms, new, phi.shape[0], scale, bias, h, ms,
-            rms=rms, gates=gates, sinkhorn=sinkhorn, norm=norm,
+            rms=rms, gates=gates, sinkhorn=sinkhorn, norm=norm, need_weight=needs[9],
         )  # fmt: skip
-        weight = None if norm is None else norm.weight
-        dphi_part, sums, weight_part = boundary_gradients.backward(
-            token_view(dx, 2), token_view(df, 1), d_new, d_input, new, f_rows, x_rows, phi, norm_weight, logits.dh,
+        assert logits.d_out is not None
+        dphi_part, sums = boundary_gradients.backward(
+            token_view(dx, 2), token_view(df, 1), d_new, logits.d_out, new, f_rows, x_rows, phi, norm_weight, logits.dh,
             logits.coefficient, logits.h_pre, token_view(h_post, 1).contiguous(), token_view(h_res, 2).contiguous(),
-            logits.norm_factors, weight, needs[9] and weight is not None,
         )  # fmt: skip
         d_post, d_res = empty_gradient(h_post, True, x), empty_gradient(h_res, True, x)
-        expand_combine.reduce_partial_sums(sums, nothing(sums), d_post, d_res, nothing(sums), x_rows)
+        weight_part = nothing(x) if logits.weight_part is None else logits.weight_part
+        dweight = empty_gradient(input_norm_weight, needs[9], x)
+        expand_combine.reduce_partial_sums(sums, weight_part, d_post, d_res, dweight, x_rows)
         d_parameters = reduce_parameters(dphi_part, x_rows, phi, norm_weight, logits.affine, needs[5:9])
-        dweight = nothing(x) if weight is None or weight_part is None else weight_gradient(weight_part, weight)
         return df, nothing(x), d_post, dx, d_res, *d_parameters, dweight
     into_streams = any(needs[:5])
     d_new, *parameters = generate_mix_and_aggregate.backward(

@@ -76,17 +76,15 @@ def _factors(coefficient, h_pre, h_post, h_res, tok, live, tokens, N: gl.constex
     return values
 
 
-@opaque("dx", "df", "dphi_part", "sums_part", "weight_part")
+@opaque("dx", "df", "dphi_part", "sums_part")
 @gluon.jit(do_not_specialize=["M", "tokens_each"])
 def boundary_gradients_kernel(d_x_new, d_layer_input, x_new, f, x, phi, dh, coefficient, h_pre, h_post, h_res, dx,
-                              df, dphi_part, sums_part, norm_factors, input_weight, weight_part, M, tokens_each, C,
-                              N: gl.constexpr, K: gl.constexpr, NORM: gl.constexpr, ROW: gl.constexpr,
-                              ROWS: gl.constexpr, BLOCK_M: gl.constexpr,
+                              df, dphi_part, sums_part, M, tokens_each, C, N: gl.constexpr, K: gl.constexpr,
+                              ROW: gl.constexpr, ROWS: gl.constexpr, BLOCK_M: gl.constexpr,
                               BLOCK_C: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """dx, df, dphi_part [splits, K, n*C] and sums_part [blocks, n + n*n, M] of BLOCK_C columns of tokens_each tokens.
 
-    phi [2, ROWS, n*C] and dh [3, M, ROW] come as bf16 parts, the largest first. NORM: d_layer_input is the gradient
-    behind an RMS norm with norm_factors [2, M], r and kappa, whose weight's goes to weight_part [splits, C].
+    phi [2, ROWS, n*C] and dh [3, M, ROW] come as bf16 parts, the largest first.
     """
     LANES: gl.constexpr = BLOCK_C // 8
     TILE: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
@@ -133,10 +131,6 @@ def boundary_gradients_kernel(d_x_new, d_layer_input, x_new, f, x, phi, dh, coef
     dphi = ()
     for _ in gl.static_range(N):
         dphi = dphi + (gl.zeros([ROWS, BLOCK_C], gl.float32, MMA),)
-    if NORM:
-        d_weight = gl.zeros([BLOCK_M, BLOCK_C], gl.float32, TILE)
-        if input_weight is not None:
-            weight = gl.load(input_weight + c_1, mask=c_1 < C, other=0.0).to(gl.float32)[None, :]
     turn = 0
     for start in range(first, last, BLOCK_M):
         async_copy.wait_group(STAGES - 2)
@@ -168,16 +162,6 @@ def boundary_gradients_kernel(d_x_new, d_layer_input, x_new, f, x, phi, dh, coef
         high = parts_s.slice(0, BLOCK_M, 0).load(LEFT)
         middle = parts_s.slice(BLOCK_M, BLOCK_M, 0).load(LEFT)
         d_input = input_s.index(turn).load(TILE).to(gl.float32)
-        if NORM:
-            u = gl.zeros([BLOCK_M, BLOCK_C], gl.float32, TILE)
-            for o in gl.static_range(N):
-                u = gl.fma(factors[1 + o], new_t.slice(o * BLOCK_M, BLOCK_M, 0).load(TILE).to(gl.float32), u)
-            r = gl.load(norm_factors + tok_1, mask=live, other=0.0)[:, None]
-            kappa = gl.load(norm_factors + tokens + tok_1, mask=live, other=0.0)[:, None]
-            d_weight += d_input * u * r
-            if input_weight is not None:
-                d_input = d_input * weight
-            d_input = r * d_input - kappa * u
         d_new = ()
         for o in gl.static_range(N):
             phi_high = phi_s.index(2 * o).load(RIGHT)
@@ -222,8 +206,6 @@ def boundary_gradients_kernel(d_x_new, d_layer_input, x_new, f, x, phi, dh, coef
             sums_at = sums_part + (block * SUMMED + row).to(gl.int64) * tokens + sums_tok
             gl.store(sums_at, sums[j], mask=(sums_tok < last) & (row < SUMMED))
         turn = (turn + 1) % STAGES
-    if NORM and weight_part is not None:
-        gl.store(weight_part + split.to(gl.int64) * C + c_1, gl.sum(d_weight, axis=0), mask=c_1 < C)
     async_copy.wait_group(0)
     k_out = gl.arange(0, ROWS, gl.SliceLayout(1, MMA))[:, None]
     c_out = (block * BLOCK_C + gl.arange(0, BLOCK_C, gl.SliceLayout(0, MMA)))[None, :]
@@ -262,14 +244,10 @@ def backward(
     h_pre: torch.Tensor,
     h_post: torch.Tensor,
     h_res: torch.Tensor,
-    norm_factors: torch.Tensor | None = None,
-    input_weight: torch.Tensor | None = None,
-    need_dweight: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Fill dx [M, n, C], which may be d_x_new, and df [M, C]; return the partial sums of what is left.
 
-    These are dphi_part [splits, K, n*C] and sums_part [blocks, n + n*n, M], dh_post before the rows of dh_res, and
-    [splits, C] of an input norm's weight, where that is wanted.
+    These are dphi_part [splits, K, n*C] and sums_part [blocks, n + n*n, M], dh_post before the rows of dh_res.
     """
     tokens, n, width = x.shape
     rows, columns = phi.shape
@@ -279,14 +257,12 @@ def backward(
 
     dphi_part = torch.empty(splits, rows, columns, dtype=torch.float32, device=x.device)
     sums_part = torch.empty(blocks, n + n * n, tokens, dtype=torch.float32, device=x.device)
-    weight_part = torch.empty(splits, width, dtype=torch.float32, device=x.device) if need_dweight else None
     weight = split_ahead(phi, norm_weight, 2, ROWS)
     with on_device(x):
         launch(
             boundary_gradients_kernel, (splits * blocks,),
             d_x_new, d_layer_input, x_new, f, x, weight, dh, coefficient, h_pre, h_post, h_res, dx, df, dphi_part,
-            sums_part, norm_factors, input_weight, weight_part, tokens, each, width, N=n, K=rows,
-            NORM=norm_factors is not None, ROW=dh.shape[2], ROWS=ROWS, BLOCK_M=TOKENS, BLOCK_C=COLUMNS,
+            sums_part, tokens, each, width, N=n, K=rows, ROW=dh.shape[2], ROWS=ROWS, BLOCK_M=TOKENS, BLOCK_C=COLUMNS,
             WARPS=WARPS, STAGES=STAGES, num_warps=WARPS,
         )  # fmt: skip
-    return dphi_part, sums_part, weight_part
+    return dphi_part, sums_part

@@ -22,8 +22,6 @@ TILES = {
     "project": Tile(128, 64, 8, 3),
     "aggregate": Tile(8, 512, 4),
     "pre_gradient": Tile(16, 256, 4),
-    # With u and three times the sums; not measured.
-    "norm_sums": Tile(8, 256, 4),
     # With dx beside it, 16 tokens would spill on sm_90.
     "aggregate_backward": Tile(8, 256, 4),
     "products": Tile(64, 64, 4, 1),
@@ -44,8 +42,6 @@ def tile_for(name: str, n: int, itemsize: int) -> Tile:
         # Streams are unrolled: what 4 can hold in registers, 16 would spill.
         if name == "pre_gradient":
             return replace(tile, tokens=8)
-        if name == "norm_sums":
-            return replace(tile, tokens=4)
         if name == "aggregate":
             return replace(tile, columns=256)
         if name == "aggregate_backward":

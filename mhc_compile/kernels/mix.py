@@ -26,8 +26,9 @@ from mhc_compile.kernels.common import (
     token_view,
 )
 from mhc_compile.kernels.config import gate_tokens, tile_for
+from mhc_compile.kernels.expand_combine import reduce_partial_sums
 from mhc_compile.kernels.gates import affine, rms_factor, rms_gradient, sinkhorn, sinkhorn_backward
-from mhc_compile.kernels.input_norm import InputNorm, norm_gradient, normed_rows, row_sums, row_tile, weight_gradient
+from mhc_compile.kernels.input_norm import InputNorm, norm_backward, normed_rows, row_tile
 from mhc_compile.kernels.projection import (
     Affine,
     Partials,
@@ -99,8 +100,8 @@ def _mix_tile(h_part, squares_part, scale, bias, h_pre, h_post, h_res, h, ms, hi
 def _aggregate_tile(h_part, squares_part, scale, bias, x, out, input_weight, program, tokens, C, x_m, x_n, x_c,
                     stored, token_tiles, blocks_each, inverse_columns, inverse_width, rms_eps, pre_eps, input_eps,
                     N: tl.constexpr, NP: tl.constexpr, K: tl.constexpr, RMS_MODE: tl.constexpr,
-                    GROUPED: tl.constexpr, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, WHOLE: tl.constexpr,
-                    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr):  # fmt: skip
+                    GROUPED: tl.constexpr, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, GROUP: tl.constexpr,
+                    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr):  # fmt: skip
     """out[m] = sum_i h_pre[m, i] * x[m, i] for BLOCK_M tokens x blocks_each column blocks; NORM: normalised rows."""
     tile = program % token_tiles
     first = program // token_tiles * blocks_each * BLOCK_C
@@ -118,7 +119,7 @@ def _aggregate_tile(h_part, squares_part, scale, bias, x, out, input_weight, pro
     gates = tl.sigmoid(r[None, :] * v * s + b) + pre_eps
     if NORM:
         normed_rows(gates, i, x, input_weight, out, tok, live, C, x_m, x_n, x_c, inverse_width, input_eps, N,
-                    HAS_WEIGHT, WHOLE, BLOCK_M, BLOCK_C)  # fmt: skip
+                    HAS_WEIGHT, BLOCK_M, BLOCK_C)  # fmt: skip
     else:
         last = tl.minimum(first + blocks_each * BLOCK_C, C)
         weigh_streams(gates, i, x, out, tok, live, first, last, C, x_m, x_n, x_c, N, BLOCK_M, BLOCK_C)
@@ -128,7 +129,7 @@ def _aggregate_tile(h_part, squares_part, scale, bias, x, out, input_weight, pro
 def mix_kernel(h_part, squares_part, scale, bias, x, out, h_pre, h_post, h_res, h, ms, input_weight, M, C, x_m, x_n,
                x_c, stored, mix_programs, token_tiles, blocks_each, inverse_columns, inverse_width, rms_eps, pre_eps,
                post_mult, post_eps, sinkhorn_eps, start_eps, input_eps, pairs, N: tl.constexpr, NP: tl.constexpr,
-               K: tl.constexpr, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, WHOLE: tl.constexpr,
+               K: tl.constexpr, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr,
                RMS_MODE: tl.constexpr, START: tl.constexpr, FIRST: tl.constexpr, CLAMP: tl.constexpr,
                LOG: tl.constexpr, ODD: tl.constexpr, GROUPED: tl.constexpr, AGGREGATE: tl.constexpr,
                GROUP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -145,8 +146,7 @@ def mix_kernel(h_part, squares_part, scale, bias, x, out, h_pre, h_post, h_res, 
     elif AGGREGATE:
         _aggregate_tile(h_part, squares_part, scale, bias, x, out, input_weight, pid - mix_programs, tokens, C, x_m,
                         x_n, x_c, stored, token_tiles, blocks_each, inverse_columns, inverse_width, rms_eps, pre_eps,
-                        input_eps, N, NP, K, RMS_MODE, GROUPED, NORM, HAS_WEIGHT, WHOLE, GROUP, BLOCK_M,
-                        BLOCK_C)  # fmt: skip
+                        input_eps, N, NP, K, RMS_MODE, GROUPED, NORM, HAS_WEIGHT, GROUP, BLOCK_M, BLOCK_C)  # fmt: skip
 
 
 @triton.jit
@@ -162,10 +162,9 @@ def _logit_gradient(dl, v, r, s, d_h, dh, tok, tokens, k, mask, K: tl.constexpr,
 
 @triton.jit(do_not_specialize=["M", "pre_parts", "pre_s", "pre_i", "pre_m", "pairs"])
 def mix_backward_kernel(h, ms, scale, bias, d_pre, d_post, d_res, d_h, d_ms, dh, coefficient, h_pre,
-                        affine_part, history, norm_factors, M, pre_parts, pre_s, pre_i, pre_m, post_m, post_i, res_m,
-                        res_i, res_o, inverse_columns, inverse_width, rms_eps, pre_eps, post_mult, sinkhorn_eps,
-                        start_eps, input_eps, pairs, NORM: tl.constexpr, N: tl.constexpr, NP: tl.constexpr,
-                        K: tl.constexpr, RMS_MODE: tl.constexpr,
+                        affine_part, history, M, pre_parts, pre_s, pre_i, pre_m, post_m, post_i, res_m, res_i, res_o,
+                        inverse_columns, rms_eps, pre_eps, post_mult, sinkhorn_eps, start_eps, pairs,
+                        N: tl.constexpr, NP: tl.constexpr, K: tl.constexpr, RMS_MODE: tl.constexpr,
                         START: tl.constexpr, FIRST: tl.constexpr, CLAMP: tl.constexpr, LOG: tl.constexpr,
                         ODD: tl.constexpr, GROUPED: tl.constexpr, HAS_PRE: tl.constexpr,
                         HAS_POST: tl.constexpr, HAS_RES: tl.constexpr, HAS_DH: tl.constexpr,
@@ -193,9 +192,6 @@ def mix_backward_kernel(h, ms, scale, bias, d_pre, d_post, d_res, d_h, d_ms, dh,
     if HAS_PRE:
         for part in range(0, pre_parts):
             dl += tl.load(d_pre + part * pre_s + i * pre_i + tok * pre_m, mask=mask, other=0.0).to(tl.float32)
-        if NORM:
-            dl = norm_gradient(dl, gate + pre_eps, d_pre, tok1, mask, pre_s, pre_i, pre_parts, inverse_width, input_eps,
-                               norm_factors, tokens, live1, i, N, BLOCK_T, NP)  # fmt: skip
         dl = dl * gate * (1.0 - gate)
     dr = tl.sum(_logit_gradient(dl, v, r, s, d_h, dh, tok, tokens, i, mask, K, ROW, PARTS, HAS_DH), axis=0)
     edge = tl.arange(0, NP)
@@ -302,8 +298,7 @@ def forward_mix(
     block_t, block_m, block_c = gate_tokens(n), tile.tokens, tile.columns
     mix_programs = triton.cdiv(tokens, block_t)
     token_tiles = triton.cdiv(tokens, block_m) if aggregate else 1
-    # A norm needs whole rows.
-    blocks = triton.cdiv(width, block_c) if norm is not None else blocks_each(width, block_c, token_tiles, 4, x.device)
+    blocks = blocks_each(width, block_c, token_tiles, 4, x.device)
     aggregate_programs = token_tiles * triton.cdiv(width, blocks * block_c) if aggregate else 0
     with on_device(x):
         launch(
@@ -313,8 +308,7 @@ def forward_mix(
             partials.stored, mix_programs, token_tiles, blocks, 1.0 / (n * width),
             None if norm is None else 1.0 / width, rms.eps, gates.pre_eps, gates.post_mult, gates.post_eps, form.eps,
             form.start_eps, None if norm is None else norm.eps, form.steps // 2, NORM=norm is not None,
-            HAS_WEIGHT=norm is not None and norm.weight is not None, WHOLE=block_c >= width, N=n,
-            NP=triton.next_power_of_2(n), K=rows,
+            HAS_WEIGHT=norm is not None and norm.weight is not None, N=n, NP=triton.next_power_of_2(n), K=rows,
             RMS_MODE=rms.mode, START=form.start, FIRST=form.first, CLAMP=form.clamp, LOG=form.log_domain,
             ODD=form.steps % 2 == 1, GROUPED=group_scale(scale, rows), AGGREGATE=aggregate,
             GROUP=partials.group, BLOCK_T=block_t, BLOCK_M=block_m, BLOCK_C=block_c, num_warps=tile.warps,
@@ -325,13 +319,15 @@ def forward_mix(
 @dataclass(frozen=True)
 class Logits:
     """What the gates' backward makes for the wide products: dh as `dh_parts` lays it out, the coefficient of x [M],
-    h_pre [n, M], and the partial sums of dscale and dbias; with an input norm also r and kappa [2, M] of it."""
+    h_pre [n, M], the partial sums of dscale and dbias, and of an input norm the gradient [M, C] of what it reads and
+    the partial sums [splits, C] of its weight's."""
 
     dh: torch.Tensor
     coefficient: torch.Tensor
     h_pre: torch.Tensor
     affine: Affine
-    norm_factors: torch.Tensor | None = None
+    d_out: torch.Tensor | None
+    weight_part: torch.Tensor | None
 
 
 def backward_gates(
@@ -352,8 +348,12 @@ def backward_gates(
     gates: Gates,
     sinkhorn: Sinkhorn | None,
     norm: InputNorm | None = None,
+    need_weight: bool = False,
 ) -> Logits:
-    """The gradient of h from those of the gates, for x [M, n, C] and d_out [M, C], which stands for that of h_pre."""
+    """The gradient of h from those of the gates, for x [M, n, C] and d_out [M, C], which stands for that of h_pre.
+
+    d_out of the result is the one given, or what it comes to before the norm; need_weight: of the norm.
+    """
     tokens, n, width = x.shape
     form = sinkhorn or Sinkhorn()
     post = None if d_post is None or rows <= n else token_view(d_post, 1)
@@ -366,16 +366,16 @@ def backward_gates(
         return torch.empty(shape, dtype=torch.float32, device=x.device)
 
     pre_parts, pre_strides = 1, (0, 0, 0)
-    pre: torch.Tensor | None = None
+    pre = weight_part = None
     with on_device(x):
-        norm = None if d_out is None else norm
-        if norm is not None and d_out is not None:
-            pre = row_sums(d_out, x, norm, h, ms, scale, bias, rms=rms, gates=gates)
+        if d_out is not None:
+            if norm is None:
+                pre = pre_gradient(d_out, x)
+            else:
+                d_out, pre, weight_part = norm_backward(
+                    d_out, x, norm, h, ms, scale, bias, need_weight, rms=rms, gates=gates
+                )
             pre_parts, pre_strides = pre.shape[0], (pre.stride(0), pre.stride(1), 1)
-        elif d_out is not None:
-            pre = pre_gradient(d_out, x)
-            pre_parts = pre.shape[0]
-            pre_strides = (pre.stride(0), pre.stride(1), 1)
         elif d_pre is not None:
             pre = token_view(d_pre, 1)
             pre_strides = (0, pre.stride(1), pre.stride(0))
@@ -385,21 +385,19 @@ def backward_gates(
         coefficient, h_pre = scratch(tokens), scratch(n, tokens)
         affine_part = scratch(tiles, 2, rows)
         history = scratch(form.steps, n, tokens) if res is not None else coefficient
-        norm_factors = None if norm is None else scratch(2, tokens)
         launch(
             mix_backward_kernel, (tiles,),
-            h, ms, scale, bias, pre, post, res, d_h, d_ms, dh, coefficient, h_pre, affine_part, history,
-            norm_factors, tokens, pre_parts, *pre_strides, *(post.stride() if post is not None else (0, 0)),
-            *(res.stride() if res is not None else (0, 0, 0)), 1.0 / (n * width),
-            None if norm is None else 1.0 / width, rms.eps, gates.pre_eps, gates.post_mult, form.eps, form.start_eps,
-            None if norm is None else norm.eps, form.steps // 2, NORM=norm is not None, N=n,
-            NP=triton.next_power_of_2(n), K=rows, RMS_MODE=rms.mode, START=form.start, FIRST=form.first,
-            CLAMP=form.clamp, LOG=form.log_domain, ODD=form.steps % 2 == 1, GROUPED=group_scale(scale, rows),
-            HAS_PRE=pre is not None, HAS_POST=post is not None, HAS_RES=res is not None,
-            HAS_DH=d_h is not None, HAS_DMS=d_ms is not None, ROW=dh.shape[2], PARTS=dh.shape[0] == 3, BLOCK_T=block_t,
+            h, ms, scale, bias, pre, post, res, d_h, d_ms, dh, coefficient, h_pre, affine_part, history, tokens,
+            pre_parts, *pre_strides, *(post.stride() if post is not None else (0, 0)),
+            *(res.stride() if res is not None else (0, 0, 0)), 1.0 / (n * width), rms.eps, gates.pre_eps,
+            gates.post_mult, form.eps, form.start_eps, form.steps // 2, N=n, NP=triton.next_power_of_2(n), K=rows,
+            RMS_MODE=rms.mode, START=form.start, FIRST=form.first, CLAMP=form.clamp, LOG=form.log_domain,
+            ODD=form.steps % 2 == 1, GROUPED=group_scale(scale, rows), HAS_PRE=pre is not None,
+            HAS_POST=post is not None, HAS_RES=res is not None, HAS_DH=d_h is not None, HAS_DMS=d_ms is not None,
+            ROW=dh.shape[2], PARTS=dh.shape[0] == 3, BLOCK_T=block_t,
             num_warps=4,
         )  # fmt: skip
-    return Logits(dh, coefficient, h_pre, Affine(scale, bias, affine_part), norm_factors)
+    return Logits(dh, coefficient, h_pre, Affine(scale, bias, affine_part), d_out, weight_part)
 
 
 def backward_mix(
@@ -442,18 +440,18 @@ def backward_mix(
     d_out = None if d_layer_input is None else token_view(d_layer_input, 1)
     logits = backward_gates(
         d_out, d_pre, d_post, d_res, d_h, d_ms, flat, phi.shape[0], scale, bias, h, ms,
-        rms=rms, gates=gates, sinkhorn=sinkhorn, norm=norm,
+        rms=rms, gates=gates, sinkhorn=sinkhorn, norm=norm, need_weight=need_weight,
     )  # fmt: skip
     if in_place and d_x is not None and needs[0] and d_x.stride() == x.stride() and d_x.dtype == x.dtype:
         # A program reads d_x where it writes dx, and nowhere else.
         dx, dx_rows = d_x, token_view(d_x, 2)
     else:
         dx, dx_rows, _ = gradient_like(x, 2, needs[0])
-    normed = None if logits.norm_factors is None else (logits.norm_factors, weight, need_weight)
     products = backward_products(
-        flat, d_out, phi, norm_weight, logits.dh, logits.coefficient, logits.h_pre, logits.affine, needs, dx_rows, d_x,
-        normed,
+        flat, logits.d_out, phi, norm_weight, logits.dh, logits.coefficient, logits.h_pre, logits.affine, needs,
+        dx_rows, d_x,
     )  # fmt: skip
-    if weight is not None and products.weight_part is not None:
-        dweight = weight_gradient(products.weight_part, weight)
+    if logits.weight_part is not None:
+        none = nothing(x)
+        reduce_partial_sums(none, logits.weight_part, none, none, dweight, flat)
     return put_back(dx, dx_rows), products.dphi, products.dscale, products.dbias, products.dnorm, dweight

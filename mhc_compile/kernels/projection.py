@@ -312,9 +312,8 @@ def project(x: torch.Tensor, phi: torch.Tensor, norm_weight: torch.Tensor | None
 
 
 @triton.jit(do_not_specialize=["M", "tokens_each", "part_stride"])
-def products_kernel(x, d_out, d_x, phi, norm_weight, dh, coefficient, h_pre, dx, dphi_part, norm_factors, input_weight,
-                    weight_part, M, tokens_each, part_stride, C, x_m, x_n, x_c, d_m, d_c, phi_k, phi_c, dx_m, dx_n,
-                    dx_c, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, NEED_DWEIGHT: tl.constexpr,
+def products_kernel(x, d_out, d_x, phi, norm_weight, dh, coefficient, h_pre, dx, dphi_part, M, tokens_each,
+                    part_stride, C, x_m, x_n, x_c, d_m, d_c, phi_k, phi_c, dx_m, dx_n, dx_c,
                     N: tl.constexpr, K: tl.constexpr, ROW: tl.constexpr, PARTS: tl.constexpr,
                     HAS_NORM: tl.constexpr, HAS_OUT: tl.constexpr, HAS_DX: tl.constexpr, NEED_DX: tl.constexpr,
                     NEED_DPHI: tl.constexpr, PRECISION: tl.constexpr,
@@ -324,9 +323,6 @@ def products_kernel(x, d_out, d_x, phi, norm_weight, dh, coefficient, h_pre, dx,
 
     A program holds one column block of one stream for the tokens of its split. The streams of a block run side
     by side, so that d_out comes from L2. dh is float32, or the three bf16 parts of it.
-
-    NORM: d_out is the gradient behind an RMS norm of u = sum_i h_pre[i] * x[i], whose weight's goes to weight_part
-    [splits, C].
     """
     pid = tl.program_id(0)
     stream = pid % N
@@ -347,10 +343,6 @@ def products_kernel(x, d_out, d_x, phi, norm_weight, dh, coefficient, h_pre, dx,
         w_high, w_middle, _ = split_bf16(w)
     if NEED_DPHI:
         acc = tl.zeros([BLOCK_C, BLOCK_K], tl.float32)
-    if NEED_DWEIGHT:
-        acc_weight = tl.zeros([BLOCK_C], tl.float32)
-    if HAS_WEIGHT:
-        weight = tl.load(input_weight + c, mask=inside, other=0.0).to(tl.float32)[None, :]
     first = split * tokens_each
     for start in range(first, tl.minimum(first + tokens_each, M), BLOCK_M):
         tok = tl.arange(0, BLOCK_M).to(tl.int64) + start
@@ -361,22 +353,8 @@ def products_kernel(x, d_out, d_x, phi, norm_weight, dh, coefficient, h_pre, dx,
         dx_at = tok[:, None] * dx_m + stream * dx_n + c[None, :] * dx_c
         if NEED_DX and HAS_DX:
             before = tl.load(d_x + dx_at, mask=tile, other=0.0)
-        if (NEED_DX or NEED_DWEIGHT) and HAS_OUT:
+        if NEED_DX and HAS_OUT:
             grad = tl.load(d_out + tok[:, None] * d_m + c[None, :] * d_c, mask=tile, other=0.0)
-        if NORM and (NEED_DX or NEED_DWEIGHT):
-            grad = grad.to(tl.float32)
-            u = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
-            for i in tl.static_range(N):
-                each = tl.load(x + tok[:, None] * x_m + i * x_n + c[None, :] * x_c, mask=tile, other=0.0)
-                gate = tl.load(h_pre + tl.full([], i, tl.int64) * M + tok, mask=live, other=0.0)
-                u += gate[:, None] * each.to(tl.float32)
-            r = tl.load(norm_factors + tok, mask=live, other=0.0)[:, None]
-            kappa = tl.load(norm_factors + M.to(tl.int64) + tok, mask=live, other=0.0)[:, None]
-            if NEED_DWEIGHT:
-                acc_weight += tl.sum(grad * u * r, axis=0)
-            if HAS_WEIGHT:
-                grad = grad * weight
-            grad = r * grad - kappa * u
         if NEED_DPHI or BLOCKS_K == 1:
             g_at = dh + tok[:, None] * ROW + k_own[None, :]
             g_mask = live[:, None] & (k_own < K)[None, :]
@@ -430,8 +408,6 @@ def products_kernel(x, d_out, d_x, phi, norm_weight, dh, coefficient, h_pre, dx,
             if HAS_DX:
                 d += before.to(tl.float32)
             tl.store(dx + dx_at, d.to(dx.dtype.element_ty), mask=tile)
-    if NEED_DWEIGHT:
-        tl.store(weight_part + split.to(tl.int64) * C + c, acc_weight, mask=inside & (stream == 0))
     if NEED_DPHI:
         at = (split.to(tl.int64) * K + k_own) * (N * C)
         tl.store(dphi_part + at[None, :] + flat[:, None], acc, mask=inside[:, None] & (k_own < K)[None, :])
@@ -505,14 +481,13 @@ def reduce_kernel(dphi_part, phi, norm_weight, affine_part, dphi, dnorm, dscale,
 
 @dataclass(frozen=True)
 class Products:
-    """The results of `backward_products`, zero-sized where not asked for; weight_part is the input norm's."""
+    """The results of `backward_products`, zero-sized where not asked for."""
 
     dx: torch.Tensor
     dphi: torch.Tensor
     dscale: torch.Tensor
     dbias: torch.Tensor
     dnorm: torch.Tensor
-    weight_part: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -544,12 +519,10 @@ def backward_products(
     needs: tuple[bool, ...],
     dx: torch.Tensor | None = None,
     d_x: torch.Tensor | None = None,
-    input_norm: tuple[torch.Tensor, torch.Tensor | None, bool] | None = None,
 ) -> Products:
     """dx (+ d_x) and the parameter gradients from dh, the coefficient of x [M] and, with d_out, h_pre [n, M].
 
-    dx is the memory to fill, [M, n, C] of any strides; without it there is new one. input_norm, of what d_out is the
-    gradient behind: r and kappa [2, M], its weight [C], and whether the sums of that one's gradient are wanted.
+    dx is the memory to fill, [M, n, C] of any strides; without it there is new one.
 
     dh is filled as `dh_parts` lays it out; no column beyond K is read. Without affine there is no dscale and no dbias.
     """
@@ -573,33 +546,28 @@ def backward_products(
     d_x = laid_out_as(d_x, dx)
     dx_strides = dx.stride() if need_dx else (0, 0, 0)
     part = torch.empty(splits if need_sum else 0, rows, columns, dtype=torch.float32, device=x.device)
-    factors, input_weight, need_dweight = input_norm or (None, None, False)
-    weight_part = torch.empty(splits, width, dtype=torch.float32, device=x.device) if need_dweight else None
 
-    def multiply(dx_too: bool, dphi_too: bool, dweight_too: bool) -> None:
+    def multiply(dx_too: bool, dphi_too: bool) -> None:
         launch(
             products_kernel, (column_blocks * splits, blocks_k if dphi_too else 1),
-            x, d_out, d_x, phi, norm_weight, dh, coefficient, h_pre, dx, part, factors, input_weight, weight_part,
-            tokens, tokens_each, dh.stride(0), width, x.stride(0), x.stride(1), x.stride(2),
-            *(d_out.stride() if d_out is not None else (0, 0)),
-            phi.stride(0), phi.stride(1), *dx_strides, NORM=factors is not None, HAS_WEIGHT=input_weight is not None,
-            NEED_DWEIGHT=dweight_too, N=n, K=rows, ROW=dh.shape[-1],
+            x, d_out, d_x, phi, norm_weight, dh, coefficient, h_pre, dx, part, tokens, tokens_each, dh.stride(0),
+            width, x.stride(0), x.stride(1), x.stride(2), *(d_out.stride() if d_out is not None else (0, 0)),
+            phi.stride(0), phi.stride(1), *dx_strides, N=n, K=rows, ROW=dh.shape[-1],
             PARTS=x.dtype == torch.bfloat16, HAS_NORM=norm_weight is not None, HAS_OUT=d_out is not None,
             HAS_DX=d_x is not None, NEED_DX=dx_too, NEED_DPHI=dphi_too, PRECISION=dot_precision(),
             BLOCK_M=block_m, BLOCK_C=block_c, BLOCK_K=kb, BLOCKS_K=blocks_k, INTERPRET=INTERPRETED,
-            # What u is made of takes registers that 4 warps do not have.
-            num_warps=tile.warps if factors is None else 8, num_stages=tile.stages,
+            num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
     with on_device(x):
-        if blocks_k == 1 and (need_dx or need_sum or need_dweight):
-            multiply(need_dx, need_sum, need_dweight)
+        if blocks_k == 1 and (need_dx or need_sum):
+            multiply(need_dx, need_sum)
         else:
-            if need_dx or need_dweight:
-                multiply(need_dx, False, need_dweight)
+            if need_dx:
+                multiply(True, False)
             if need_sum:
-                multiply(False, True, False)
-    return Products(dx, *reduce_parameters(part, x, phi, norm_weight, affine, needs[1:]), weight_part)
+                multiply(False, True)
+    return Products(dx, *reduce_parameters(part, x, phi, norm_weight, affine, needs[1:]))
 
 
 def reduce_parameters(

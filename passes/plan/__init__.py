@@ -51,8 +51,11 @@ class Plan:
     declined: list[Declined]
 
 
-def plan(shadow: Shadow, findings: Findings, *, input_norms: bool) -> Plan:
-    """Compose what was recognised into sites, each accepted or declined; input_norms: with the norms that read them."""
+def plan(shadow: Shadow, findings: Findings, *, input_norms: bool | None) -> Plan:
+    """Compose what was recognised into sites, each accepted or declined.
+
+    input_norms: whether with the norms that read layer inputs; None is yes on a GPU.
+    """
     sites: list[Site] = []
     declined: list[Declined] = []
 
@@ -99,14 +102,16 @@ def plan(shadow: Shadow, findings: Findings, *, input_norms: bool) -> Plan:
     misses += unread_gates(findings, sites, declined)
     if not misses:
         misses = unused_rows([site for site in sites if isinstance(site, MixSite)])
-    if input_norms:
-        sites = [_with_norm(shadow, findings, site) for site in sites]
+    if input_norms is not False:
+        sites = [_with_norm(shadow, findings, site, input_norms) for site in sites]
     return Plan(sites, declined + misses)
 
 
-def _with_norm(shadow: Shadow, findings: Findings, site: Site) -> Site:
-    """A site with the norm of its layer input, if that can be taken along; else as it is."""
+def _with_norm(shadow: Shadow, findings: Findings, site: Site, wanted: bool | None) -> Site:
+    """A site with the norm of its layer input, if that can be taken along and is wanted there; else as it is."""
     if not isinstance(site, MixSite) or site.aggregate is None or site.op != "generate_mix_and_aggregate":
+        return site
+    if wanted is None and site.x.meta.device.type == "cpu":
         return site
     try:
         norm = input_norm(findings.reader, site.aggregate)

@@ -102,10 +102,6 @@ def _norm(n: int, width: int, tokens: int, dtype: torch.dtype) -> None:
     out, post, res, h, ms = generate_mix_and_aggregate.forward(x, phi, alpha, bias, None, weight, **forms)
     saved = x, phi, alpha, bias, None, h, ms, [True, True, True, True, False, True], x, weight
     generate_mix_and_aggregate.backward(out, post, res, None, None, *saved, **forms)
-    if dtype == torch.bfloat16 and n <= 4:
-        dh, f, pre = projection.dh_parts(x, rows), torch.empty(tokens, width, dtype=dtype), torch.empty(n, tokens)
-        narrow = dh, ms, pre, post, res, torch.empty(2, tokens), weight, True
-        boundary_gradients.backward(x, f, x, f, x, f, x, phi, None, *narrow)
 
 
 def _starts() -> None:

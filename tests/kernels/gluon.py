@@ -52,21 +52,11 @@ def _boundary_gradients(
     df: Tensor,
     dphi_part: Tensor,
     sums_part: Tensor,
-    norm_factors: Tensor | None,
-    input_weight: Tensor | None,
-    weight_part: Tensor | None,
     *_: Any,
     **__: Any,
 ) -> None:
     """In float64, each sum whole in the place of its first part."""
     tokens, n, _c = x.shape
-    d_layer_input = d_layer_input.double()
-    if norm_factors is not None:
-        r, kappa = norm_factors.double()[..., None]
-        u = (h_pre.double().t()[:, :, None] * x_new.double()).sum(1)
-        if weight_part is not None:
-            weight_part.zero_()[0] = (d_layer_input * u * r).sum(0)
-        d_layer_input = r * d_layer_input * (1.0 if input_weight is None else input_weight.double()) - kappa * u
     rows = dphi_part.shape[1]
     d_h = dh.double().sum(0)[:, :rows]
     d_new = d_x_new.double() + (d_h @ phi.double().sum(0)[:rows]).view(x.shape)

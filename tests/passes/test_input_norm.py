@@ -282,6 +282,19 @@ def test_any_number_of_tokens() -> None:
     check.assert_as_accurate(outcome)
 
 
+def test_option() -> None:
+    with pytest.raises(Exception, match=r"'mhc.fuse.input_norm' is 1; expected True, False or None"):
+        torch.compile(nn.Identity(), backend="mhc", options={"mhc.fuse.input_norm": 1})(torch.zeros(2))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_where_nobody_says_so(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes, "INPUT_NORMS", None)
+    model = Chain(_llama, _functional).to(device)
+    outcome = check.run(model, [torch.randn(2, 5, N, WIDTH, device=device)])
+    assert ("input norm" in "".join(_details(outcome))) == (device == "cuda")
+
+
 @pytest.mark.parametrize("taken", [True, False])
 def test_compiled(taken: bool) -> None:
     """With Inductor, and with the option; results are those of eager code either way."""
