@@ -7,6 +7,7 @@ mutations change what it computes, which the passes have to notice.
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -138,6 +139,24 @@ LAYERS = (
     "torch.tanh(F.linear(u, self.weight.to(u.dtype)))",
     "u",
     "torch.tanh(u) + self.layer_bias.to(u.dtype)",
+)
+# Of a layer input u to v; those before the mark are RMS norms over its channels, in one call.
+NORMS = (
+    "F.rms_norm(u, (C,), self.channel.to(u.dtype), {eps})",
+    "F.rms_norm(u, (C,), None, {eps})",
+    "F.rms_norm(u.float(), (C,), self.channel, {eps}).to(u.dtype)",
+    # others
+    "F.layer_norm(u, (C,), self.channel.to(u.dtype), None, {eps})",
+    "F.normalize(u, dim=-1, eps={eps}) * C**0.5",
+    "F.rms_norm(u.unflatten(-1, (2, C // 2)), (C // 2,), None, {eps}).flatten(-2)",
+)
+CHANNELS = (
+    "v",
+    "v * self.channel",
+    "self.channel * v",
+    "v * (1 + self.channel)",
+    "v / self.channel",
+    "v * self.scale[0]",
 )
 MIXED = (
     "h_res.transpose(-1, -2) @ xs",
@@ -302,6 +321,20 @@ def _gates(pick: Pick, parts: int, cast: bool) -> list[Line]:
     return lines
 
 
+def _norm(pick: Pick) -> list[Line]:
+    """From the layer input u to v, normalised or in a way that is nearly that."""
+    eps = pick(EPS)
+    if pick([False, True]):
+        return [Line("v", pick(NORMS[:3] * 2 + NORMS[3:]).format(eps=eps))]
+    return [
+        Line("v", pick(["u", "u.float()"])),
+        Line("ms", pick(POWERS).replace("wide", "v")),
+        Line("r", pick(FACTORS[:2] * 3 + FACTORS).format(eps=eps)),
+        Line("v", pick(["v * r", "r * v", "v / (1 / r)"])),
+        Line("v", f"({pick(CHANNELS[:3] * 2 + CHANNELS[3:])}).to(u.dtype)"),
+    ]
+
+
 def _cast(expression: str, cast: bool) -> str:
     return f"({expression}).to(x.dtype)" if cast else expression
 
@@ -314,7 +347,11 @@ def _sublayer(pick: Pick, layout: Layout, cast: bool) -> tuple[int, list[Line]]:
         lines += [*_sinkhorn(pick), Line("h_res", pick(["m", "m", "m.transpose(-1, -2)"]))]
     read = pick(READS[:5] * 2 + READS[5:])
     lines.append(Line("u", _cast(read.replace("xs", "xs.float()") if cast else read, cast)))
-    lines.append(Line("f", pick(LAYERS)))
+    layer = pick(LAYERS)
+    if pick([False, True, True]):
+        lines += _norm(pick)
+        layer = re.sub(r"\bu\b", "v", layer) + pick([""] * 5 + [" + u"])
+    lines.append(Line("f", layer))
     if parts == 1:
         return parts, [*lines, Line("out", "f")]
     mixed = pick(MIXED[:5] * 2 + MIXED[5:]) if parts > 2 else "xs"
@@ -419,6 +456,7 @@ class Model(nn.Module):
         self.gain = nn.Parameter(1 + 0.2 * torch.randn(N * C))
         self.weight = nn.Parameter(torch.randn(C, C) * C**-0.5)
         self.layer_bias = nn.Parameter(torch.randn(C))
+        self.channel = nn.Parameter(1 + 0.2 * torch.randn(C))
         self.entry = nn.Parameter(1 + 0.2 * torch.randn({", ".join(entry)}))
         self.register_buffer("buffer", torch.ones(()))
 

@@ -34,11 +34,17 @@ def _gradient_lost(graph: fx.Graph, node: fx.Node) -> None:
             node.update_arg(0, graph.call_method("detach", (node.args[0],)))
 
 
+def _another_norm(graph: fx.Graph, node: fx.Node) -> None:
+    if node.kwargs.get("input_norm_eps") is not None:
+        node.update_kwarg("input_norm_eps", node.kwargs["input_norm_eps"] + 1e-4)
+
+
 PLANTS = {
     "another eps": _another_eps,
     "one step less": _one_step_less,
     "transposed mixing": _transposed,
     "gradient lost": _gradient_lost,
+    "another norm": _another_norm,
 }
 
 

@@ -239,6 +239,9 @@ def test_cuda_equals_cpu(sample: Sample) -> None:
             # The gradient of x', of order 10, is rounded to the streams' dtype on the way: what is summed over it
             # differs by an ulp of that where the two round to different sides.
             tolerance["atol"] = max(2e-5, 10 * torch.finfo(arguments[9].dtype).eps)
+        if "_backward-" in name and name.endswith("-norm"):
+            # So is the gradient of what the norm reads, which 1 / sqrt(eps) of the norm makes 30 times as large.
+            tolerance["atol"] = max(2e-5, 30 * torch.finfo(arguments[0].dtype).eps)
         torch.testing.assert_close(mine.cpu(), true, **tolerance)
 
 
