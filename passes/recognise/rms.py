@@ -6,7 +6,7 @@ all sizes that float32 knows, nought included.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -50,7 +50,15 @@ def identify(value: Value, projection: Projection, reader: Reader, *, divides: b
     if key not in reader.known:
         reader.known[key] = _fit(on_few_tokens(found), squares, projection.width, divides)
     factor: RmsFactor | None = reader.known[key]
-    return factor
+    if factor is None or base.dtype == torch.float64:
+        return factor
+    return replace(factor, rms=replace(factor.rms, eps=_as_written(factor.rms.eps)))
+
+
+def _as_written(eps: float) -> float:
+    """The short decimal that is this number in float32, to which `F.rms_norm` rounds its eps; else the number."""
+    written = float(f"{eps:.6g}")
+    return written if torch.tensor(written, dtype=torch.float32).item() == eps else eps
 
 
 def _broadcast_of_tokens(op: Op, value: Value) -> Value | None:

@@ -201,15 +201,14 @@ class _Copying(fx.Interpreter):
         result = super().run_node(n)
         if isinstance(result, Tensor) and n.op in ("call_function", "call_method"):
             sources = [(node, self.env[node]) for node in n.all_input_nodes if isinstance(self.env[node], Tensor)]
-            same = [node for node, value in sources if compat.storage_of(value) == compat.storage_of(result)]
-            if same and not any(_share(n, node) for node in same):
+            if any(compat.storage_of(v) == compat.storage_of(result) and _is_cast(node, n) for node, v in sources):
                 return result.clone()
         return result
 
 
-def _share(one: fx.Node, other: fx.Node) -> bool:
-    memory = [{compat.storage_of(tensor) for tensor in tensors_of(node)} for node in (one, other)]
-    return bool(memory[0] & memory[1])
+def _is_cast(source: fx.Node, result: fx.Node) -> bool:
+    before, after = ({tensor.dtype for tensor in tensors_of(node)} for node in (source, result))
+    return before != after
 
 
 def _in_float64(module: fx.GraphModule, inputs: Sequence[Any]) -> list[Tensor | None]:

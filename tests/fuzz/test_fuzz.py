@@ -117,5 +117,5 @@ def test_a_cast_that_copies_in_bfloat16_copies_in_float64(monkeypatch: pytest.Mo
     verdict = check(program)
     assert verdict.complaint is None
     assert "expand_combine" in verdict.operators
-    monkeypatch.setattr(judge, "_share", lambda *_: True)
+    monkeypatch.setattr(judge, "_is_cast", lambda *_: False)
     assert "in float64" in (check(program).complaint or "")

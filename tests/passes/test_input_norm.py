@@ -12,7 +12,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 from mhc_compile import backend, compat, passes
-from mhc_compile.testing import graph_text
+from mhc_compile.testing import capture, graph_text
 from tests.passes import fused
 from tests.zoo import check
 from tests.zoo.common import random_parameter, random_phi
@@ -280,6 +280,12 @@ def test_any_number_of_tokens() -> None:
     outcome = check.run(model, [torch.randn(3, 5, N, WIDTH)], dynamic=True)
     assert "input norm" in _details(outcome)[0]
     check.assert_as_accurate(outcome)
+
+
+def test_eps_as_it_was_written() -> None:
+    """Not as torch rounds it to float32 on the way, 9.999999747378752e-06."""
+    text = str(capture(Chain(_functional), torch.randn(2, 5, N, WIDTH)))
+    assert "input_norm_eps=1e-05" in text
 
 
 def test_option() -> None:
