@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 constexpr int K = N * N + 2 * N;
@@ -255,4 +256,58 @@ extern "C" void products(const float* a, const float* b, float* out, long rows, 
             for (long o = 0; o < others; o++)
                 out[(m * rows + i) * others + o] =
                     product(a + (m * rows + i) * width, b + (m * others + o) * width, width);
+}
+
+// Tokens and rows whose products are summed at once, to load less than is multiplied.
+constexpr int T = 4, R = 3;
+
+static inline V load(const float* at) {
+    V value;
+    std::memcpy(&value, at, sizeof value);
+    return value;
+}
+
+// The pairs one by one: in a loop over them, compilers keep the sums in memory.
+template <int... pair>
+static inline void multiply(V* sums, float const* const* token, float const* const* row, long c, long end,
+                            std::integer_sequence<int, pair...>) {
+    for (; c < end; c += LANES) {
+        V left[] = {load(token[0] + c), load(token[1] + c), load(token[2] + c), load(token[3] + c)};
+        V right[] = {load(row[0] + c), load(row[1] + c), load(row[2] + c)};
+        ((sums[pair] += left[pair / R] * right[pair % R]), ...);
+    }
+}
+
+// h[m, k] = <x[m], phi[k]> and ms[m] = mean(x[m]^2) of [tokens, width] and [rows, width], rows <= K. The order of a sum
+// is the same wherever in a tile it lies.
+extern "C" void project(const float* x, const float* phi, float* h, float* ms, long rows, long width, long tokens,
+                        long threads) {
+    constexpr int BLOCK = 64 * LANES;
+    const long whole = width - width % LANES;
+    #pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (long first = 0; first < tokens; first += T) {
+        const float* token[T];
+        const float* row[R];
+        V total[K + R][T] = {};
+        // Past the end the last one again, and so for rows.
+        for (int t = 0; t < T; t++) token[t] = x + width * (first + t < tokens ? first + t : tokens - 1);
+        for (long begin = 0; begin < whole; begin += BLOCK) {
+            long end = begin + BLOCK < whole ? begin + BLOCK : whole;
+            for (long k = 0; k < rows; k += R) {
+                for (int r = 0; r < R; r++) row[r] = phi + width * (k + r < rows ? k + r : rows - 1);
+                V sums[T * R] = {};
+                multiply(sums, token, row, begin, end, std::make_integer_sequence<int, T * R>());
+                for (int pair = 0; pair < T * R; pair++) total[k + pair % R][pair / R] += sums[pair];
+            }
+        }
+        for (int t = 0; t < T && first + t < tokens; t++) {
+            for (long k = 0; k < rows; k++) {
+                float sum = 0;
+                for (int lane = 0; lane < LANES; lane++) sum += total[k][t][lane];
+                for (long c = whole; c < width; c++) sum += token[t][c] * phi[width * k + c];
+                h[rows * (first + t) + k] = sum;
+            }
+            ms[first + t] = product(token[t], token[t], width) / width;
+        }
+    }
 }

@@ -26,7 +26,6 @@ from mhc_compile.ops._input_norm import ARGUMENT, SCALAR, flags, input_norm
 from mhc_compile.ops._register import group, scalars, without_autocast
 from mhc_compile.ops._tensors import (
     fake_gradients,
-    matmul_rows,
     rows_of,
     settle,
     settle_gradient,
@@ -84,7 +83,8 @@ def _library(n: int) -> Any:
     library.forward.argtypes = [ctypes.POINTER(_Form), *[address] * 7, *[whole] * 4]
     library.backward.argtypes = [ctypes.POINTER(_Form), *[address] * 12, *[whole] * 4]
     library.products.argtypes = [*[address] * 3, *[whole] * 5]
-    for function in (library.forward, library.backward, library.products):
+    library.project.argtypes = [*[address] * 4, *[whole] * 4]
+    for function in (library.forward, library.backward, library.products, library.project):
         function.restype = None
     return library
 
@@ -193,10 +193,12 @@ def _forward(
     x: Tensor, phi: Tensor, scale: Tensor, bias: Tensor, norm_weight: Tensor | None = None, **given: Any
 ) -> tuple[Tensor, ...]:
     """As generate_mix."""
-    if _suits(x) and x.numel() > 0 and _library(x.shape[-2]) is not None:
-        flat = x.flatten(-2)
-        h = matmul_rows(rows_of(flat), weighted_phi(phi, norm_weight, x.dtype).T).view(*flat.shape[:-1], phi.shape[0])
-        ms = products(x.shape[-2], flat.unsqueeze(-2), flat.unsqueeze(-2)).view(flat.shape[:-1]).div_(flat.shape[-1])
+    library = _library(x.shape[-2]) if _suits(x) and x.numel() > 0 else None
+    if library is not None:
+        (rows, width), lead = phi.shape, x.shape[:-2]
+        h, ms = x.new_empty((*lead, rows)), x.new_empty(lead)
+        weight = weighted_phi(phi, norm_weight, x.dtype).contiguous()
+        _run(library.project, (), (x, weight, h, ms), (rows, width, ms.numel()))
     else:
         h, ms = projection_reference(x, phi, norm_weight)
     return *_narrow_forward(h, ms, scale, bias, x.shape[-2], **_forms(frozenset(given.items()))), h, ms
