@@ -1,7 +1,7 @@
 """How graphs change: from a Dynamo graph to one with registered operators, then to fused ones, then to their kernels.
 
-functional -> shadow -> recognise -> plan -> rewrite -> report, before autograd; fuse, on the joint graph of forward
-and backward; lower, on each of the two once they are apart
+functional -> sizes -> shadow -> recognise -> plan -> rewrite -> report, before autograd; fuse, on the joint graph of
+forward and backward; lower, on each of the two once they are apart
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from mhc_compile.passes import fuse as fusing
 from mhc_compile.passes import lower as lowering
 from mhc_compile.passes import plan as planning
 from mhc_compile.passes import shadow as shadowing
+from mhc_compile.passes import sizes
 from mhc_compile.passes.functional import functional
 from mhc_compile.passes.fuse.joint import is_operator
 from mhc_compile.passes.plan import (
@@ -60,7 +61,7 @@ def run(graph: fx.Graph, *, input_norms: bool | None = None) -> tuple[fx.Graph |
     gc.disable()  # looking for cycles takes a third of the time, and those of the record are taken apart in the end
     try:
         compat.settle_sizes(compat.common_fake_mode(map(compat.example, graph.nodes)))
-        shadow = shadowing.trace(functional(graph))
+        shadow = shadowing.trace(sizes.from_inputs(functional(graph)))
         plan = planning.plan(shadow, recognise(shadow), input_norms=INPUT_NORMS if input_norms is None else input_norms)
         new = _rewrite(shadow, plan) if plan.sites else None
         report.sites = _sites(shadow, plan)

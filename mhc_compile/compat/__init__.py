@@ -78,6 +78,7 @@ from mhc_compile.compat.values import (
     same_size,
     same_strides,
     settle_sizes,
+    settled,
     storage_of,
     symbolic_expression,
 )
@@ -138,6 +139,7 @@ __all__ = [
     "same_size",
     "same_strides",
     "settle_sizes",
+    "settled",
     "sort_topologically",
     "state_change",
     "storage_of",

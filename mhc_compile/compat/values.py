@@ -159,6 +159,14 @@ def hint(size: Any) -> Any:
     return size.node.hint if isinstance(size, torch.SymInt) else size
 
 
+def settled(size: Any) -> Any:
+    """A size as a number, where guards leave it only one value; else as it is."""
+    if isinstance(size, int):
+        return size
+    number = size.node.maybe_as_int()
+    return size if number is None else number
+
+
 def same_size(left: Any, right: Any) -> bool:
     """Whether two sizes are known to be equal, without a guard."""
     if isinstance(left, int) and isinstance(right, int):

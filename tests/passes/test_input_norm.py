@@ -275,8 +275,18 @@ def test_boundaries_with_streams_computed_again() -> None:
     assert program.counts["recompute"] == 1
 
 
-def test_any_number_of_tokens() -> None:
-    model = Sublayer(_llama)
+def _shape_unpacked(self: Sublayer, u: Tensor) -> Tensor:
+    batch, length, width = u.shape
+    return _llama(self, u).reshape(batch, length, 3, width // 3).flatten(2)
+
+
+def _shape_given(self: Sublayer, u: Tensor) -> Tensor:
+    return F.rms_norm(u.reshape(-1, WIDTH), (WIDTH,), self.gain, 1e-5).view(u.size()) + torch.ones(u.shape)
+
+
+@pytest.mark.parametrize("norm", [_llama, _flattened, _shape_unpacked, _shape_given])
+def test_any_number_of_tokens(norm: Norm) -> None:
+    model = Sublayer(norm)
     outcome = check.run(model, [torch.randn(3, 5, N, WIDTH)], dynamic=True)
     assert "input norm" in _details(outcome)[0]
     check.assert_as_accurate(outcome)
