@@ -1,4 +1,4 @@
-"""What lowering makes of operators on a CPU: the work of a token after its projection as one loop over tokens.
+"""What lowering makes of operators on a CPU: projections, and the work of a token after them, as loops over tokens.
 
 These are some thousand sums and quotients of a few numbers: less work than calling torch for each of 150 operations on
 all tokens, and Inductor, which would fuse them, takes seconds to compile every Sinkhorn. Written down as a loop, a
