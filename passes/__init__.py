@@ -151,7 +151,7 @@ def _rewrite(shadow: shadowing.Shadow, plan: Plan) -> fx.Graph | None:
                 raise
             plan.sites.remove(site)
             if isinstance(site, MixSite) and site.norm is not None:
-                plan.sites.append(replace(site, norm=None))
+                plan.sites.append(replace(site, norm=None, norm_apart=str(reason)))
                 continue
             plan.declined.append(Declined(site.op, str(reason), _node(site)))
     return None
@@ -190,6 +190,8 @@ def _detail(site: Site) -> str:
         parts.append(_sinkhorn(site.sinkhorn))
     if site.norm is not None:
         parts.append(f"input norm eps {site.norm.eps:g}")
+    if site.norm_apart:
+        parts.append(f"RMS norm behind it stays apart: {site.norm_apart}")
     return ", ".join(parts)
 
 

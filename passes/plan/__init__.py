@@ -35,7 +35,7 @@ from mhc_compile.passes.recognise import Findings, Mixture, Weight
 from mhc_compile.passes.recognise.aggregate import Aggregate
 from mhc_compile.passes.recognise.combine import Combine
 from mhc_compile.passes.recognise.gates import Mixing
-from mhc_compile.passes.recognise.input_norm import input_norm
+from mhc_compile.passes.recognise.input_norm import InputNorm, input_norm
 from mhc_compile.passes.recognise.layout import is_movement
 from mhc_compile.passes.recognise.pieces import TOGETHER
 from mhc_compile.passes.shadow import Shadow, Value
@@ -115,12 +115,14 @@ def _with_norm(shadow: Shadow, findings: Findings, site: Site, wanted: bool | No
         return site
     try:
         norm = input_norm(findings.reader, site.aggregate)
+        if not isinstance(norm, InputNorm):
+            return replace(site, norm_apart=norm)
         larger = replace(site, norm=norm)
-        if norm is not None:
-            check_surroundings(shadow, larger)
-    except Exception as reason:  # whatever is strange about a norm, the site without it was accepted
-        if not isinstance(reason, Decline):
-            log.exception("a norm could not be looked into: %s", site.aggregate.out)
+        check_surroundings(shadow, larger)
+    except Decline as reason:
+        return replace(site, norm_apart=str(reason))
+    except Exception:  # whatever is strange about a norm, the site without it was accepted
+        log.exception("a norm could not be looked into: %s", site.aggregate.out)
         return site
     return larger
 

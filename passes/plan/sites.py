@@ -61,7 +61,8 @@ class MixSite:
     """projection + scale + sinkhorn, and aggregate where the weighted sum is in the graph.
 
     groups are the rows for pre, post and res, as far as the form has them. Where one is not used by the program,
-    others stand in its place, because the operator wants it. norm is the one that reads the aggregate.
+    others stand in its place, because the operator wants it. norm is the one that reads the aggregate, norm_apart why
+    there is one that is not taken in.
     """
 
     op: str
@@ -76,6 +77,7 @@ class MixSite:
     res: Gate | None
     aggregate: Aggregate | None
     norm: InputNorm | None = None
+    norm_apart: str | None = None
 
     @property
     def layer_input(self) -> Value | None:

@@ -27,16 +27,19 @@ class InputNorm:
     eps: float
 
 
-def input_norm(reader: Reader, aggregate: Aggregate) -> InputNorm | None:
-    """The norm of an aggregate's result, where that has no other reader."""
+def input_norm(reader: Reader, aggregate: Aggregate) -> InputNorm | str | None:
+    """The norm of an aggregate's result, None without one, or why it cannot be taken in."""
     u, width = aggregate.out, aggregate.streams.channels
-    if width < 2 or aggregate.out_layout.dims[1] != ((width, 1),) or u.is_output:
+    if width < 2 or aggregate.out_layout.dims[1] != ((width, 1),):
         return None
+    reason = None
     for out in reversed(list(_products(u))):
         found = _read(reader, out, u, width)
         if found is not None and _is_closed(u, found):
             return found
-    return None
+        if found is not None:
+            reason = "something else reads the layer input or a part of the norm"
+    return reason
 
 
 def _products(u: Value) -> Iterator[Value]:

@@ -204,6 +204,7 @@ def test_left_alone(name: str) -> None:
     (detail,) = _details(outcome)
     # Of a weight of tokens, the norm in front of it is one.
     assert ("input norm" in detail) == (name in WITHOUT_WEIGHT)
+    assert ("stays apart: something else reads the layer input" in detail) == name.endswith("is read again")
     assert outcome.operators == ["expand_combine", "generate_mix_and_aggregate"]
     check.assert_as_accurate(outcome)
 
@@ -222,6 +223,7 @@ def test_returned_layer_input_stays() -> None:
 
     outcome = check.run(Returning(_llama), [torch.randn(2, 5, N, WIDTH)])
     assert "input norm" not in _details(outcome)[0]
+    assert "stays apart: something else reads" in _details(outcome)[0]
     check.assert_as_accurate(outcome)
 
 
