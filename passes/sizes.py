@@ -19,8 +19,8 @@ def from_inputs(graph: fx.Graph) -> fx.Graph:
     new, _ = compat.copy_graph(graph)
     symbols = [node for node in new.find_nodes(op="placeholder") if isinstance(compat.example(node), torch.SymInt)]
     for node in filter(_reads_size, list(new.nodes)):
-        (source,) = node.all_input_nodes
-        sizes = [_known(size, symbols) for size in compat.example(source).shape]
+        # As it was there: a tensor's shape may be changed in place later.
+        sizes = [_known(size, symbols) for size in compat.example(node)]
         if None not in sizes:
             _substitute(node, tuple(sizes))
     return new
@@ -30,8 +30,7 @@ def _reads_size(node: fx.Node) -> bool:
     """Whether this is a whole shape of something computed here, which others use as a tuple."""
     if node.op != "call_method" or node.target != "size" or len(node.args) != 1 or node.kwargs:
         return False
-    (source,) = node.all_input_nodes
-    if source.op == "placeholder" or not isinstance(compat.example(source), torch.Tensor):
+    if node.all_input_nodes[0].op == "placeholder" or not isinstance(compat.example(node), torch.Size):
         return False
     return not any(user.op == "output" or (user.op == "call_method" and user.args[0] is node) for user in node.users)
 
