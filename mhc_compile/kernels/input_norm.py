@@ -1,4 +1,4 @@
-"""The RMS norm behind the aggregate: whole rows, so that nothing is read twice.
+"""The RMS norm behind the aggregate: whole rows, so that the streams are read once.
 
 u = sum_i h_pre[i] * x[i];  r = 1 / sqrt(mean(u^2) + eps);  out = r * u * weight
 du = r * g - kappa * u,  g = weight * d_out,  kappa = r^3 * <g, u> / C;  d weight = sum over tokens of r * u * d_out
@@ -22,7 +22,7 @@ from mhc_compile.kernels.gates import affine, rms_factor
 
 # Programs per processor.
 WAVES = 2
-# Bytes of shared memory for rows to come, of which there are two.
+# The most bytes of shared memory for one of the two tiles of rows that are on their way.
 _PREFETCHED = 48 << 10
 
 
@@ -169,7 +169,6 @@ def norm_backward(
             x, d_out, norm.weight, h, ms, scale, bias, du, d_pre, weight_part, tokens, each, width, *x.stride(),
             *d_out.stride(), 1.0 / width, norm.eps, rms.eps, gates.pre_eps, N=n, K=rows, RMS_MODE=rms.mode,
             GROUPED=group_scale(scale, rows), HAS_WEIGHT=norm.weight is not None, NEED_DWEIGHT=need_weight,
-            BLOCK_M=tile.tokens, BLOCK_C=tile.columns,
-            STAGES=tile.stages, num_warps=tile.warps,
+            BLOCK_M=tile.tokens, BLOCK_C=tile.columns, STAGES=tile.stages, num_warps=tile.warps,
         )  # fmt: skip
     return du, d_pre, weight_part

@@ -46,13 +46,14 @@ def identify(value: Value, projection: Projection, reader: Reader, *, divides: b
         return None
     squares = _squares(found.leaf, projection, reader)
     assert squares is not None
-    key = (found.signature, squares, projection.width, divides)
+    key = (found.signature, squares, projection.width, divides, base.dtype)
     if key not in reader.known:
-        reader.known[key] = _fit(on_few_tokens(found), squares, projection.width, divides)
+        fitted = _fit(on_few_tokens(found), squares, projection.width, divides)
+        if fitted is not None and base.dtype != torch.float64:
+            fitted = replace(fitted, rms=replace(fitted.rms, eps=_as_written(fitted.rms.eps)))
+        reader.known[key] = fitted
     factor: RmsFactor | None = reader.known[key]
-    if factor is None or base.dtype == torch.float64:
-        return factor
-    return replace(factor, rms=replace(factor.rms, eps=_as_written(factor.rms.eps)))
+    return factor
 
 
 def _as_written(eps: float) -> float:

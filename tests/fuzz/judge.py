@@ -146,8 +146,7 @@ class _Watch:
         with mock.patch.object(passes, "INPUT_NORMS", True):
             report = passes.run_recursively(gm)
         self.verdict.operators.update(site.op for site in report.rewritten)
-        self.verdict.operators["input norm"] += sum("input norm" in site.detail for site in report.rewritten)
-        self.verdict.operators = +self.verdict.operators
+        self.verdict.operators.update("input norm" for site in report.rewritten if "input norm" in site.detail)
         if report.errors:
             self.verdict.complaint = f"the passes failed: {report.errors}"
         if gm.graph is original:
