@@ -58,9 +58,9 @@ def aggregate_kernel(x, h_pre, out, M, C, x_m, x_n, x_c, pre_m, pre_i, token_til
                   BLOCK_C)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["M", "token_tiles"])
+@triton.jit(do_not_specialize=["M"])
 def aggregate_backward_kernel(x, d_out, h_pre, d_x, dx, part, M, C, x_m, x_n, x_c, d_m, d_c, pre_m, pre_i,
-                              dx_m, dx_n, dx_c, token_tiles, N: tl.constexpr, HAS_DX: tl.constexpr,
+                              dx_m, dx_n, dx_c, N: tl.constexpr, HAS_DX: tl.constexpr,
                               NEED_DX: tl.constexpr, NEED_DPRE: tl.constexpr, COLUMNS: tl.constexpr,
                               BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, VECTOR: tl.constexpr):  # fmt: skip
     """dx[m, i] = d_x[m, i] + h_pre[m, i] * d_out[m], and part[s, i, m] = the sum over COLUMNS columns of d_out * x.
@@ -68,8 +68,10 @@ def aggregate_backward_kernel(x, d_out, h_pre, d_x, dx, part, M, C, x_m, x_n, x_
     d_x has the strides of dx.
     """
     LANES: tl.constexpr = BLOCK_C // VECTOR
-    tile = tl.program_id(0) % token_tiles
-    split = tl.program_id(0) // token_tiles
+    splits = tl.cdiv(C, COLUMNS)
+    split = tl.program_id(0) % splits
+    # A token's columns at one time, and the last tokens first, of which L2 may still hold some.
+    tile = tl.cdiv(M, BLOCK_M) - 1 - tl.program_id(0) // splits
     tok = tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     live = tok < M
     pre = ()
@@ -134,7 +136,7 @@ def _launch_backward(
         aggregate_backward_kernel, (tiles * triton.cdiv(width, SUM_COLUMNS),),
         x, d_out, h_pre, d_x, dx, part, tokens, width, *x.stride(), *d_out.stride(),
         *(h_pre.stride() if h_pre is not None else (0, 0)),
-        *(dx.stride() if dx is not None else (0, 0, 0)), tiles, N=n, HAS_DX=d_x is not None, NEED_DX=dx is not None,
+        *(dx.stride() if dx is not None else (0, 0, 0)), N=n, HAS_DX=d_x is not None, NEED_DX=dx is not None,
         NEED_DPRE=part is not None, COLUMNS=SUM_COLUMNS, BLOCK_M=tile.tokens, BLOCK_C=tile.columns,
         VECTOR=16 // x.element_size(), num_warps=tile.warps,
     )  # fmt: skip

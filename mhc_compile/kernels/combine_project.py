@@ -7,8 +7,8 @@ shared memory. x' takes the place of x there, from where tensor cores get it; ph
 it was copied to. In C-units of n = 4 that is 9, where combine and projection apart move 13.
 
 Blocks are dealt out in turn to GROUPS programs, which start together: what they read at one time lies side by side.
-A program adds its blocks chunk by chunk, or, when there are few tokens, stores one chunk and leaves the same additions
-to the reader, as in `projection`: a token's bits never depend on the number of tokens.
+A program adds its blocks chunk by chunk, or, when there are few tokens, stores the sums of one chunk, or of one block,
+and leaves the same additions to the reader, as in `projection`: a token's bits never depend on the number of tokens.
 """
 
 # mypy: disable-error-code="assignment,var-annotated"
@@ -75,7 +75,7 @@ def _split(phi_s, stage, phi, norm_weight, phi_k, phi_c, start, C, N: gl.constex
 
 
 @opaque("out", "h_part", "squares_part")
-@gluon.jit(do_not_specialize=["M", "stored", "chunks_each"])
+@gluon.jit(do_not_specialize=["M", "stored", "chunks_each", "chunk_blocks"])
 def combine_project_kernel(f, h_post, x, h_res, phi, norm_weight, out, h_part, squares_part, M, C, phi_k, phi_c,
                            stored, chunks_each, chunk_blocks, N: gl.constexpr, K: gl.constexpr, PARTS: gl.constexpr,
                            ROWS: gl.constexpr, AHEAD: gl.constexpr, HAS_NORM: gl.constexpr, GROUPS: gl.constexpr,
@@ -206,12 +206,14 @@ def forward(
     chunk = triton.cdiv(blocks, CHUNKS)
     chunks = triton.cdiv(blocks, chunk)
 
-    def rounds(each: int) -> int:
-        """Chunks that a processor goes through, one program after the other."""
-        return int(triton.cdiv(tiles * GROUPS * triton.cdiv(chunks, each), processors(x.device)) * each)
+    def rounds(cut: tuple[int, int]) -> int:
+        """Blocks that a processor goes through, one program after the other, of which each costs one to begin."""
+        programs = tiles * GROUPS * (chunks * chunk // (cut[0] * cut[1]))
+        return int(triton.cdiv(programs, processors(x.device)) * (cut[0] * cut[1] + 1))
 
-    each = chunks if rounds(chunks) <= rounds(1) else 1
-    stored = GROUPS * chunks // each
+    # Chunks of a program, and blocks of such a chunk.
+    each, chunk_blocks = min([(chunks, chunk), (1, chunk), (1, 1)], key=rounds)
+    stored = GROUPS * (chunks * chunk // (each * chunk_blocks))
     h = torch.empty(stored, rows, tokens, dtype=torch.float32, device=x.device)
     squares = torch.empty(stored, tokens, dtype=torch.float32, device=x.device)
     parts = max(2, parts_of(x, phi, norm_weight))
@@ -222,8 +224,8 @@ def forward(
         launch(
             combine_project_kernel, (tiles * stored,),
             f, h_post, x, h_res, weight, norm_weight, out, h, squares, tokens, width, weight.stride(-2),
-            weight.stride(-1), stored, each, chunk, N=n, K=rows, PARTS=parts, ROWS=ROWS, AHEAD=ahead,
+            weight.stride(-1), stored, each, chunk_blocks, N=n, K=rows, PARTS=parts, ROWS=ROWS, AHEAD=ahead,
             HAS_NORM=norm_weight is not None and not ahead, GROUPS=GROUPS, BLOCK_M=TOKENS, BLOCK_C=COLUMNS,
             WARPS=WARPS, STAGES=STAGES, num_warps=WARPS,
         )  # fmt: skip
-    return Partials(h, squares, stored, chunks // each)
+    return Partials(h, squares, stored, chunks // each, chunk // chunk_blocks)

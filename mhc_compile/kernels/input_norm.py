@@ -80,22 +80,23 @@ def _add_four(a0, a1, a2, a3, b0, b1, b2, b3):
     return a0 + b0, a1 + b1, a2 + b2, a3 + b3
 
 
-@triton.jit(do_not_specialize=["M", "tokens_each"])
-def input_norm_backward_kernel(x, d_out, weight, h, ms, scale, bias, du, d_pre, weight_part, M, tokens_each, C, x_m,
+@triton.jit(do_not_specialize=["M"])
+def input_norm_backward_kernel(x, d_out, weight, h, ms, scale, bias, du, d_pre, weight_part, M, C, x_m,
                                x_n, x_c, d_m, d_c, inverse_width, eps, rms_eps, pre_eps, N: tl.constexpr,
                                K: tl.constexpr, RMS_MODE: tl.constexpr, GROUPED: tl.constexpr,
                                HAS_WEIGHT: tl.constexpr, NEED_DWEIGHT: tl.constexpr, BLOCK_M: tl.constexpr,
                                BLOCK_C: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """du [M, C], d_pre [n, M] = <du, x[i]>, and weight_part [splits, C] over tokens_each tokens."""
+    """du [M, C], d_pre [n, M] = <du, x[i]>, and weight_part [programs, C]."""
     c = tl.arange(0, BLOCK_C)
     inside = c < C
     if HAS_WEIGHT:
         w = tl.load(weight + c, mask=inside, other=0.0).to(tl.float32)[None, :]
     if NEED_DWEIGHT:
         d_weight = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
-    first = tl.program_id(0) * tokens_each
-    for start in tl.range(first, tl.minimum(first + tokens_each, M), BLOCK_M, num_stages=STAGES):
-        tok = tl.arange(0, BLOCK_M).to(tl.int64) + start
+    tiles = tl.cdiv(M, BLOCK_M)
+    # All programs near the same tokens, and the last ones first, of which L2 may still hold some.
+    for turn in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
+        tok = (tiles - 1 - turn).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         live = tok < M
         mask = live[:, None] & inside[None, :]
         out = tl.load(d_out + tok[:, None] * d_m + c[None, :] * d_c, mask=mask, other=0.0)
@@ -148,7 +149,7 @@ def norm_backward(
     rms: Rms,
     gates: Gates,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """du [M, C], d h_pre [1, n, M] and, where wanted, partial sums [splits, C] of d weight.
+    """du [M, C], d h_pre [1, n, M] and, where wanted, partial sums [programs, C] of d weight.
 
     For x [M, n, C] (M > 0) and d_out [M, C].
     """
@@ -156,17 +157,16 @@ def norm_backward(
     tile = backward_tile(n, width, x.element_size())
     tiles = triton.cdiv(tokens, tile.tokens)
     # As many programs as run at once, since each brings a row of d weight to be added up.
-    each = triton.cdiv(tiles, WAVES * processors(x.device)) * tile.tokens
-    splits = triton.cdiv(tokens, each)
+    programs = min(tiles, WAVES * processors(x.device))
     du = torch.empty(tokens, width, dtype=d_out.dtype, device=x.device)
     d_pre = torch.empty(1, n, tokens, dtype=torch.float32, device=x.device)
     need_weight = need_weight and norm.weight is not None
-    weight_part = torch.empty(splits, width, dtype=torch.float32, device=x.device) if need_weight else None
+    weight_part = torch.empty(programs, width, dtype=torch.float32, device=x.device) if need_weight else None
     rows = h.shape[-1]
     with on_device(x):
         launch(
-            input_norm_backward_kernel, (splits,),
-            x, d_out, norm.weight, h, ms, scale, bias, du, d_pre, weight_part, tokens, each, width, *x.stride(),
+            input_norm_backward_kernel, (programs,),
+            x, d_out, norm.weight, h, ms, scale, bias, du, d_pre, weight_part, tokens, width, *x.stride(),
             *d_out.stride(), 1.0 / width, norm.eps, rms.eps, gates.pre_eps, N=n, K=rows, RMS_MODE=rms.mode,
             GROUPED=group_scale(scale, rows), HAS_WEIGHT=norm.weight is not None, NEED_DWEIGHT=need_weight,
             BLOCK_M=tile.tokens, BLOCK_C=tile.columns, STAGES=tile.stages, num_warps=tile.warps,

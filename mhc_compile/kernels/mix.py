@@ -30,26 +30,28 @@ from mhc_compile.kernels.expand_combine import reduce_partial_sums
 from mhc_compile.kernels.gates import affine, rms_factor, rms_gradient, sinkhorn, sinkhorn_backward
 from mhc_compile.kernels.input_norm import InputNorm, norm_backward, normed_rows, row_tile
 from mhc_compile.kernels.projection import (
+    GROUPS,
     Affine,
     Partials,
     backward_products,
     dh_parts,
-    group_sum,
     no_tokens,
+    partial_sum,
     project,
     store_gradient,
 )
 
 
 @triton.jit
-def _mix_tile(h_part, squares_part, scale, bias, h_pre, h_post, h_res, h, ms, history, tok, tokens, stored,
+def _mix_tile(h_part, squares_part, scale, bias, h_pre, h_post, h_res, h, ms, history, first, tokens, stored,
               inverse_columns, rms_eps, pre_eps, post_mult, post_eps, sinkhorn_eps, start_eps, pairs,
               N: tl.constexpr, NP: tl.constexpr, K: tl.constexpr, RMS_MODE: tl.constexpr, START: tl.constexpr,
               FIRST: tl.constexpr, CLAMP: tl.constexpr, LOG: tl.constexpr, ODD: tl.constexpr,
-              GROUPED: tl.constexpr, STORE_PRE: tl.constexpr, GROUP: tl.constexpr,
-              BLOCK_T: tl.constexpr):  # fmt: skip
-    """h, ms and the gates of one tile of tokens (last axis); tok int64 [T], tokens = M as int64."""
-    live = tok < tokens
+              GROUPED: tl.constexpr, STORE_PRE: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
+              KP: tl.constexpr, LIVE: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
+    """h, ms and the gates of LIVE tokens, of a tile that holds BLOCK_T (last axis); first, tokens = M as int64."""
+    tok = first + tl.arange(0, BLOCK_T)
+    live = (tok < tokens) & (tl.arange(0, BLOCK_T) < LIVE)
     i = tl.arange(0, NP)[:, None]
     row_live = live[None, :] & (i < N)
     i3 = tl.arange(0, NP)[:, None, None]
@@ -58,37 +60,29 @@ def _mix_tile(h_part, squares_part, scale, bias, h_pre, h_post, h_res, h, ms, hi
     valid = (i3 < N) & (o3 < N)
     live3 = valid & live[None, None, :]
     k3 = 2 * N + i3 * N + o3
-    squares_at = squares_part + tok
-    pre_at = h_part + i * tokens + tok[None, :]
-    res_at = h_part + k3 * tokens + tok3
-    squares = tl.zeros([BLOCK_T], tl.float32)
-    v = tl.zeros([NP, BLOCK_T], tl.float32)
-    v_post = tl.zeros([NP, BLOCK_T], tl.float32)
-    v_res = tl.zeros([NP, NP, BLOCK_T], tl.float32)
-    for start in range(0, stored, GROUP):
-        squares += group_sum(squares_at, live, start, stored, tokens, GROUP)
-        v += group_sum(pre_at, row_live, start, stored, K * tokens, GROUP)
-        if K > N:
-            v_post += group_sum(pre_at + N * tokens, row_live, start, stored, K * tokens, GROUP)
-        if K > 2 * N:
-            v_res += group_sum(res_at, live3, start, stored, K * tokens, GROUP)
-
-    mean = squares * inverse_columns
+    # Every thread adds up some rows of h, and reads those of its own token when all are there.
+    k = tl.arange(0, KP)[:, None]
+    tok_k = (first + tl.arange(0, LIVE))[None, :]
+    k_live = (tok_k < tokens) & (k < K)
+    total = partial_sum(h_part + k * tokens + tok_k, k_live, stored, K * tokens, GROUP, CHUNK)
+    tl.store(h + tok_k * K + k, total, mask=k_live)
+    mean = partial_sum(squares_part + tok, live, stored, tokens, GROUP, CHUNK) * inverse_columns
     r = rms_factor(mean, rms_eps, RMS_MODE)
     tl.store(ms + tok, mean, mask=live)
-    tl.store(h + tok[None, :] * K + i, v, mask=row_live)
+    tl.debug_barrier()
     if STORE_PRE:
+        v = tl.load(h + tok[None, :] * K + i, mask=row_live, other=0.0)
         s, b = affine(scale, bias, i, i < N, 0, GROUPED)
         tl.store(h_pre + tok[None, :] * N + i, tl.sigmoid(r[None, :] * v * s + b) + pre_eps, mask=row_live)
     if K > N:
-        tl.store(h + tok[None, :] * K + N + i, v_post, mask=row_live)
+        v = tl.load(h + tok[None, :] * K + N + i, mask=row_live, other=0.0)
         s, b = affine(scale, bias, N + i, i < N, 1, GROUPED)
-        gate = post_mult * tl.sigmoid(r[None, :] * v_post * s + b) + post_eps
+        gate = post_mult * tl.sigmoid(r[None, :] * v * s + b) + post_eps
         tl.store(h_post + tok[None, :] * N + i, gate, mask=row_live)
     if K > 2 * N:
-        tl.store(h + tok3 * K + k3, v_res, mask=live3)
+        v = tl.load(h + tok3 * K + k3, mask=live3, other=0.0)
         s, b = affine(scale, bias, k3, valid, 2, GROUPED)
-        logits = tl.where(valid, r[None, None, :] * v_res * s + b, float("-inf"))
+        logits = tl.where(valid, r[None, None, :] * v * s + b, float("-inf"))
         p = sinkhorn(logits, i3, o3, sinkhorn_eps, start_eps, pairs, history, tok3, live3, tokens, N, START,
                      FIRST, CLAMP, LOG, ODD, False)  # fmt: skip
         if LOG:
@@ -98,22 +92,20 @@ def _mix_tile(h_part, squares_part, scale, bias, h_pre, h_post, h_res, h, ms, hi
 
 @triton.jit
 def _aggregate_tile(h_part, squares_part, scale, bias, x, out, input_weight, program, tokens, C, x_m, x_n, x_c,
-                    stored, token_tiles, blocks_each, inverse_columns, inverse_width, rms_eps, pre_eps, input_eps,
+                    stored, column_parts, blocks_each, inverse_columns, inverse_width, rms_eps, pre_eps, input_eps,
                     N: tl.constexpr, NP: tl.constexpr, K: tl.constexpr, RMS_MODE: tl.constexpr,
                     GROUPED: tl.constexpr, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, GROUP: tl.constexpr,
-                    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr):  # fmt: skip
+                    CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr):  # fmt: skip
     """out[m] = sum_i h_pre[m, i] * x[m, i] for BLOCK_M tokens x blocks_each column blocks; NORM: normalised rows."""
-    tile = program % token_tiles
-    first = program // token_tiles * blocks_each * BLOCK_C
-    tok = tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    # The last tokens first: they were made last, and L2 may still hold them.
+    tile = tl.cdiv(tokens, BLOCK_M) - 1 - program // column_parts
+    first = program % column_parts * blocks_each * BLOCK_C
+    tok = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     live = tok < tokens
     i = tl.arange(0, NP)[:, None]
     row_live = live[None, :] & (i < N)
-    squares = tl.zeros([BLOCK_M], tl.float32)
-    v = tl.zeros([NP, BLOCK_M], tl.float32)
-    for start in range(0, stored, GROUP):
-        squares += group_sum(squares_part + tok, live, start, stored, tokens, GROUP)
-        v += group_sum(h_part + i * tokens + tok[None, :], row_live, start, stored, K * tokens, GROUP)
+    squares = partial_sum(squares_part + tok, live, stored, tokens, GROUP, CHUNK)
+    v = partial_sum(h_part + i * tokens + tok[None, :], row_live, stored, K * tokens, GROUP, CHUNK)
     r = rms_factor(squares * inverse_columns, rms_eps, RMS_MODE)
     s, b = affine(scale, bias, i, i < N, 0, GROUPED)
     gates = tl.sigmoid(r[None, :] * v * s + b) + pre_eps
@@ -125,28 +117,29 @@ def _aggregate_tile(h_part, squares_part, scale, bias, x, out, input_weight, pro
         weigh_streams(gates, i, x, out, tok, live, first, last, C, x_m, x_n, x_c, N, BLOCK_M, BLOCK_C)
 
 
-@triton.jit(do_not_specialize=["M", "stored", "mix_programs", "token_tiles", "blocks_each", "pairs"])
+@triton.jit(do_not_specialize=["M", "stored", "mix_programs", "column_parts", "blocks_each", "pairs"])
 def mix_kernel(h_part, squares_part, scale, bias, x, out, h_pre, h_post, h_res, h, ms, input_weight, M, C, x_m, x_n,
-               x_c, stored, mix_programs, token_tiles, blocks_each, inverse_columns, inverse_width, rms_eps, pre_eps,
+               x_c, stored, mix_programs, column_parts, blocks_each, inverse_columns, inverse_width, rms_eps, pre_eps,
                post_mult, post_eps, sinkhorn_eps, start_eps, input_eps, pairs, N: tl.constexpr, NP: tl.constexpr,
                K: tl.constexpr, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr,
                RMS_MODE: tl.constexpr, START: tl.constexpr, FIRST: tl.constexpr, CLAMP: tl.constexpr,
                LOG: tl.constexpr, ODD: tl.constexpr, GROUPED: tl.constexpr, AGGREGATE: tl.constexpr,
-               GROUP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr,
-               BLOCK_C: tl.constexpr):  # fmt: skip
-    """Programs below mix_programs compute the gates of BLOCK_T tokens, the others aggregate."""
+               GROUP: tl.constexpr, CHUNK: tl.constexpr, KP: tl.constexpr, LIVE: tl.constexpr, BLOCK_T: tl.constexpr,
+               BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr):  # fmt: skip
+    """Programs below mix_programs compute the gates of LIVE tokens, the others aggregate."""
     pid = tl.program_id(0)
     tokens = M.to(tl.int64)
     if pid < mix_programs:
-        tok = pid.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-        _mix_tile(h_part, squares_part, scale, bias, h_pre, h_post, h_res, h, ms, h, tok, tokens, stored,
+        first = pid.to(tl.int64) * LIVE
+        _mix_tile(h_part, squares_part, scale, bias, h_pre, h_post, h_res, h, ms, h, first, tokens, stored,
                   inverse_columns, rms_eps, pre_eps, post_mult, post_eps, sinkhorn_eps, start_eps, pairs, N,
-                  NP, K, RMS_MODE, START, FIRST, CLAMP, LOG, ODD, GROUPED, not AGGREGATE, GROUP,
+                  NP, K, RMS_MODE, START, FIRST, CLAMP, LOG, ODD, GROUPED, not AGGREGATE, GROUP, CHUNK, KP, LIVE,
                   BLOCK_T)  # fmt: skip
     elif AGGREGATE:
         _aggregate_tile(h_part, squares_part, scale, bias, x, out, input_weight, pid - mix_programs, tokens, C, x_m,
-                        x_n, x_c, stored, token_tiles, blocks_each, inverse_columns, inverse_width, rms_eps, pre_eps,
-                        input_eps, N, NP, K, RMS_MODE, GROUPED, NORM, HAS_WEIGHT, GROUP, BLOCK_M, BLOCK_C)  # fmt: skip
+                        x_n, x_c, stored, column_parts, blocks_each, inverse_columns, inverse_width, rms_eps, pre_eps,
+                        input_eps, N, NP, K, RMS_MODE, GROUPED, NORM, HAS_WEIGHT, GROUP, CHUNK, BLOCK_M,
+                        BLOCK_C)  # fmt: skip
 
 
 @triton.jit
@@ -296,22 +289,28 @@ def forward_mix(
     form = sinkhorn or Sinkhorn()
     tile = tile_for("aggregate", n, x.element_size()) if norm is None else row_tile(width)
     block_t, block_m, block_c = gate_tokens(n), tile.tokens, tile.columns
-    mix_programs = triton.cdiv(tokens, block_t)
+    padded_rows = triton.next_power_of_2(rows)
+    # So many tokens that a thread adds up 8 rows of h, or 2 where there are many partial sums of few tokens.
+    rows_each = 8 if partials.stored <= GROUPS else 2
+    live = min(block_t, max(1, rows_each * 128 // padded_rows))
+    mix_programs = triton.cdiv(tokens, live)
     token_tiles = triton.cdiv(tokens, block_m) if aggregate else 1
     blocks = blocks_each(width, block_c, token_tiles, 4, x.device)
-    aggregate_programs = token_tiles * triton.cdiv(width, blocks * block_c) if aggregate else 0
+    column_parts = triton.cdiv(width, blocks * block_c)
+    aggregate_programs = token_tiles * column_parts if aggregate else 0
     with on_device(x):
         launch(
             mix_kernel, (mix_programs + aggregate_programs,),
             partials.h, partials.squares, scale, bias, flat, out, pre, post, res, h, ms,
             None if norm is None else norm.weight, tokens, width, flat.stride(0), flat.stride(1), flat.stride(2),
-            partials.stored, mix_programs, token_tiles, blocks, 1.0 / (n * width),
+            partials.stored, mix_programs, column_parts, blocks, 1.0 / (n * width),
             None if norm is None else 1.0 / width, rms.eps, gates.pre_eps, gates.post_mult, gates.post_eps, form.eps,
             form.start_eps, None if norm is None else norm.eps, form.steps // 2, NORM=norm is not None,
             HAS_WEIGHT=norm is not None and norm.weight is not None, N=n, NP=triton.next_power_of_2(n), K=rows,
             RMS_MODE=rms.mode, START=form.start, FIRST=form.first, CLAMP=form.clamp, LOG=form.log_domain,
             ODD=form.steps % 2 == 1, GROUPED=group_scale(scale, rows), AGGREGATE=aggregate,
-            GROUP=partials.group, BLOCK_T=block_t, BLOCK_M=block_m, BLOCK_C=block_c, num_warps=tile.warps,
+            GROUP=partials.group, CHUNK=partials.chunk, KP=padded_rows, LIVE=live, BLOCK_T=block_t, BLOCK_M=block_m,
+            BLOCK_C=block_c, num_warps=tile.warps,
         )  # fmt: skip
     return result
 

@@ -1,7 +1,7 @@
 """The projection h = flat @ phi^T with the squares of flat, and the two products of its backward.
 
 Forward: columns are cut into chunks, chunks into groups. A program adds the chunks of a group in order, or, when
-there are few tokens, stores each chunk and leaves the same additions to the reader (`group_sum`). The cut depends on
+there are few tokens, stores each chunk and leaves the same additions to the reader (`partial_sum`). The cut depends on
 n and C alone, and every token count runs the same tile, so a token's bits never depend on M.
 
 phi is float32-accurate at bf16 speed because a bf16 x is exact: phi is split into bf16 parts, largest first.
@@ -76,12 +76,16 @@ def cut_columns(n: int, width: int) -> Cut:
 
 @dataclass(frozen=True)
 class Partials:
-    """Partial sums of h [stored, K, M] and of the squares [stored, M]; `group` of them are added first."""
+    """Partial sums of h [stored, K, M] and of the squares [stored, M], and how they are added (`partial_sum`).
+
+    First every `chunk` of them, then every `group` of these sums.
+    """
 
     h: torch.Tensor
     squares: torch.Tensor
     stored: int
     group: int
+    chunk: int = 1
 
 
 def block_k(rows: int, limit: int = MAX_BLOCK_K) -> int:
@@ -201,15 +205,29 @@ def project_kernel(x, phi, norm_weight, h_part, squares_part, M, C, stride_m, st
 
 
 @triton.jit
-def group_sum(base, mask, start, stored, stride, GROUP: tl.constexpr):
-    """The sum of base[s * stride] over the GROUP stored partial sums from start on, in order.
+def partial_sum(base, mask, stored, stride, GROUP: tl.constexpr, CHUNK: tl.constexpr):
+    """The sum of base[s * stride] over the stored partial sums, at most GROUPS groups of GROUP chunks of CHUNK.
 
-    A reader adds groups in order, too; its loads of one group do not wait for each other.
+    A chunk's are added in order, a group's chunks, and then the groups: what a program does itself where there are many
+    tokens. No load waits for another.
     """
-    total = tl.load(base + start * stride, mask=mask, other=0.0)
-    for later in tl.static_range(1, GROUP):
-        s = start + later
-        total += tl.load(base + s * stride, mask=mask & (s < stored), other=0.0)
+    for group in tl.static_range(4):
+        for chunk in tl.static_range(GROUP):
+            for block in tl.static_range(CHUNK):
+                s = (group * GROUP + chunk) * CHUNK + block
+                v = tl.load(base + s * stride, mask=mask & (s < stored), other=0.0)
+                if block == 0:
+                    of_chunk = v
+                else:
+                    of_chunk += v
+            if chunk == 0:
+                of_group = of_chunk
+            else:
+                of_group += of_chunk
+        if group == 0:
+            total = of_group
+        else:
+            total += of_group
     return total
 
 
@@ -222,11 +240,8 @@ def collect_kernel(h_part, squares_part, h, ms, M, stored, inverse_columns, K: t
     live = tok < tokens
     k = tl.arange(0, BLOCK_K)[:, None]
     mask = live[None, :] & (k < K)
-    squares = tl.zeros([BLOCK_T], tl.float32)
-    v = tl.zeros([BLOCK_K, BLOCK_T], tl.float32)
-    for start in range(0, stored, GROUP):
-        squares += group_sum(squares_part + tok, live, start, stored, tokens, GROUP)
-        v += group_sum(h_part + k * tokens + tok[None, :], mask, start, stored, K * tokens, GROUP)
+    squares = partial_sum(squares_part + tok, live, stored, tokens, GROUP, 1)
+    v = partial_sum(h_part + k * tokens + tok[None, :], mask, stored, K * tokens, GROUP, 1)
     tl.store(ms + tok, squares * inverse_columns, mask=live)
     tl.store(h + tok[None, :] * K + k, v, mask=mask)
 
