@@ -387,13 +387,13 @@ def reduce_partial_sums(
     if not (need_dpost or need_dres or need_dbias):
         return
     padded = triton.next_power_of_2(n + n * n)
-    block_t = max(4, min(64, 4096 // padded))
+    block_t = max(4, min(32, 2048 // padded))
     gate_programs = triton.cdiv(tokens, block_t) if need_dpost or need_dres else 0
     bias_programs = triton.cdiv(width, 64) if need_dbias else 0
     with on_device(x):
         launch(
             combine_reduce_kernel, (gate_programs + bias_programs,),
             sums, bias_part, dh_post, dh_res, d_bias, tokens, width, bias_part.shape[0], sums.shape[0], gate_programs,
-            N=n, NEED_DPOST=need_dpost, NEED_DRES=need_dres, NEED_DBIAS=need_dbias, PADDED=padded, AT_ONCE=4,
+            N=n, NEED_DPOST=need_dpost, NEED_DRES=need_dres, NEED_DBIAS=need_dbias, PADDED=padded, AT_ONCE=8,
             BLOCK_T=block_t, BLOCK_C=64, BLOCK_R=32, num_warps=4,
         )  # fmt: skip
