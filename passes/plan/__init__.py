@@ -14,7 +14,7 @@ from torch import fx
 
 from mhc_compile.forms import Rms
 from mhc_compile.passes.plan.mix import mix_site
-from mhc_compile.passes.plan.reasons import near_misses, unread_gates, unused_rows
+from mhc_compile.passes.plan.reasons import iteration_under_vmap, near_misses, unread_gates, unused_rows
 from mhc_compile.passes.plan.roles import connections
 from mhc_compile.passes.plan.sites import (
     AggregateSite,
@@ -100,6 +100,8 @@ def plan(shadow: Shadow, findings: Findings, *, input_norms: bool | None) -> Pla
     _single_operators(findings, free, sites, consider)
     misses = list(near_misses(findings, free, sites))
     misses += unread_gates(findings, sites, declined)
+    if not sites and not misses:
+        misses += iteration_under_vmap(shadow)
     if not misses:
         misses = unused_rows([site for site in sites if isinstance(site, MixSite)])
     if input_norms is not False:

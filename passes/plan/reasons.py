@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from torch import fx
+
 from mhc_compile.passes.plan.sites import AggregateSite, CombineSite, Declined, MixSite, SinkhornSite, Site
 from mhc_compile.passes.recognise import Findings, aggregate, combine
 from mhc_compile.passes.recognise.aggregate import Aggregate
 from mhc_compile.passes.recognise.gates import Matrices
-from mhc_compile.passes.recognise.layout import is_movement
+from mhc_compile.passes.recognise.layout import any_view, is_movement, origin
 from mhc_compile.passes.recognise.pieces import TOGETHER
 from mhc_compile.passes.recognise.projection import Projection
-from mhc_compile.passes.shadow import Op, Value
+from mhc_compile.passes.shadow import Op, Shadow, Value
 
+# A normalisation of one axis as a program spells it, how many of them nothing but a Sinkhorn has, and how many nodes
+# lie between the division and the sum: an eps, a clamp.
+_NORMALISING = {"truediv", "itruediv", "div", "div_", "sub", "isub", "sub_"}
+_HALF_STEPS = 4
+_BEFORE_DIVISION = 4
 _AFFINE = {"add", "sub", "rsub", "mul", "div", "neg"}
 # How far the use of a gate, and the source of logits, are followed through small values.
 _LIMIT = 200
@@ -64,8 +71,9 @@ def near_misses(findings: Findings, aggregates: list[Aggregate], sites: list[Sit
                 reason = f"is a Sinkhorn projection of {' and '.join(functions)} of projected streams, and not of these"
             yield Declined("gate", f"the value {reason}", miss.value.op.node)
     yield from _under_vmap(sites)
+    viewed = {origin(value, any_view)[0] for value in told}
     for value, found in findings.matrices.items():
-        if isinstance(found, str) and value not in told and value.op is not None:
+        if isinstance(found, str) and value not in told and value not in viewed and value.op is not None:
             yield Declined("sinkhorn", f"the value {found}", value.op.node)
         elif isinstance(found, Matrices) and all(miss.value is not value for miss in findings.misses):
             source = _wide_source(found.logits)
@@ -152,6 +160,35 @@ def _under_vmap(sites: list[Site]) -> Iterator[Declined]:
         if "_remove_batch_dim" in str(op.node.target):
             reason = "gates are computed under vmap, which is not looked into: compute them from [..., n, C] at once"
             yield Declined("generate_mix", reason, op.node)
+
+
+def iteration_under_vmap(shadow: Shadow) -> Iterator[Declined]:
+    """What looks like a Sinkhorn iteration in a function of one token, where only its spelling can be seen."""
+    closed = [op.node for op in shadow.ops if op.target is None]
+    if not any("_remove_batch_dim" in str(node.target) for node in closed):
+        return
+    steps = [node for node in closed if _normalises(node)]
+    if len(steps) >= _HALF_STEPS:
+        reason = "what looks like a Sinkhorn iteration is under vmap, which is not looked into: compute it from"
+        yield Declined("sinkhorn", f"{reason} [..., n, n] at once", steps[-1])
+
+
+def _normalises(node: fx.Node) -> bool:
+    """Whether a node divides a tensor by a sum over it, or subtracts the logarithm of one."""
+    if _spelled(node) not in _NORMALISING or len(node.args) != 2:
+        return False
+    value, divisor = node.args
+    for _ in range(_BEFORE_DIVISION):
+        if not isinstance(divisor, fx.Node) or not divisor.args:
+            return False
+        if _spelled(divisor) in ("sum", "logsumexp"):
+            return divisor.args[0] is value
+        divisor = divisor.args[0]
+    return False
+
+
+def _spelled(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target))
 
 
 def _functions_before(logits: Value) -> list[str]:

@@ -148,6 +148,7 @@ def recognise(shadow: Shadow) -> Findings:
                 matrices.pop(made, None)
         if not _join(value, readings, mixtures, known, reader):
             matrices[value] = answer
+    matrices |= dict(gates.with_tokens_last(shadow.ops))
     left = [m for value, m in misses.items() if not understood.intersection((value, _before_factor(value, understood)))]
     return Findings(mixtures, aggregates, combines, left, matrices, reader)
 

@@ -183,15 +183,7 @@ def others(
     for op in ops:
         if op.name not in _EXPONENTIALS or op in behind or not op.outs or not _is_square(op.out) or op.out in seen:
             continue
-        cone = {op.out: None}
-        pending, sums = [op.out], 0
-        for value in pending:
-            for user in value.users:
-                small = user.target is not None and all(out.numel <= op.out.numel for out in user.outs)
-                fresh = [out for out in user.outs if small and out not in cone]
-                sums += bool(fresh) and sinkhorn.is_reduction(user)
-                cone |= dict.fromkeys(fresh)
-                pending += fresh
+        cone, sums = _made_of(op)
         seen.update(cone)
         if sums + sinkhorn.is_reduction(op) < 2 or any(value in values for value in cone):
             continue
@@ -209,6 +201,48 @@ def others(
                 yield nearly
 
 
+def with_tokens_last(ops: Iterable[Op]) -> Iterator[tuple[Value, str]]:
+    """Sinkhorn projections of [n, n, tokens], by their sums over both axes, and why no operator takes them."""
+    seen: set[Value] = set()
+    for op in ops:
+        if op.name not in _EXPONENTIALS or not op.outs or op.out in seen or not _is_square_first(op.out):
+            continue
+        cone, sums = _made_of(op)
+        seen.update(cone)
+        leaf = next(op.inputs())
+        for value in (
+            [v for v in cone if v.shape == op.out.shape][::-1] if sums > 2 and leaf.shape == op.out.shape else ()
+        ):
+            found = region(value, lambda v, leaf=leaf: v is leaf)  # type: ignore[misc]
+            if found is not None and _is_doubly_stochastic(found):
+                yield value, f"{sinkhorn.NEARLY} projection of [n, n, tokens]; the operators have the tokens first"
+                break
+
+
+def _is_doubly_stochastic(found: Region) -> bool:
+    """Whether rows and columns along the first two axes sum to 1, to a few percent, for moderate logits."""
+    generator = torch.Generator().manual_seed(2)
+    try:
+        result = found.run(torch.randn(found.shape, generator=generator, dtype=torch.float64))
+    except Exception:  # an operator that does not run as recorded is one we cannot judge
+        return False
+    return all(bool(((result.sum(axis) - 1.0).abs() < 0.1).all()) for axis in (0, 1))
+
+
+def _made_of(op: Op) -> tuple[dict[Value, None], int]:
+    """The values made of what op makes that are not larger, and how many half-steps of a Sinkhorn these can hold."""
+    cone = {op.out: None}
+    pending, sums = [op.out], 0
+    for value in pending:
+        for user in value.users:
+            small = user.target is not None and all(out.numel <= op.out.numel for out in user.outs)
+            fresh = [out for out in user.outs if small and out not in cone]
+            sums += bool(fresh) and sinkhorn.is_reduction(user)
+            cone |= dict.fromkeys(fresh)
+            pending += fresh
+    return cone, sums
+
+
 def _leaves(value: Value, cone: Collection[Value]) -> bool:
     """Whether a value, or a view of it, goes anywhere but into other small values."""
     for user in value.users:
@@ -222,6 +256,13 @@ def _leaves(value: Value, cone: Collection[Value]) -> bool:
 def _is_square(value: Value) -> bool:
     side = value.shape[-1] if len(value.shape) > 1 else 0
     return value.shape[-2:] == (side, side) and side > 1 and side * side + 2 * side <= MAX_ROWS
+
+
+def _is_square_first(value: Value) -> bool:
+    if len(value.shape) < 3 or _is_square(value):
+        return False
+    side = value.shape[0]
+    return value.shape[1] == side > 1 and side * side + 2 * side <= MAX_ROWS
 
 
 def _first_exponential(value: Value) -> Op | None:

@@ -77,6 +77,57 @@ class UnderVmap(Sublayer):
         return torch.func.vmap(torch.func.vmap(of_token))(x)  # type: ignore[no-any-return]
 
 
+class AllTokensLast(Sublayer):
+    """Streams as [n, C, tokens], and all that is made of them."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = x.flatten(0, 1).permute(1, 2, 0).contiguous().sin()
+        n, flat = self.n, x.flatten(0, 1)
+        h = (self.phi @ flat) * torch.rsqrt(flat.square().mean(0) + 1e-6)
+        pre, post, res = (h + self.bias[:, None]).split((n, n, n * n))
+        matrices = self.sinkhorn(res.unflatten(0, (n, n)))
+        layer_input = (pre.sigmoid().unsqueeze(1) * x).sum(0)
+        return 2 * post.sigmoid().unsqueeze(1) * layer_input + (matrices.unsqueeze(2) * x.unsqueeze(1)).sum(0)
+
+    def sinkhorn(self, logits: Tensor) -> Tensor:
+        p = torch.exp(logits)
+        for _ in range(10):
+            p = p / p.sum(1, keepdim=True)
+            p = p / p.sum(0, keepdim=True)
+        return p
+
+
+class OneAxisOfTokensLast(AllTokensLast):
+    def sinkhorn(self, logits: Tensor) -> Tensor:
+        p = torch.exp(logits)
+        for _ in range(10):
+            p = p / p.sum(1, keepdim=True)
+        return p
+
+
+class AllUnderVmap(Sublayer):
+    def forward(self, x: Tensor) -> Any:
+        return torch.func.vmap(self.of_token)(x.flatten(0, 1).sin())
+
+    def of_token(self, x: Tensor) -> Tensor:
+        pre, post, res = (self.project(x.flatten()) * self.rms(x.flatten())).split((self.n, self.n, self.n**2))
+        layer_input = self.pre(pre) @ x
+        return self.post(post)[:, None] * layer_input + self.matrices(res.view(self.n, self.n)).T @ x
+
+    def matrices(self, logits: Tensor) -> Tensor:
+        p = torch.softmax(logits, -1)
+        for _ in range(10):
+            p = p / (p.sum(-2, keepdim=True) + 1e-6)
+            p = p / (p.sum(-1, keepdim=True) + 1e-6)
+        return p
+
+
+class SoftmaxUnderVmap(AllUnderVmap):
+    def matrices(self, logits: Tensor) -> Tensor:
+        p = torch.softmax(logits, -1)
+        return p / (p.sum(-2, keepdim=True) + 1e-6)
+
+
 class OneAxis(Sublayer):
     def res(self, logits: Tensor) -> Tensor:
         return logits.softmax(-1)
@@ -124,6 +175,8 @@ REASONS: list[tuple[type[Sublayer], str, str]] = [
     (TokensLast, "with the tokens last, as [n, n, tokens]", "res"),
     (OneMatrixForAll, "has one matrix for all tokens", "write"),
     (UnderVmap, "computed under vmap", "gates"),
+    (AllTokensLast, "a Sinkhorn projection of [n, n, tokens]", "sinkhorn"),
+    (AllUnderVmap, "what looks like a Sinkhorn iteration is under vmap", "matrices"),
     (OneAxis, "normalises one axis only", "res"),
     (DetachedSinkhorn, "its gradient does not", "columns"),
     (ProjectionInFloat64, "computes in float64; the operators would compute that in float32", ""),
@@ -145,6 +198,12 @@ def test_reason(kind: type[Sublayer], reason: str, piece: str) -> None:
         lines, first = inspect.getsourcelines(getattr(kind, piece))
         assert told[0].location.file == __file__
         assert first <= told[0].location.line < first + len(lines)
+
+
+@pytest.mark.parametrize("kind", [OneAxisOfTokensLast, SoftmaxUnderVmap])
+def test_no_reason_for_what_is_no_sinkhorn(kind: type[Sublayer]) -> None:
+    outcome = check.run(kind(4, 6, 3, 2), (torch.randn(SHAPE),), exact=False, repeats=1)
+    assert not outcome.report.sites, str(outcome.report)
 
 
 class Convolution(Sublayer):
