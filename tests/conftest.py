@@ -36,6 +36,15 @@ def fresh_dynamo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.fixture
+def fresh_cache() -> Iterator[None]:
+    """No graph is found in a cache, where it would not be compiled again."""
+    from mhc_compile import compat
+
+    with compat.fresh_inductor_cache():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _gives_memory_back(request: pytest.FixtureRequest) -> Iterator[None]:
     """A worker that keeps what a large test took leaves none to the others on its GPU."""

@@ -1,7 +1,8 @@
 """Stage 2, recognise: hyper-connection code in the ATen record.
 
 Wide operations are found by structure (`contraction`, `projection`, `aggregate`, `combine`), the small regions between
-them by behaviour (`rms`, `affine`, `gates`, `sinkhorn`). Nothing here looks at names or at Dynamo's spelling.
+them by behaviour (`rms`, `affine`, `gates`, `sinkhorn`), and Sinkhorns without either (`free`). Nothing here looks at
+names or at Dynamo's spelling.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Container
 from dataclasses import dataclass, field, replace
 
 from mhc_compile.forms import Rms
-from mhc_compile.passes.recognise import aggregate, combine, gates, rms
+from mhc_compile.passes.recognise import aggregate, combine, free, gates, rms
 from mhc_compile.passes.recognise.affine import AffineWalk
 from mhc_compile.passes.recognise.aggregate import Aggregate
 from mhc_compile.passes.recognise.combine import Combine
@@ -141,14 +142,14 @@ def recognise(shadow: Shadow) -> Findings:
                 matrices[c.mix.res] = answer
     explained: list[Gate | Matrices] = [gate for mixture in mixtures for gate in mixture.gates.values()]
     explained += [found for found in matrices.values() if not isinstance(found, str)]
-    for value, answer in gates.others(shadow.ops, explained, known):
+    for value, answer in free.others(shadow.ops, explained, known):
         if not isinstance(answer, str):  # what the program makes of it needs no reason of its own
             for made in _cone(value):
                 misses.pop(made, None)
                 matrices.pop(made, None)
         if not _join(value, readings, mixtures, known, reader):
             matrices[value] = answer
-    matrices |= dict(gates.with_tokens_last(shadow.ops))
+    matrices |= dict(free.with_tokens_last(shadow.ops))
     left = [m for value, m in misses.items() if not understood.intersection((value, _before_factor(value, understood)))]
     return Findings(mixtures, aggregates, combines, left, matrices, reader)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,7 +13,6 @@ from mhc_compile.passes.recognise import sinkhorn
 from mhc_compile.passes.recognise.affine import Affine, AffineWalk
 from mhc_compile.passes.recognise.fewer import on_few_tokens
 from mhc_compile.passes.recognise.layout import is_movement
-from mhc_compile.passes.recognise.projection import MAX_ROWS
 from mhc_compile.passes.recognise.region import Region, Signature, region, same_gradient
 from mhc_compile.passes.shadow import Op, Value
 
@@ -144,7 +143,7 @@ class Matrices:
     ops: tuple[Op, ...]
 
 
-_EXPONENTIALS = {"exp", "autograd_function", "logsumexp", "_softmax", "_log_softmax"}
+EXPONENTIALS = {"exp", "autograd_function", "logsumexp", "_softmax", "_log_softmax"}
 _BEFORE_EXPONENTIAL = 4
 
 
@@ -173,98 +172,6 @@ def matrices(value: Value, known: Known) -> Matrices | str | None:
     return reason
 
 
-def others(
-    ops: Iterable[Op], explained: Collection[Gate | Matrices], known: Known
-) -> Iterator[tuple[Value, Matrices | str]]:
-    """Sinkhorn projections that are none of the `explained` ones nor on the way to one; and what nearly is one."""
-    seen: set[Value] = set()
-    values = {found.out if isinstance(found, Matrices) else found.value for found in explained}
-    behind = {op for found in explained for op in found.ops}
-    for op in ops:
-        if op.name not in _EXPONENTIALS or op in behind or not op.outs or not _is_square(op.out) or op.out in seen:
-            continue
-        cone, sums = _made_of(op)
-        seen.update(cone)
-        if sums + sinkhorn.is_reduction(op) < 2 or any(value in values for value in cone):
-            continue
-        last = [v for v in cone if _leaves(v, cone) or not any(sinkhorn.is_reduction(user) for user in v.users)]
-        nearly: tuple[Value, str] | None = None
-        for value in filter(_is_square, last[::-1]):
-            found = matrices(value, known)
-            if isinstance(found, Matrices):
-                yield value, found
-                break
-            if found is not None and found.startswith(sinkhorn.NEARLY):
-                nearly = value, found
-        else:
-            if nearly is not None:
-                yield nearly
-
-
-def with_tokens_last(ops: Iterable[Op]) -> Iterator[tuple[Value, str]]:
-    """Sinkhorn projections of [n, n, tokens], by their sums over both axes, and why no operator takes them."""
-    seen: set[Value] = set()
-    for op in ops:
-        if op.name not in _EXPONENTIALS or not op.outs or op.out in seen or not _is_square_first(op.out):
-            continue
-        cone, sums = _made_of(op)
-        seen.update(cone)
-        leaf = next(op.inputs())
-        for value in (
-            [v for v in cone if v.shape == op.out.shape][::-1] if sums > 2 and leaf.shape == op.out.shape else ()
-        ):
-            found = region(value, lambda v, leaf=leaf: v is leaf)  # type: ignore[misc]
-            if found is not None and _is_doubly_stochastic(found):
-                yield value, f"{sinkhorn.NEARLY} projection of [n, n, tokens]; the operators have the tokens first"
-                break
-
-
-def _is_doubly_stochastic(found: Region) -> bool:
-    """Whether rows and columns along the first two axes sum to 1, to a few percent, for moderate logits."""
-    generator = torch.Generator().manual_seed(2)
-    try:
-        result = found.run(torch.randn(found.shape, generator=generator, dtype=torch.float64))
-    except Exception:  # an operator that does not run as recorded is one we cannot judge
-        return False
-    return all(bool(((result.sum(axis) - 1.0).abs() < 0.1).all()) for axis in (0, 1))
-
-
-def _made_of(op: Op) -> tuple[dict[Value, None], int]:
-    """The values made of what op makes that are not larger, and how many half-steps of a Sinkhorn these can hold."""
-    cone = {op.out: None}
-    pending, sums = [op.out], 0
-    for value in pending:
-        for user in value.users:
-            small = user.target is not None and all(out.numel <= op.out.numel for out in user.outs)
-            fresh = [out for out in user.outs if small and out not in cone]
-            sums += bool(fresh) and sinkhorn.is_reduction(user)
-            cone |= dict.fromkeys(fresh)
-            pending += fresh
-    return cone, sums
-
-
-def _leaves(value: Value, cone: Collection[Value]) -> bool:
-    """Whether a value, or a view of it, goes anywhere but into other small values."""
-    for user in value.users:
-        if any(out not in cone for out in user.outs):
-            return True
-        if is_movement(user) and any(_leaves(out, cone) for out in user.outs):
-            return True
-    return value.is_output
-
-
-def _is_square(value: Value) -> bool:
-    side = value.shape[-1] if len(value.shape) > 1 else 0
-    return value.shape[-2:] == (side, side) and side > 1 and side * side + 2 * side <= MAX_ROWS
-
-
-def _is_square_first(value: Value) -> bool:
-    if len(value.shape) < 3 or _is_square(value):
-        return False
-    side = value.shape[0]
-    return value.shape[1] == side > 1 and side * side + 2 * side <= MAX_ROWS
-
-
 def _first_exponential(value: Value) -> Op | None:
     """The exponential behind a value that has no other behind it."""
     seen: set[Value] = set()
@@ -275,7 +182,7 @@ def _first_exponential(value: Value) -> Op | None:
         if op is None or op.target is None or (current in seen and not done):
             continue
         if done:
-            if op.name in _EXPONENTIALS:
+            if op.name in EXPONENTIALS:
                 return op
             continue
         seen.add(current)

@@ -151,3 +151,13 @@ def judge(model: nn.Module, args: Sequence[Any], names: Collection[str] = ALL) -
     fused = program(model, names)
     check.assert_as_accurate(check.compare(model, fused.call, fused.report, args))
     return fused
+
+
+def evaluate(call: Callable[..., Any], model: torch.nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """The first output of a step, and all its gradients."""
+    x = x.clone().requires_grad_()
+    model.zero_grad()
+    (y, *_) = call(x)
+    (y.sin().sum()).backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}  # type: ignore[union-attr]
+    return {"y": y.detach(), "dx": x.grad} | gradients  # type: ignore[dict-item]

@@ -7,20 +7,19 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx
-from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mhc_compile import backend, compat, kernels, passes
 from mhc_compile.testing.float64 import Float64Reference
-from tests.passes.fused import Stack, Sublayer
+from tests.passes.fused import Stack, evaluate
 from tests.zoo import check
 from tests.zoo.common import STREAMS, WIDTH
 
@@ -29,13 +28,6 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo", "fresh_cache")
 mhc = torch.ops.mhc
 ROOT = Path(__file__).parents[2]
 LAUNCH = "triton_kernel_wrapper_mutation"
-
-
-@pytest.fixture
-def fresh_cache() -> Iterator[None]:
-    """A graph that is found in a cache is not lowered again."""
-    with compat.fresh_inductor_cache():
-        yield
 
 
 @pytest.fixture
@@ -306,16 +298,18 @@ def test_symbolic_sizes_stay() -> None:
     assert _operators(graph) == ["mhc.contract.default"]
 
 
+def test_operators_stay_whole_ahead_of_time(fakes: FakeTensorMode) -> None:
+    from torch._inductor.virtualized import V
+
+    graph = _graph(_step, _arguments(fakes))
+    before = _operators(graph)
+    with V.set_aot_compilation(True):
+        assert not passes.lower(graph).lowered
+    assert _operators(graph) == before
+    assert passes.lower(graph).lowered
+
+
 # On CPU, through Inductor.
-
-
-def _evaluate(call: Callable[..., Any], model: torch.nn.Module, x: Tensor) -> dict[str, Tensor]:
-    x = x.clone().requires_grad_()
-    model.zero_grad()
-    (y, *_) = call(x)
-    (y.sin().sum()).backward()
-    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}  # type: ignore[union-attr]
-    return {"y": y.detach(), "dx": x.grad} | gradients  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize("fuse", [True, False])
@@ -325,12 +319,12 @@ def test_on_cpu(fuse: bool) -> None:
     model, x = Stack(layers=3 if fuse else 2), torch.randn(2, 9, STREAMS, WIDTH)
     options = {} if fuse else {"mhc.fuse.boundary": False, "mhc.fuse.boundary_backward": False}
     reference = Float64Reference(model)
-    exact = _evaluate(reference, reference.module, x.double())
+    exact = evaluate(reference, reference.module, x.double())
     errors = {}
     for lower in (False, True):
         torch._dynamo.reset()
         compiled = torch.compile(model, backend="mhc", options=options | {"mhc.lower": lower})
-        values = _evaluate(compiled, model, x)
+        values = evaluate(compiled, model, x)
         errors[lower] = {name: check.error(values[name], exact[name]) for name in exact}
         assert backend.last_report is not None
         assert bool(backend.last_report.lowered) == lower
@@ -432,91 +426,3 @@ def test_kernels_compile_to_what_a_launch_compiles_to() -> None:
         # A float arrives in 64 bits and is rounded once; nothing else is done in them.
         found.pop("cvt.rn.f32.f64", None)
         assert found == row["launched"] == many[row["kernel"]], row["kernel"]
-
-
-# On a GPU.
-
-
-class Chain(torch.nn.Module):
-    """Sublayers whose layer is an identity: with the operators' kernels deterministic, so is all of it."""
-
-    def __init__(self, layers: int, width: int) -> None:
-        super().__init__()
-        self.sublayers = torch.nn.ModuleList(Sublayer(width=width) for _ in range(layers))
-        for sublayer in self.sublayers:
-            sublayer.layer = torch.nn.Identity()  # type: ignore[assignment]
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        for sublayer in self.sublayers:
-            x = sublayer(x)
-        return (x,)
-
-
-def _chain(dtype: torch.dtype, tokens: int = 200, width: int = 256) -> tuple[Chain, Tensor]:
-    return Chain(4, width).cuda(), torch.randn(tokens, STREAMS, width, device="cuda", dtype=dtype)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 37, 256, 4096])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_bitwise_as_whole_operators(dtype: torch.dtype, tokens: int) -> None:
-    model, x = _chain(dtype, tokens)
-    whole = _evaluate(torch.compile(model, backend="mhc", options={"mhc.lower": False}, dynamic=False), model, x)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="mhc", dynamic=False)
-    values = _evaluate(compiled, model, x)
-    assert backend.last_report is not None
-    assert backend.last_report.lowered["boundary"] == 3
-    for name, value in values.items():
-        assert torch.equal(value, whole[name]), name
-
-
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
-@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
-def test_on_a_gpu(mode: str | None) -> None:
-    """A training step against float64, with two token counts, the mode's in CUDA graphs; no operator is called."""
-    model, x = _chain(torch.float32)
-    reference = Float64Reference(model)
-    compiled = torch.compile(model, backend="mhc", mode=mode, dynamic=False)
-    for part in (x, x[:77]):
-        exact = _evaluate(reference, reference.module, part.double())
-        eager = _evaluate(model, model, part)
-        _, code = run_and_get_code(_evaluate, compiled, model, part)
-        assert code
-        assert not any("torch.ops.mhc" in text for text in code)
-        for _ in range(3):  # CUDA graphs warm up, record and replay
-            torch.compiler.cudagraph_mark_step_begin()
-            values = _evaluate(compiled, model, part)
-        for name, value in exact.items():
-            error, limit = check.error(values[name], value), check.error(eager[name], value)
-            assert error <= max(2 * limit, 32 * torch.finfo(torch.float32).eps), name
-
-
-def test_operators_stay_whole_ahead_of_time(fakes: FakeTensorMode) -> None:
-    from torch._inductor.virtualized import V
-
-    graph = _graph(_step, _arguments(fakes))
-    before = _operators(graph)
-    with V.set_aot_compilation(True):
-        assert not passes.lower(graph).lowered
-    assert _operators(graph) == before
-    assert passes.lower(graph).lowered
-
-
-@pytest.mark.gpu
-def test_gradients_of_streams_save_memory() -> None:
-    """Without the fused boundary, a chain's backward keeps one gradient of streams fewer than it would."""
-    width, tokens = 1024, 4096
-    options = {"mhc.fuse.boundary": False, "mhc.fuse.boundary_backward": False}
-    peaks = []
-    for lower in (False, True):
-        torch._dynamo.reset()
-        model, x = _chain(torch.bfloat16, tokens, width)
-        compiled = torch.compile(model, backend="mhc", options=options | {"mhc.lower": lower}, dynamic=False)
-        _evaluate(compiled, model, x)
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        _evaluate(compiled, model, x)
-        peaks.append(torch.cuda.max_memory_allocated())
-    assert peaks[1] <= peaks[0]

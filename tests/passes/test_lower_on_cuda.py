@@ -1,0 +1,87 @@
+"""Lowering on a GPU, through Inductor: a step of a chain as its operators would compute it, in no more memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+
+from mhc_compile import backend
+from mhc_compile.testing.float64 import Float64Reference
+from tests.passes.fused import Sublayer, evaluate
+from tests.zoo import check
+from tests.zoo.common import STREAMS
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_dynamo", "fresh_cache")]
+
+
+class Chain(torch.nn.Module):
+    """Sublayers whose layer is an identity: with the operators' kernels deterministic, so is all of it."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.sublayers = torch.nn.ModuleList(Sublayer(width=width) for _ in range(layers))
+        for sublayer in self.sublayers:
+            sublayer.layer = torch.nn.Identity()  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        for sublayer in self.sublayers:
+            x = sublayer(x)
+        return (x,)
+
+
+def _chain(dtype: torch.dtype, tokens: int = 200, width: int = 256) -> tuple[Chain, Tensor]:
+    return Chain(4, width).cuda(), torch.randn(tokens, STREAMS, width, device="cuda", dtype=dtype)
+
+
+@pytest.mark.parametrize("tokens", [1, 37, 256, 4096])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bitwise_as_whole_operators(dtype: torch.dtype, tokens: int) -> None:
+    model, x = _chain(dtype, tokens)
+    whole = evaluate(torch.compile(model, backend="mhc", options={"mhc.lower": False}, dynamic=False), model, x)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="mhc", dynamic=False)
+    values = evaluate(compiled, model, x)
+    assert backend.last_report is not None
+    assert backend.last_report.lowered["boundary"] == 3
+    for name, value in values.items():
+        assert torch.equal(value, whole[name]), name
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_on_a_gpu(mode: str | None) -> None:
+    """A training step against float64, with two token counts, the mode's in CUDA graphs; no operator is called."""
+    model, x = _chain(torch.float32)
+    reference = Float64Reference(model)
+    compiled = torch.compile(model, backend="mhc", mode=mode, dynamic=False)
+    for part in (x, x[:77]):
+        exact = evaluate(reference, reference.module, part.double())
+        eager = evaluate(model, model, part)
+        _, code = run_and_get_code(evaluate, compiled, model, part)
+        assert code
+        assert not any("torch.ops.mhc" in text for text in code)
+        for _ in range(3):  # CUDA graphs warm up, record and replay
+            torch.compiler.cudagraph_mark_step_begin()
+            values = evaluate(compiled, model, part)
+        for name, value in exact.items():
+            error, limit = check.error(values[name], value), check.error(eager[name], value)
+            assert error <= max(2 * limit, 32 * torch.finfo(torch.float32).eps), name
+
+
+def test_gradients_of_streams_save_memory() -> None:
+    """Without the fused boundary, a chain's backward keeps one gradient of streams fewer than it would."""
+    width, tokens = 1024, 4096
+    options = {"mhc.fuse.boundary": False, "mhc.fuse.boundary_backward": False}
+    peaks = []
+    for lower in (False, True):
+        torch._dynamo.reset()
+        model, x = _chain(torch.bfloat16, tokens, width)
+        compiled = torch.compile(model, backend="mhc", options=options | {"mhc.lower": lower}, dynamic=False)
+        evaluate(compiled, model, x)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        evaluate(compiled, model, x)
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert peaks[1] <= peaks[0]
