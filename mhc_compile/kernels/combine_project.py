@@ -32,6 +32,8 @@ TOKENS, COLUMNS = 64, 64
 WARPS, STAGES = 8, 2
 # Chunks that the blocks of a group are cut into.
 CHUNKS = 8
+# The most blocks of a group that are stored one by one: C up to 8,192.
+MOST_BLOCKS = 32
 
 
 @gluon.jit
@@ -211,8 +213,9 @@ def forward(
         programs = tiles * GROUPS * (chunks * chunk // (cut[0] * cut[1]))
         return int(triton.cdiv(programs, processors(x.device)) * (cut[0] * cut[1] + 1))
 
-    # Chunks of a program, and blocks of such a chunk.
-    each, chunk_blocks = min([(chunks, chunk), (1, chunk), (1, 1)], key=rounds)
+    # Chunks of a program, and blocks of such a chunk; not single blocks where the reader would have to unroll too many.
+    cuts = [(chunks, chunk), (1, chunk), *([(1, 1)] if chunks * chunk <= MOST_BLOCKS else [])]
+    each, chunk_blocks = min(cuts, key=rounds)
     stored = GROUPS * (chunks * chunk // (each * chunk_blocks))
     h = torch.empty(stored, rows, tokens, dtype=torch.float32, device=x.device)
     squares = torch.empty(stored, tokens, dtype=torch.float32, device=x.device)

@@ -206,15 +206,16 @@ def project_kernel(x, phi, norm_weight, h_part, squares_part, M, C, stride_m, st
 
 @triton.jit
 def partial_sum(base, mask, stored, stride, GROUP: tl.constexpr, CHUNK: tl.constexpr):
-    """The sum of base[s * stride] over the stored partial sums, at most GROUPS groups of GROUP chunks of CHUNK.
+    """The sum of base[s * stride] over the stored partial sums, groups of GROUP chunks of CHUNK.
 
     A chunk's are added in order, a group's chunks, and then the groups: what a program does itself where there are many
-    tokens. No load waits for another.
+    tokens. The loads of one group do not wait for each other; all at once would take minutes to compile.
     """
-    for group in tl.static_range(4):
+    total = tl.zeros(mask.shape, tl.float32)
+    for start in range(0, stored, GROUP * CHUNK):
         for chunk in tl.static_range(GROUP):
             for block in tl.static_range(CHUNK):
-                s = (group * GROUP + chunk) * CHUNK + block
+                s = start + chunk * CHUNK + block
                 v = tl.load(base + s * stride, mask=mask & (s < stored), other=0.0)
                 if block == 0:
                     of_chunk = v
@@ -224,10 +225,7 @@ def partial_sum(base, mask, stored, stride, GROUP: tl.constexpr, CHUNK: tl.const
                 of_group = of_chunk
             else:
                 of_group += of_chunk
-        if group == 0:
-            total = of_group
-        else:
-            total += of_group
+        total += of_group
     return total
 
 

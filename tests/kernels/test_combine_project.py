@@ -72,6 +72,27 @@ def test_sizes_that_it_is_not_for(n: int, width: int, monkeypatch: pytest.Monkey
     assert not combine_project.fits(*_arguments(n, width))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("width", [1280, 4096, 7168, 8192, 16384])
+@pytest.mark.parametrize("tokens", [1, 128, 129, 1000, 4000])
+def test_what_is_stored(tokens: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block of columns is in one partial sum, and the reader's unrolled loop has at most 32 loads."""
+    programs: list[int] = []
+    monkeypatch.setattr(combine_project, "launch", lambda kernel, grid, *args, **options: programs.append(grid[0]))
+    monkeypatch.setattr(combine_project, "split_ahead", lambda phi, *args: phi)
+    monkeypatch.setattr(combine_project, "processors", lambda device: 132)
+    x, f = torch.empty(tokens, 2, width, dtype=BF16), torch.empty(tokens, width, dtype=BF16)
+    gates = torch.empty(tokens, 2), torch.empty(tokens, 2, 2)
+    partials = combine_project.forward(f, gates[0], x, gates[1], torch.empty(8, 2 * width), None, x)
+    assert partials.stored == combine_project.GROUPS * partials.group * partials.chunk
+    assert partials.group * partials.chunk <= 32
+    tiles, blocks = -(-tokens // 64), -(-width // 64)
+    assert programs == [tiles * partials.stored]
+    if tokens <= 128:
+        assert partials.stored >= (blocks if blocks <= 128 else blocks // 8)
+    if tokens == 4000:
+        assert partials.stored == combine_project.GROUPS
+
+
 @GPU
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize(
