@@ -105,12 +105,14 @@ def _leaves(value: Value, cone: Collection[Value]) -> bool:
 
 
 def _is_square(value: Value) -> bool:
-    side = value.shape[-1] if len(value.shape) > 1 else 0
-    return value.shape[-2:] == (side, side) and side > 1 and side * side + 2 * side <= MAX_ROWS
+    return _are_sides(value.shape[-2:])
 
 
 def _is_square_first(value: Value) -> bool:
-    if len(value.shape) < 3 or _is_square(value):
-        return False
-    side = value.shape[0]
-    return value.shape[1] == side > 1 and side * side + 2 * side <= MAX_ROWS
+    return _are_sides(value.shape[:2]) and not _is_square(value)
+
+
+def _are_sides(sizes: tuple[int, ...]) -> bool:
+    """Whether these are the sides of a matrix that mixes streams."""
+    side = sizes[0] if len(sizes) == 2 else 0
+    return sizes == (side, side) and side > 1 and side * side + 2 * side <= MAX_ROWS
