@@ -16,7 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.zoo import near_gates, near_mixing, near_streams, spellings  # noqa: F401  (they register near misses)
+from tests.zoo import (  # noqa: F401  (they register near misses)
+    near_flat,
+    near_gates,
+    near_mixing,
+    near_streams,
+    near_whole,
+    spellings,
+)
 from tests.zoo.near import MISSES
 
 Pick = Callable[[Sequence[Any]], Any]
@@ -395,7 +402,7 @@ def _nearly(pick: Pick) -> Program:
     n = pick([4, 2, 3])
     batch, length, width = pick([2, n]), pick([3, n, 3, 130]), pick([6, n])
     source = f"""
-from tests.zoo import near_gates, near_mixing, near_streams
+from tests.zoo import near_flat, near_gates, near_mixing, near_streams, near_whole
 from tests.zoo.near import MISSES
 
 

@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.zoo import check, near_forms, near_gates, near_mixing, near_streams  # noqa: F401  (they register near misses)
+from tests.zoo import (  # noqa: F401  (they register near misses)
+    check,
+    near_flat,
+    near_forms,
+    near_gates,
+    near_mixing,
+    near_streams,
+    near_whole,
+)
 from tests.zoo.near import MISSES, Sublayer
 
 pytestmark = [
