@@ -127,20 +127,22 @@ def recorded(recorder: Recorder) -> Iterator[None]:
 
 
 @functools.cache
+def gpu(device: torch.device) -> tuple[int, int]:
+    """`capability` and `processors`; those of the measured GPU, and 1, where there is none."""
+    if device.type != "cuda":
+        return 90, 1
+    properties = torch.cuda.get_device_properties(device)
+    return 10 * properties.major + properties.minor, properties.multi_processor_count
+
+
+def capability(device: torch.device) -> int:
+    """Compute capability, 90 for 9.0."""
+    return gpu(device)[0]
+
+
 def processors(device: torch.device) -> int:
     """The number of multiprocessors, by which grids are sized (never results)."""
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
-def capability(device: torch.device) -> int:
-    """Compute capability, 90 for 9.0; that of the measured GPU where there is none."""
-    if device.type != "cuda":
-        return 90
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
+    return gpu(device)[1]
 
 
 def blocks_each(width: int, block: int, tiles: int, waves: int, device: torch.device) -> int:

@@ -29,6 +29,7 @@ from mhc_compile.kernels import (
     aggregate,
     boundary_gradients,
     combine_project,
+    common,
     expand_combine,
     generate_mix,
     generate_mix_and_aggregate,
@@ -73,8 +74,8 @@ def _calls(n: int, width: int, tokens: int, dtype: torch.dtype) -> None:
 
 def _few(n: int, width: int, dtype: torch.dtype) -> None:
     """One token on a GPU, whose processors are too many for it: partial sums are stored one by one."""
-    many = {"processors": lambda device: 132}
-    with mock.patch.multiple(projection, **many), mock.patch.multiple(combine_project, **many):
+    arch, _ = common.gpu(torch.device("cpu"))
+    with mock.patch.object(common, "gpu", return_value=(arch, 132)):
         _calls(n, width, 1, dtype)
 
 
@@ -187,7 +188,7 @@ def _registers(cubin: bytes, ptx: str, arch: int) -> tuple[int, int]:
 
 
 def compile_cases(arch: int, names: list[str]) -> Iterator[dict[str, Any]]:
-    projection.capability = lambda device: arch
+    common.gpu = lambda device: (arch, 1)  # type: ignore[assignment]
     seen: set[str] = set()
     for case in names:
         for kernel, bound, options in _recorded(CASES[case]):

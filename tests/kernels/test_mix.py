@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mhc_compile.forms import Gates, Rms, Sinkhorn
-from mhc_compile.kernels import generate_mix, generate_mix_and_aggregate, head, projection
+from mhc_compile.kernels import common, generate_mix, generate_mix_and_aggregate, head
 from tests.kernels.cases import (
     DEVICE,
     FORMS,
@@ -213,7 +213,7 @@ def test_a_token_does_not_depend_on_the_batch(dtype: torch.dtype, monkeypatch: p
     """Bitwise: slices of a batch, other tokens replaced, and a repeated run."""
     if DEVICE == "cpu":
         # As on a GPU, whole groups of partial sums are stored of the batch, and single ones of the slices.
-        monkeypatch.setattr(projection, "processors", lambda device: 5)
+        monkeypatch.setattr(common, "gpu", lambda device: (90, 5))
     tokens = 150 if DEVICE == "cpu" else 3000
     width = 300 if DEVICE == "cpu" else 1280
     case = mix_case(tokens, 2 if DEVICE == "cpu" else 4, width, dtype=dtype)

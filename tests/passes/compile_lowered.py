@@ -6,7 +6,6 @@ each kernel with the instructions that decide its results, as Inductor's code co
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import json
 import re
@@ -53,11 +52,6 @@ class Driver:
 def pretend() -> None:
     """Let everything believe in the GPU."""
     kernels._has_tensor_cores = lambda index: True  # type: ignore[assignment]
-    for name in ("common", "aggregate", "expand_combine", "mix", "projection"):
-        module = importlib.import_module(f"mhc_compile.kernels.{name}")
-        for function, value in (("processors", 132), ("capability", 90)):
-            if hasattr(module, function):
-                setattr(module, function, lambda device, value=value: value)
     triton.runtime.driver.set_active(Driver())
     DeviceProperties.create = classmethod(lambda kind, device: kind(**PROPERTIES))  # type: ignore[method-assign,assignment]
     torch.cuda.is_available = lambda: True

@@ -35,21 +35,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> FakeTensorMode:
     """Fake tensors on an H100 that need not exist."""
     pytest.importorskip("triton")
     monkeypatch.setattr(kernels, "_has_tensor_cores", lambda index: True)
-    modules = (
-        "common",
-        "aggregate",
-        "boundary_gradients",
-        "combine_project",
-        "expand_combine",
-        "mix",
-        "one_pass",
-        "projection",
-    )
-    for name in modules:
-        module = importlib.import_module(f"mhc_compile.kernels.{name}")
-        for function, value in (("processors", 132), ("capability", 90)):
-            if hasattr(module, function):
-                monkeypatch.setattr(module, function, lambda device, value=value: value)
+    monkeypatch.setattr(importlib.import_module("mhc_compile.kernels.common"), "gpu", lambda device: (90, 132))
     return FakeTensorMode()
 
 
