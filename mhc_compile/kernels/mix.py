@@ -30,7 +30,6 @@ from mhc_compile.kernels.expand_combine import reduce_partial_sums
 from mhc_compile.kernels.gates import affine, rms_factor, rms_gradient, sinkhorn, sinkhorn_backward
 from mhc_compile.kernels.input_norm import InputNorm, norm_backward, normed_rows, row_tile
 from mhc_compile.kernels.projection import (
-    GROUPS,
     Affine,
     Partials,
     backward_products,
@@ -39,6 +38,8 @@ from mhc_compile.kernels.projection import (
     partial_sum,
     project,
     store_gradient,
+    store_sums,
+    tokens_to_add,
 )
 
 
@@ -61,11 +62,7 @@ def _mix_tile(h_part, squares_part, scale, bias, h_pre, h_post, h_res, h, ms, hi
     live3 = valid & live[None, None, :]
     k3 = 2 * N + i3 * N + o3
     # Every thread adds up some rows of h, and reads those of its own token when all are there.
-    k = tl.arange(0, KP)[:, None]
-    tok_k = (first + tl.arange(0, LIVE))[None, :]
-    k_live = (tok_k < tokens) & (k < K)
-    total = partial_sum(h_part + k * tokens + tok_k, k_live, stored, K * tokens, GROUP, CHUNK)
-    tl.store(h + tok_k * K + k, total, mask=k_live)
+    store_sums(h_part, h, first + tl.arange(0, LIVE), tokens, stored, K, KP, GROUP, CHUNK)
     mean = partial_sum(squares_part + tok, live, stored, tokens, GROUP, CHUNK) * inverse_columns
     r = rms_factor(mean, rms_eps, RMS_MODE)
     tl.store(ms + tok, mean, mask=live)
@@ -289,10 +286,7 @@ def forward_mix(
     form = sinkhorn or Sinkhorn()
     tile = tile_for("aggregate", n, x.element_size()) if norm is None else row_tile(width)
     block_t, block_m, block_c = gate_tokens(n), tile.tokens, tile.columns
-    padded_rows = triton.next_power_of_2(rows)
-    # So many tokens that a thread adds up 8 rows of h, or 2 where there are many partial sums of few tokens.
-    rows_each = 8 if partials.stored <= GROUPS else 2
-    live = min(block_t, max(1, rows_each * 128 // padded_rows))
+    live = min(block_t, tokens_to_add(partials, rows))
     mix_programs = triton.cdiv(tokens, live)
     token_tiles = triton.cdiv(tokens, block_m) if aggregate else 1
     blocks = blocks_each(width, block_c, token_tiles, 4, x.device)
@@ -309,8 +303,8 @@ def forward_mix(
             HAS_WEIGHT=norm is not None and norm.weight is not None, N=n, NP=triton.next_power_of_2(n), K=rows,
             RMS_MODE=rms.mode, START=form.start, FIRST=form.first, CLAMP=form.clamp, LOG=form.log_domain,
             ODD=form.steps % 2 == 1, GROUPED=group_scale(scale, rows), AGGREGATE=aggregate,
-            GROUP=partials.group, CHUNK=partials.chunk, KP=padded_rows, LIVE=live, BLOCK_T=block_t, BLOCK_M=block_m,
-            BLOCK_C=block_c, num_warps=tile.warps,
+            GROUP=partials.group, CHUNK=partials.chunk, KP=triton.next_power_of_2(rows), LIVE=live, BLOCK_T=block_t,
+            BLOCK_M=block_m, BLOCK_C=block_c, num_warps=tile.warps,
         )  # fmt: skip
     return result
 

@@ -42,6 +42,9 @@ from mhc_compile.kernels.config import tile_for
 MAX_BLOCK_K = 64
 # Groups of chunks that the partial sums are stored in when there are many tokens.
 GROUPS = 4
+_GROUPS = tl.constexpr(GROUPS)
+# Partial sums that a thread asks for before it adds them up, if a group is not more.
+_LOADS = tl.constexpr(32)
 # Programs per processor that the split over tokens aims at in the backward products.
 WAVES = 5
 # Splitting phi ahead of the projection costs a launch; below this many token tiles it is split in place.
@@ -86,6 +89,11 @@ class Partials:
     stored: int
     group: int
     chunk: int = 1
+
+
+def most_rows(x: torch.Tensor) -> int:
+    """Of phi, for one program: shared memory and registers hold 128 rows of bf16 parts from Hopper on."""
+    return 128 if x.dtype == torch.bfloat16 and capability(x.device) >= 90 else MAX_BLOCK_K
 
 
 def block_k(rows: int, limit: int = MAX_BLOCK_K) -> int:
@@ -209,24 +217,36 @@ def partial_sum(base, mask, stored, stride, GROUP: tl.constexpr, CHUNK: tl.const
     """The sum of base[s * stride] over the stored partial sums, groups of GROUP chunks of CHUNK.
 
     A chunk's are added in order, a group's chunks, and then the groups: what a program does itself where there are many
-    tokens. The loads of one group do not wait for each other; all at once would take minutes to compile.
+    tokens. Up to 32 loads do not wait for each other; all of some hundred would take minutes to compile.
     """
+    AT_ONCE: tl.constexpr = max(1, min(_GROUPS, _LOADS // (GROUP * CHUNK)))
     total = tl.zeros(mask.shape, tl.float32)
-    for start in range(0, stored, GROUP * CHUNK):
-        for chunk in tl.static_range(GROUP):
-            for block in tl.static_range(CHUNK):
-                s = start + chunk * CHUNK + block
-                v = tl.load(base + s * stride, mask=mask & (s < stored), other=0.0)
-                if block == 0:
-                    of_chunk = v
+    for start in range(0, stored, AT_ONCE * GROUP * CHUNK):
+        for group in tl.static_range(AT_ONCE):
+            for chunk in tl.static_range(GROUP):
+                for block in tl.static_range(CHUNK):
+                    s = start + (group * GROUP + chunk) * CHUNK + block
+                    v = tl.load(base + s * stride, mask=mask & (s < stored), other=0.0)
+                    if block == 0:
+                        of_chunk = v
+                    else:
+                        of_chunk += v
+                if chunk == 0:
+                    of_group = of_chunk
                 else:
-                    of_chunk += v
-            if chunk == 0:
-                of_group = of_chunk
-            else:
-                of_group += of_chunk
-        total += of_group
+                    of_group += of_chunk
+            total += of_group
     return total
+
+
+@triton.jit
+def store_sums(h_part, h, tok, tokens, stored, K: tl.constexpr, KP: tl.constexpr, GROUP: tl.constexpr,
+               CHUNK: tl.constexpr):  # fmt: skip
+    """h [M, K] of these tokens from its partial sums."""
+    k = tl.arange(0, KP)[:, None]
+    mask = (tok < tokens)[None, :] & (k < K)
+    sums = partial_sum(h_part + k * tokens + tok[None, :], mask, stored, K * tokens, GROUP, CHUNK)
+    tl.store(h + tok[None, :] * K + k, sums, mask=mask)
 
 
 @triton.jit(do_not_specialize=["M", "stored"])
@@ -236,12 +256,9 @@ def collect_kernel(h_part, squares_part, h, ms, M, stored, inverse_columns, K: t
     tokens = M.to(tl.int64)
     tok = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     live = tok < tokens
-    k = tl.arange(0, BLOCK_K)[:, None]
-    mask = live[None, :] & (k < K)
     squares = partial_sum(squares_part + tok, live, stored, tokens, GROUP, 1)
-    v = partial_sum(h_part + k * tokens + tok[None, :], mask, stored, K * tokens, GROUP, 1)
     tl.store(ms + tok, squares * inverse_columns, mask=live)
-    tl.store(h + tok[None, :] * K + k, v, mask=mask)
+    store_sums(h_part, h, tok, tokens, stored, K, BLOCK_K, GROUP, 1)
 
 
 @triton.jit
@@ -295,9 +312,7 @@ def project(x: torch.Tensor, phi: torch.Tensor, norm_weight: torch.Tensor | None
     norm_weight = None if norm_weight is None else norm_weight.contiguous()
     rows = phi.shape[0]
     cut = cut_columns(n, width)
-    # Shared memory and registers hold 128 rows of bf16 parts from Hopper on.
-    large = x.dtype == torch.bfloat16 and capability(x.device) >= 90
-    rows_block = block_k(rows, 128 if large else MAX_BLOCK_K)
+    rows_block = block_k(rows, most_rows(x))
     tile = tile_for("project", n, x.element_size())
     tiles = triton.cdiv(tokens, tile.tokens)
     groups = triton.cdiv(cut.total, cut.group)
@@ -545,7 +560,8 @@ def backward_products(
     columns = n * width
     need_dx, need_dphi, _, _, need_dnorm = needs
     need_sum = need_dphi or (need_dnorm and norm_weight is not None)
-    kb = block_k(rows)
+    # All rows at once need one launch and read x once.
+    kb = block_k(rows, most_rows(x) if rows <= most_rows(x) else MAX_BLOCK_K)
     blocks_k = triton.cdiv(rows, kb)
     tile = tile_for("products", n, x.element_size())
     block_m, block_c = tile.tokens, tile.columns
@@ -616,6 +632,13 @@ def reduce_parameters(
     return dphi, dscale, dbias, dnorm
 
 
+def tokens_to_add(partials: Partials, rows: int) -> int:
+    """So many for 4 warps that a thread adds up 8 of their numbers, or 1 where a number has many partial sums."""
+    each = 8 if partials.stored <= GROUPS else 1
+    tokens: int = each * 128 // triton.next_power_of_2(rows)
+    return max(1, tokens)
+
+
 def narrow_tile(rows: int) -> tuple[int, int]:
     """(tokens, padded rows) of a program that holds all K values of its tokens, 32 to a thread of 4 warps."""
     padded: int = triton.next_power_of_2(rows)
@@ -635,12 +658,12 @@ def forward(
     if tokens == 0:
         return h, ms
     partials = project(flat, phi, norm_weight)
-    block_t, block = narrow_tile(rows)
+    block_t = tokens_to_add(partials, rows)
     with on_device(x):
         launch(
             collect_kernel, (triton.cdiv(tokens, block_t),),
             partials.h, partials.squares, h, ms, tokens, partials.stored, 1.0 / (n * width), K=rows,
-            GROUP=partials.group, BLOCK_K=block, BLOCK_T=block_t, num_warps=4,
+            GROUP=partials.group, BLOCK_K=triton.next_power_of_2(rows), BLOCK_T=block_t, num_warps=4,
         )  # fmt: skip
     return h, ms
 
