@@ -223,6 +223,13 @@ extern "C" void backward(const Form* given, const float* h, const float* ms, con
     }
 }
 
+// From here on sums of products alone, each product rounded together with its sum.
+#ifdef __clang__
+#pragma STDC FP_CONTRACT ON
+#else
+#pragma GCC optimize("fp-contract=fast")
+#endif
+
 // Sums of blocks are summed, so that errors grow with neither.
 static float product(const float* a, const float* b, long width) {
     constexpr long BLOCK = 64 * LANES;
@@ -310,4 +317,45 @@ extern "C" void project(const float* x, const float* phi, float* h, float* ms, l
             ms[first + t] = product(token[t], token[t], width) / width;
         }
     }
+}
+
+// Tokens and vectors of columns at once, and the columns and tokens that go together through memory.
+constexpr int TOKENS = 3, VECTORS = 4, COLUMNS = 512, GROUP = 8 * TOKENS;
+
+template <int... pair>
+static inline void spread(V* sums, float const* const* given, const float* row, long k,
+                          std::integer_sequence<int, pair...>) {
+    V left[] = {all(given[0][k]), all(given[1][k]), all(given[2][k])};
+    V right[] = {load(row), load(row + LANES), load(row + 2 * LANES), load(row + 3 * LANES)};
+    ((sums[pair] += left[pair / VECTORS] * right[pair % VECTORS]), ...);
+}
+
+// d_x[m, c] = sum over k of d_h[m, k] * phi[k, c], in this order, of [tokens, rows] and [rows, width].
+extern "C" void unproject(const float* d_h, const float* phi, float* d_x, long rows, long width, long tokens,
+                          long threads) {
+    constexpr long STEP = VECTORS * LANES;
+    #pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (long group = 0; group < tokens; group += GROUP)
+        for (long block = 0; block < width; block += COLUMNS)
+            for (long first = group; first < group + GROUP && first < tokens; first += TOKENS) {
+                const float* given[TOKENS];
+                // Past the end the last one again.
+                for (int t = 0; t < TOKENS; t++) given[t] = d_h + rows * (first + t < tokens ? first + t : tokens - 1);
+                const long end = block + COLUMNS < width ? block + COLUMNS : width;
+                long c = block;
+                for (; c + STEP <= end; c += STEP) {
+                    V sums[TOKENS * VECTORS] = {};
+                    for (long k = 0; k < rows; k++)
+                        spread(sums, given, phi + width * k + c, k,
+                               std::make_integer_sequence<int, TOKENS * VECTORS>());
+                    for (int t = 0; t < TOKENS && first + t < tokens; t++)
+                        std::memcpy(d_x + width * (first + t) + c, sums + VECTORS * t, STEP * sizeof(float));
+                }
+                for (; c < end; c++)
+                    for (int t = 0; t < TOKENS && first + t < tokens; t++) {
+                        float sum = 0;
+                        for (long k = 0; k < rows; k++) sum += given[t][k] * phi[width * k + c];
+                        d_x[width * (first + t) + c] = sum;
+                    }
+            }
 }

@@ -84,7 +84,8 @@ def _library(n: int) -> Any:
     library.backward.argtypes = [ctypes.POINTER(_Form), *[address] * 12, *[whole] * 4]
     library.products.argtypes = [*[address] * 3, *[whole] * 5]
     library.project.argtypes = [*[address] * 4, *[whole] * 4]
-    for function in (library.forward, library.backward, library.products, library.project):
+    library.unproject.argtypes = [*[address] * 3, *[whole] * 4]
+    for function in (library.forward, library.backward, library.products, library.project, library.unproject):
         function.restype = None
     return library
 
@@ -241,10 +242,13 @@ def _backward(
     assert dms is not None
     dh = dh if d_h is None else dh + rows_of(d_h)
     dms = dms if d_ms is None else dms + d_ms.reshape(-1)
-    wide_needs = (needs[0], needs[1], needs[4])
-    dx, dphi, dnorm_weight = projection_gradients(
-        dh, None, x, phi, norm_weight, wide_needs, dx_dtype=accumulation_dtype(x)
-    )
+    library = _library(x.shape[-2]) if needs[0] and _suits(dh) and dh.numel() > 0 else None
+    wide_needs, dtype = (needs[0] and library is None, needs[1], needs[4]), accumulation_dtype(x)
+    dx, dphi, dnorm_weight = projection_gradients(dh, None, x, phi, norm_weight, wide_needs, dx_dtype=dtype)
+    if library is not None:
+        dx = dh.new_empty(x.shape)
+        weight = weighted_phi(phi, norm_weight, dtype).contiguous()
+        _run(library.unproject, (), (dh, weight, dx), (*phi.shape, len(dh)))
     return (
         dh.new_empty(0) if dx is None else dx.view(x.shape),
         h_pre,

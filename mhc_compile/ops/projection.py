@@ -104,11 +104,11 @@ def gradients(
     dtype, streams = accumulation_dtype(x), tokens_of(x)
     weight = weighted_phi(phi, norm_weight, dtype)
     dx = streams.new_empty(streams.shape, dtype=dx_dtype) if needs[0] else None
-    product = torch.zeros_like(weight) if needs[1] or needs[2] else None
+    product = torch.zeros_like(weight) if streams.shape[0] == 0 else None
     for tokens in token_chunks(streams):
         flat = upcast(streams[tokens], dtype).flatten(-2)
-        if product is not None:
-            product.addmm_(dh[tokens].T, flat)
+        if needs[1] or needs[2]:
+            product = dh[tokens].T @ flat if product is None else product.addmm_(dh[tokens].T, flat)
         if dx is not None:
             part = matmul_rows(dh[tokens], weight)
             if dms is not None:

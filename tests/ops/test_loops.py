@@ -90,6 +90,22 @@ def test_tokens_do_not_depend_on_each_other(threads: int) -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize(("n", "width", "tokens"), [(4, 40, 37), (3, 7, 5), (2, 300, 26), (8, 129, 3), (1, 1, 1)])
+def test_products_with_phi(n: int, width: int, tokens: int) -> None:
+    """Forward and backward, where tiles of columns and tokens are whole and where they are not."""
+    torch.manual_seed(0)
+    k = n * n + 2 * n
+    x, phi, d_h = torch.randn(tokens, n, width), torch.randn(k, n * width), torch.randn(tokens, k)
+    parameters = (phi, torch.ones(3), torch.zeros(k), None)
+    *_, h, ms = torch.ops.mhc._mix(x, *parameters)
+    gradients = (None, None, None, None, d_h, None)
+    dx = torch.ops.mhc._mix_backward(*gradients, x, *parameters, h, ms, [True, *[False] * 4])[0]
+    flat = x.flatten(1).double()
+    exact = [flat @ phi.double().t(), flat.square().mean(-1), (d_h.double() @ phi.double()).view(x.shape)]
+    for error in _error([h, ms, dx], exact):
+        assert error < 3e-7
+
+
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """The references do the same, and it is said once."""
 
