@@ -11,7 +11,7 @@ from mhc_compile.kernels import boundary_gradients, combine_project, expand_comb
 from mhc_compile.kernels.common import empty_gradient, nothing, token_view, wanted
 from mhc_compile.kernels.input_norm import input_norm
 from mhc_compile.kernels.mix import backward_gates
-from mhc_compile.kernels.projection import reduce_parameters
+from mhc_compile.kernels.products import reduce_parameters
 
 
 def forward(

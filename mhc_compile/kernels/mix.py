@@ -29,18 +29,8 @@ from mhc_compile.kernels.config import gate_tokens, tile_for
 from mhc_compile.kernels.expand_combine import reduce_partial_sums
 from mhc_compile.kernels.gates import affine, rms_factor, rms_gradient, sinkhorn, sinkhorn_backward
 from mhc_compile.kernels.input_norm import InputNorm, norm_backward, normed_rows, row_tile
-from mhc_compile.kernels.projection import (
-    Affine,
-    Partials,
-    backward_products,
-    dh_parts,
-    no_tokens,
-    partial_sum,
-    project,
-    store_gradient,
-    store_sums,
-    tokens_to_add,
-)
+from mhc_compile.kernels.products import Affine, backward_products, dh_parts, no_tokens, store_gradient
+from mhc_compile.kernels.projection import Partials, partial_sum, project, store_sums, tokens_to_add
 
 
 @triton.jit

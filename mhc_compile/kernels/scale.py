@@ -17,7 +17,8 @@ from mhc_compile.kernels.common import (
     wanted,
 )
 from mhc_compile.kernels.gates import affine, rms_factor, rms_gradient
-from mhc_compile.kernels.projection import narrow_tile, no_tokens, reduce_affine
+from mhc_compile.kernels.products import no_tokens, reduce_affine
+from mhc_compile.kernels.projection import narrow_tile
 
 
 @triton.jit

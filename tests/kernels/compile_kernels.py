@@ -34,6 +34,7 @@ from mhc_compile.kernels import (
     generate_mix,
     generate_mix_and_aggregate,
     head,
+    products,
     projection,
     scale,
     sinkhorn,
@@ -67,7 +68,7 @@ def _calls(n: int, width: int, tokens: int, dtype: torch.dtype) -> None:
     sinkhorn.backward(sinkhorn.forward(logits, sinkhorn=Sinkhorn()), logits, sinkhorn=Sinkhorn())
     aggregate.backward(aggregate.forward(x, pre), x, pre, [True] * 2)
     if dtype == torch.bfloat16 and n <= 4:
-        dh = projection.dh_parts(x, rows)
+        dh = products.dh_parts(x, rows)
         combine_project.forward(f, post, x, res, phi, norm, x)
         boundary_gradients.backward(x, f, x, f, x, f, x, phi, norm, dh, ms, pre.t().contiguous(), post, res)
 
@@ -98,7 +99,7 @@ def _bf16_gates(n: int, width: int, tokens: int) -> None:
     post, res = torch.empty(tokens, n, dtype=torch.bfloat16), torch.empty(tokens, n, n, dtype=torch.bfloat16)
     phi, ms, pre = torch.empty(rows, n * width), torch.empty(tokens), torch.empty(n, tokens)
     combine_project.forward(f, post, x, res, phi, None, x)
-    dh = projection.dh_parts(x, rows)
+    dh = products.dh_parts(x, rows)
     boundary_gradients.backward(x, f, x, f, x, f, x, phi, None, dh, ms, pre, post, res)
 
 
