@@ -232,6 +232,8 @@ def saved(inputs: tuple[Tensor | None, ...], output: tuple[Tensor, ...]) -> tupl
     return (*inputs, *output[-2:])
 
 
+# Which outputs phi, scale, bias and norm_weight have a part in: the gates, or the layer input, and h.
+REACHES = {1: (0, 1, 2, 3), 2: (0, 1, 2), 3: (0, 1, 2), 4: (0, 1, 2, 3)}
 ARGUMENTS = "Tensor x, Tensor phi, Tensor scale, Tensor bias, Tensor? norm_weight"
 SAVED = f"{ARGUMENTS}, Tensor h, Tensor ms, bool[] needs, Tensor? d_x=None"
 GRADIENTS = "(Tensor, Tensor, Tensor, Tensor, Tensor)"

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -149,12 +150,15 @@ def differentiate(
     drop: Sequence[str] = (),
     last: str | None = None,
     with_needs: bool = True,
+    reaches: Mapping[int, Sequence[int]] = MappingProxyType({}),
 ) -> None:
     """Register `backward_operator(*gradients, *keep, *rest, needs, **scalars)` as the backward of `operator`.
 
     tensors: how many leading arguments are differentiable; keep: the tensors saved, from (inputs, output);
     rest: further positional arguments of the backward, from the inputs; drop: scalars that it does not take;
-    last: the name of the last tensor saved, where the backward takes it behind `needs`, if there is one.
+    last: the name of the last tensor saved, where the backward takes it behind `needs`, if there is one;
+    reaches: the outputs that an argument has a part in, where these are not all. Without a gradient of one of them it
+    has none, and not zeros, which an optimizer with weight decay would take for a reason to change it.
     """
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Scalars, output: Any) -> None:
@@ -172,6 +176,8 @@ def differentiate(
         # An omitted optional argument has no entry in needs_input_grad.
         needs = [*ctx.needs_input_grad[:tensors]]
         needs += [False] * (tensors - len(needs))
+        for argument, outputs in reaches.items():
+            needs[argument] = needs[argument] and any(gradients[output] is not None for output in outputs)
         if all(gradient is None for gradient in gradients) or not any(needs):
             return tuple([None] * ctx.inputs)
         saved, named = ctx.saved_tensors, {}

@@ -139,4 +139,5 @@ differentiate(
     ),
     keep=_mix.saved,
     tensors=5,
+    reaches=_mix.REACHES,
 )

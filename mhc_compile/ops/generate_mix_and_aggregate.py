@@ -219,4 +219,5 @@ differentiate(
     tensors=6,
     drop=("out_dtype",),
     last="input_norm_weight",
+    reaches={**_mix.REACHES, 5: (0,)},
 )

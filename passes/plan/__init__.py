@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from mhc_compile.forms import Rms
+from mhc_compile.passes.plan.gradients import check_gradients, reached_by_gradients
 from mhc_compile.passes.plan.mix import mix_site
 from mhc_compile.passes.plan.reasons import iteration_under_vmap, near_misses, unread_gates, unused_rows
 from mhc_compile.passes.plan.roles import connections
@@ -58,6 +59,7 @@ def plan(shadow: Shadow, findings: Findings, *, input_norms: bool | None) -> Pla
     """
     sites: list[Site] = []
     declined: list[Declined] = []
+    reached = reached_by_gradients(shadow) if findings.mixtures else set()
 
     def consider(what: str, node: fx.Node, *makers: Callable[[], Site]) -> bool:
         """Accept the first of several sites that can be; the reason against the first is the one told."""
@@ -66,6 +68,8 @@ def plan(shadow: Shadow, findings: Findings, *, input_norms: bool | None) -> Pla
             try:
                 site = make()
                 check_surroundings(shadow, site)
+                if isinstance(site, MixSite):
+                    check_gradients(reached, site)
             except Decline as reason:
                 reasons.append(str(reason))
             else:

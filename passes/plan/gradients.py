@@ -1,0 +1,62 @@
+"""Whether gradients come back to all gates of a site, or to some of them alone.
+
+An operator gives phi, scale and bias one gradient each. Where these are put together from parameters of their own for
+each gate, and no gradient comes back to one of the gates (a sublayer's output is detached, say), eager code leaves its
+parameters without a gradient; the operator would give them zeros, by which weight decay or momentum move them.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from mhc_compile import compat
+from mhc_compile.passes.plan.sites import Decline, MixSite, Rows
+from mhc_compile.passes.shadow import Shadow, Value, tensors_of
+
+
+def reached_by_gradients(shadow: Shadow) -> set[fx.Node]:
+    """The nodes to which a gradient can come back from the graph's results, as far as the graph decides that."""
+    found: set[fx.Node] = set()
+    writing = {node for node, _ in shadow.writes}
+
+    def passes_on(user: fx.Node) -> bool:
+        if user.op == "output" or user in writing or not compat.is_plain_call(user):
+            return True
+        return user in found and any(tensor.requires_grad for tensor in tensors_of(user))
+
+    for node in reversed(shadow.graph.nodes):
+        if any(passes_on(user) for user in node.users):
+            found.add(node)
+    return found
+
+
+def check_gradients(reached: set[fx.Node], site: MixSite) -> None:
+    """Refuse a site that would give zeros to parameters that have no gradient."""
+    gates = [("h_pre", site.pre), ("h_post", site.post), ("h_res", site.res)]
+    groups = [(name, gate, rows) for (name, gate), rows in zip(gates, site.groups, strict=False) if gate is not None]
+    moved = {name: not reached.isdisjoint(_nodes(gate.value)) for name, gate, _ in groups}
+    if len(set(moved.values())) < 2:
+        return
+    shared = {value for name, _, rows in groups if moved[name] for value in _parameters(rows)}
+    for name, _, rows in groups:
+        if not moved[name] and any(_requires_gradient(value) for value in _parameters(rows) - shared):
+            others = " and ".join(other for other in moved if moved[other])
+            raise Decline(
+                f"no gradient comes back to {name} (it, or all that is made of it, is detached), but to {others}; "
+                f"the parameters of {name} alone, which have none, would get zeros"
+            )
+
+
+def _parameters(rows: Rows) -> set[Value]:
+    """What the program multiplies and adds: a phi whose rows make these numbers, and parts of scale and bias."""
+    vectors = [*rows.scale, *(vector for term in rows.bias for vector in term)]
+    return {rows.projection.out, *(vector.base for vector in vectors if vector.base is not None)}
+
+
+def _requires_gradient(value: Value) -> bool:
+    return any(tensor.requires_grad for node in _nodes(value) for tensor in tensors_of(node))
+
+
+def _nodes(value: Value) -> list[fx.Node]:
+    """The nodes of the program that hold a value, or the one that makes it on the way."""
+    return list(value.nodes) or ([] if value.op is None else [value.op.node])

@@ -1,0 +1,97 @@
+"""Parameters that have no gradient in eager code have none: zeros would be a step for weight decay and momentum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mhc_compile import ops, passes
+from tests.zoo.check import rewriting
+
+N, C = 4, 8
+
+
+class Sublayer(nn.Module):
+    """A connection whose gates have parameters of their own; `cut` says to which of them no gradient comes back."""
+
+    def __init__(self, cut: str, apart: bool, norm: bool) -> None:
+        super().__init__()
+        self.cut, self.apart, self.norm = cut, apart, norm
+        self.phi = nn.Parameter(torch.randn(24, N * C) * 0.1)
+        self.parts = nn.ParameterList([torch.randn(k, N * C) * 0.1 for k in (N, N, N * N)])
+        self.scales = nn.ParameterList([torch.ones(()) for _ in range(3)])
+        self.biases = nn.ParameterList([torch.zeros(k) for k in (N, N, N * N)])
+        self.gain = nn.Parameter(torch.ones(C))
+        self.layer = nn.Linear(C, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(-2)
+        r = torch.rsqrt(flat.square().mean(-1, keepdim=True) + 1e-6)
+        whole = (F.linear(flat, self.phi) * r).split([N, N, N * N], -1)
+        h = [F.linear(flat, part) * r for part in self.parts] if self.apart else whole
+        pre, post, res = (h[i] * self.scales[i] + self.biases[i] for i in range(3))
+        m = res.unflatten(-1, (N, N)).softmax(-1) + 1e-6
+        m = m / (m.sum(-2, keepdim=True) + 1e-6)
+        u = (pre.sigmoid().unsqueeze(-1) * x).sum(-2)
+        if self.norm:
+            u = F.rms_norm(u, (C,), self.gain, 1e-6)
+        f, gate = self.layer(u), 2 * post.sigmoid()
+        if self.cut == "detached layer":
+            f = f.detach()
+        elif self.cut == "layer without grad":
+            with torch.no_grad():
+                f = f * 1.0
+        elif self.cut == "h_res":
+            m = m.detach()
+        elif self.cut == "all gates":
+            f, gate, m = f.detach(), gate.detach(), m.detach()
+        return gate.unsqueeze(-1) * f.unsqueeze(-2) + m.transpose(-1, -2) @ x
+
+
+def _gradients(call: Callable[[Tensor], Tensor], model: nn.Module) -> dict[str, Tensor | None]:
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(1)
+    x = torch.randn(2, 3, N, C, requires_grad=True)
+    call(x).square().sum().backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()} | {"x": x.grad}
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("cut", ["nowhere", "detached layer", "layer without grad", "h_res", "all gates"])
+def test_what_has_no_gradient_has_none(cut: str, apart: bool, norm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes, "INPUT_NORMS", True)
+    torch.manual_seed(0)
+    model = Sublayer(cut, apart, norm)
+    eager = _gradients(model, model)
+    call, report = rewriting(model)
+    found = _gradients(call, model)
+    assert {name for name, value in found.items() if value is None} == {
+        name for name, value in eager.items() if value is None
+    }
+    for name, value in eager.items():
+        if value is not None:
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+    operators = {site.op for site in report.rewritten}
+    assert "expand_combine" in operators
+    if cut in ("nowhere", "all gates"):
+        assert "generate_mix_and_aggregate" in operators
+
+
+def test_operators_give_none_where_no_output_is_used() -> None:
+    x, f = torch.randn(3, N, C, requires_grad=True), torch.randn(3, C, requires_grad=True)
+    parameters = [torch.randn(24, N * C, requires_grad=True), torch.ones(3), torch.zeros(24)]
+    parameters = [p.detach().requires_grad_() for p in parameters]
+    gain = torch.ones(C, requires_grad=True)
+    u, post, res = ops.generate_mix_and_aggregate(x, *parameters, input_norm_weight=gain, input_norm_eps=1e-6)
+    used = torch.autograd.grad(post.sum(), [x, *parameters, gain], allow_unused=True, retain_graph=True)
+    assert [g is not None for g in used] == [True, True, True, True, False]
+    assert all(g is not None for g in torch.autograd.grad(u.sum(), [x, *parameters, gain]))
+    new = ops.boundary(f, None, post.detach(), x, res.detach(), *parameters)[0]
+    used = torch.autograd.grad(new.sum(), [f, x, *parameters], allow_unused=True)
+    assert [g is not None for g in used] == [True, True, False, False, False]
