@@ -26,7 +26,8 @@ _LIMIT = 200
 
 
 def unused_rows(sites: list[MixSite]) -> list[Declined]:
-    """Projections of which only some rows were understood: the others are somebody's gates too."""
+    """Projections of which only some rows were understood: the others are gates too, if anybody reads them."""
+    made_by_sites = {value for site in sites for value in site.targets()}
     used: dict[Value, set[int]] = {}
     projections: dict[Value, Projection] = {}
     for group in (group for site in sites for group in site.groups):
@@ -35,7 +36,7 @@ def unused_rows(sites: list[MixSite]) -> list[Declined]:
     found = []
     for out, projection in projections.items():
         rest = projection.rows - len(used[out])
-        if rest and out.op is not None:
+        if rest and out.op is not None and _is_read(out, made_by_sites):
             share = f"{rest} of the projection's {projection.rows} rows"
             reason = f"{share} make gates that were not recognised; they, and what uses them, stay as they are"
             made = projection.x.op
@@ -45,6 +46,19 @@ def unused_rows(sites: list[MixSite]) -> list[Declined]:
                 )
             found.append(Declined("gate", reason, out.op.node))
     return found
+
+
+def _is_read(out: Value, made_by_sites: set[Value]) -> bool:
+    """Whether anything but the sites reads a value, or what is made of it."""
+    seen, pending = {out}, [out]
+    while pending:
+        for op in pending.pop().users:
+            if op.target is None or any(value.is_output for value in op.outs):
+                return True
+            fresh = [value for value in op.outs if value not in seen and value not in made_by_sites]
+            seen.update(fresh)
+            pending += fresh
+    return False
 
 
 def near_misses(findings: Findings, aggregates: list[Aggregate], sites: list[Site]) -> Iterator[Declined]:

@@ -40,7 +40,7 @@ def check_surroundings(shadow: Shadow, site: Site) -> None:
     touched = read | _memory(held for node in nodes for held in (node, *node.all_input_nodes))
     _refuse_writes(shadow, touched, "a tensor that takes part", first, last)
     # The backward pass needs them as they are; the program may have kept copies of its own.
-    _refuse_writes(shadow, read, "a tensor that the backward pass reads", first)
+    _refuse_writes(shadow, read, "a tensor that a backward pass would read", first)
     if isinstance(site, (CombineSite, AggregateSite)):
         # It may take a gate from the operator that makes it, so the gate must be as it was when it was made.
         for gate in (node for value in site.gates() for node in value.nodes):

@@ -183,15 +183,25 @@ def _join(
 
 
 def _final(aggregates: list[Aggregate]) -> list[Aggregate]:
-    """Without sums that only go on to be scaled, or seen, as others of the same streams."""
+    """Without sums that only go on to be scaled, or seen, as others of the same streams.
+
+    And without sums of such sums: pooled over tokens, they would pass for sums of tokens times n streams.
+    """
+    counts = {(a.out, a.x): a.streams.n for a in aggregates}
     later: set[tuple[Value, Value]] = set()
+    pooled: set[tuple[Value, Value]] = set()
     for a in aggregates:
         for value in a.op.inputs():
-            later.add((value, a.x))
-            while value.op is not None and is_movement(value.op) and len(value.users) == 1 and not value.is_output:
+            while True:
+                if (value, a.x) in pooled or counts.get((value, a.x), a.streams.n) < a.streams.n:
+                    pooled.add((a.out, a.x))
+                else:
+                    later.add((value, a.x))
+                if value.op is None or not is_movement(value.op) or len(value.users) != 1 or value.is_output:
+                    break
                 value = next(value.op.inputs())
-                later.add((value, a.x))
-    return [a for a in aggregates if (a.out, a.x) not in later or len(a.out.users) > 1 or a.out.is_output]
+    plain = [a for a in aggregates if (a.out, a.x) not in pooled]
+    return [a for a in plain if (a.out, a.x) not in later or len(a.out.users) > 1 or a.out.is_output]
 
 
 def _cone(out: Value) -> dict[Value, None]:

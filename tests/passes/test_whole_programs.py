@@ -152,6 +152,38 @@ def test_matrices_of_which_only_the_transpose_is_read() -> None:
     _assert_complete(MixedByTheTranspose(N, WIDTH, LENGTH, BATCH), torch.randn(BATCH, LENGTH, N, WIDTH))
 
 
+class ReadAlone(nn.Module):
+    """A head with a projection of 24 rows, of which it uses `rows`; what it reads is pooled over tokens, or not."""
+
+    def __init__(self, pooled: str, rows: str = "unused") -> None:
+        super().__init__()
+        self.pooled, self.rows = pooled, rows
+        self.phi, self.bias = random_phi(24, N * WIDTH), random_parameter(24, std=0.3)
+
+    def forward(self, x: Tensor) -> Any:
+        flat = x.flatten(-2)
+        h = F.linear(flat, self.phi) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + 1e-6) + self.bias
+        pre, _, res = h.split(ROWS, -1)
+        u = (pre.sigmoid().unsqueeze(-1) * x).sum(-2)
+        if self.pooled:
+            u = {"mean": u.mean(1), "sum": u.sum(1), "scaled": u.mean((0, 1), keepdim=True) * 0.5}[self.pooled]
+        return (u, res.tanh()) if self.rows == "read" else u
+
+
+@pytest.mark.parametrize("pooled", ["", "mean", "sum", "scaled"])
+def test_a_head_pooled_over_tokens(pooled: str) -> None:
+    """The sum over tokens behind the sum over streams is not a sum over more streams."""
+    outcome = check.run(ReadAlone(pooled), (torch.randn(BATCH, LENGTH, N, WIDTH),))
+    assert outcome.operators == ["head"]
+    check.assert_as_accurate(outcome)
+
+
+@pytest.mark.parametrize("rows", ["unused", "read"])
+def test_rows_that_nothing_reads_are_not_missed(rows: str) -> None:
+    outcome = check.run(ReadAlone("", rows), (torch.randn(BATCH, LENGTH, N, WIDTH),))
+    assert len(outcome.report.declined) == (rows == "read")
+
+
 def test_the_maximum_of_one_token_is_no_bias() -> None:
     _assert_complete(OneTokenShifted(N, WIDTH, 1, 1), torch.randn(1, 1, N, WIDTH))
 
