@@ -15,7 +15,13 @@ from torch import fx
 from mhc_compile.forms import Rms
 from mhc_compile.passes.plan.gradients import check_gradients, reached_by_gradients
 from mhc_compile.passes.plan.mix import mix_site
-from mhc_compile.passes.plan.reasons import iteration_under_vmap, near_misses, unread_gates, unused_rows
+from mhc_compile.passes.plan.reasons import (
+    broken_iterations,
+    iteration_under_vmap,
+    near_misses,
+    unread_gates,
+    unused_rows,
+)
 from mhc_compile.passes.plan.roles import connections
 from mhc_compile.passes.plan.sites import (
     AggregateSite,
@@ -104,6 +110,7 @@ def plan(shadow: Shadow, findings: Findings, *, input_norms: bool | None) -> Pla
     _single_operators(findings, free, sites, consider)
     misses = list(near_misses(findings, free, sites))
     misses += unread_gates(findings, sites, declined)
+    misses += broken_iterations(sites)
     if not sites and not misses:
         misses += iteration_under_vmap(shadow)
     if not misses:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from mhc_compile.passes.plan.sites import AggregateSite, CombineSite, Declined, MixSite, SinkhornSite, Site
+from mhc_compile.passes.plan.sites import AggregateSite, CombineSite, Declined, MixSite, SinkhornSite, Site, said
 from mhc_compile.passes.recognise import Findings, aggregate, combine
 from mhc_compile.passes.recognise.aggregate import Aggregate
 from mhc_compile.passes.recognise.gates import Matrices
@@ -19,6 +19,7 @@ from mhc_compile.passes.shadow import Op, Shadow, Value
 # lie between the division and the sum: an eps, a clamp.
 _NORMALISING = {"truediv", "itruediv", "div", "div_", "sub", "isub", "sub_"}
 _HALF_STEPS = 4
+_SCALING = {"mul", "mul_", "imul", "where", "masked_fill", "masked_fill_", "clamp", "add", "iadd", "add_"}
 _BEFORE_DIVISION = 4
 _AFFINE = {"add", "sub", "rsub", "mul", "div", "neg"}
 # How far the use of a gate, and the source of logits, are followed through small values.
@@ -185,6 +186,39 @@ def iteration_under_vmap(shadow: Shadow) -> Iterator[Declined]:
     if len(steps) >= _HALF_STEPS:
         reason = "what looks like a Sinkhorn iteration is under vmap, which is not looked into: compute it from"
         yield Declined("sinkhorn", f"{reason} [..., n, n] at once", steps[-1])
+
+
+def broken_iterations(sites: list[Site]) -> Iterator[Declined]:
+    """Sinkhorn iterations with something else between their steps, of which only those before it were found."""
+    for site in sites:
+        if isinstance(site, MixSite):
+            made = [] if site.res is None else [site.res.value]
+        else:
+            made = [site.matrices.out] if isinstance(site, SinkhornSite) else []
+        for value in made:
+            after = _as_large_behind(value)
+            steps = [node for node in after if _normalises(node)]
+            if len(steps) >= _HALF_STEPS // 2:
+                between = next((node for node in after if _spelled(node) in _SCALING), None)
+                what = f"{_spelled(between)} ({said(between)})" if between is not None else "something else"
+                reason = f"goes through {what} and is divided by its sums {len(steps)} times more"
+                told = f"the result of a Sinkhorn projection {reason}; what comes before that is rewritten"
+                yield Declined("sinkhorn", told, steps[0])
+
+
+def _as_large_behind(value: Value) -> list[fx.Node]:
+    """The program's steps after a value, in order, from values as large to values as large."""
+    pending = [value]
+    nodes: dict[fx.Node, None] = {}
+    for held in pending:
+        for op in held.users:
+            fresh = [out for out in op.outs if out.numel == value.numel and out not in pending]
+            pending += fresh
+            if fresh:
+                nodes[op.node] = None
+        if len(pending) > _LIMIT:
+            break
+    return list(nodes)
 
 
 def _normalises(node: fx.Node) -> bool:
