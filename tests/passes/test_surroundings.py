@@ -283,7 +283,9 @@ class _WidensTheSum(Sublayer):
 def test_streams_that_are_written_to_later_stay_eager() -> None:
     outcome = check.run(_WritesLater(N, C, 3, 2), (torch.randn(2, N, 3, C),))
     check.assert_as_accurate(outcome)
-    assert any("a backward pass would read" in str(site.reason) for site in outcome.report.declined), str(outcome.report)
+    assert any("a backward pass would read" in str(site.reason) for site in outcome.report.declined), str(
+        outcome.report
+    )
 
 
 def test_a_cast_to_float64_is_not_part_of_an_operator() -> None:
