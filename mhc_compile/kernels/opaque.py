@@ -69,21 +69,25 @@ class Launch:
     def __init__(
         self, kernel: Opaque, grid: Sequence[int], places: Sequence[int], rest: Sequence[Any], options: dict[str, Any]
     ) -> None:
-        self._kernel, self._grid, self._places, self._rest, self._options = kernel, tuple(grid), places, rest, options
+        self._kernel, self._grid, self._places, self._options = kernel, tuple(grid), places, options
+        self._rest = list(rest)
         self._constants = [options[name] for name in kernel.kernel.arg_names[len(rest) :]]
         self._compiled: dict[Any, Callable[..., Any]] = {}
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> None:
-        args = list(self._rest)
+        args, misaligned = self._rest.copy(), 0
         for place, tensor in zip(self._places, tensors, strict=True):
             args[place] = tensor
-        given = self._kernel.aligned(args)
+            misaligned |= tensor.data_ptr() % 16
+        given = self._kernel.aligned(args) if misaligned else args
         # The numbers are those of this launch, and tensors are aligned: their types are what is left.
         key = (tensors[0].device, *[tensor.dtype for tensor in tensors])
         with on_device(tensors[0]):
-            if key in self._compiled:
-                self._compiled[key](*given, *self._constants)
+            start = self._compiled.get(key)
+            if start is not None:
+                start(*given, *self._constants)
             else:
                 compiled = self._kernel.kernel[self._grid](*given, **self._options)
                 self._compiled[key] = compiled[(*self._grid, 1, 1)[:3]]
-        self._kernel.put_back(args, given)
+        if misaligned:
+            self._kernel.put_back(args, given)

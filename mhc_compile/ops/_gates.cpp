@@ -3,6 +3,7 @@
 // other token.
 
 #include <cmath>
+#include <cstdint>
 #include <cstring>
 #include <utility>
 #include <vector>
@@ -230,33 +231,60 @@ extern "C" void backward(const Form* given, const float* h, const float* ms, con
 #pragma GCC optimize("fp-contract=fast")
 #endif
 
-// Sums of blocks are summed, so that errors grow with neither.
-static float product(const float* a, const float* b, long width) {
-    constexpr long BLOCK = 64 * LANES;
+// The upper half of a float.
+struct Half {
+    uint16_t bits;
+};
+
+static inline V load(const float* at) {
+    V value;
+    std::memcpy(&value, at, sizeof value);
+    return value;
+}
+
+static inline V load(const Half* at) {
+    typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+    typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
+    Halves halves;
+    std::memcpy(&halves, at, sizeof halves);
+    Bits bits = __builtin_convertvector(halves, Bits) << 16;
+    V value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static inline float number(float x) { return x; }
+
+static inline float number(Half x) {
+    uint32_t bits = (uint32_t)x.bits << 16;
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+// Columns whose sum is one term of a longer sum, so that errors grow with neither.
+constexpr long BLOCK = 64 * LANES;
+
+template <typename A, typename B> static float product(const A* a, const B* b, long width) {
     float total = 0;
     for (long begin = 0; begin < width; begin += BLOCK) {
         long c = begin, end = begin + BLOCK < width ? begin + BLOCK : width;
         V parts[4] = {};
         for (; c + 4 * LANES <= end; c += 4 * LANES)
             #pragma GCC unroll 4
-            for (int part = 0; part < 4; part++) {
-                V left, right;
-                std::memcpy(&left, a + c + part * LANES, sizeof left);
-                std::memcpy(&right, b + c + part * LANES, sizeof right);
-                parts[part] += left * right;
-            }
+            for (int part = 0; part < 4; part++) parts[part] += load(a + c + part * LANES) * load(b + c + part * LANES);
         V sums = (parts[0] + parts[1]) + (parts[2] + parts[3]);
         float sum = 0;
         for (int lane = 0; lane < LANES; lane++) sum += sums[lane];
-        for (; c < end; c++) sum += a[c] * b[c];
+        for (; c < end; c++) sum += number(a[c]) * number(b[c]);
         total += sum;
     }
     return total;
 }
 
-// out[m, i, o] = <a[m, i], b[m, o]> of [tokens, rows, width] and [tokens, others, width].
-extern "C" void products(const float* a, const float* b, float* out, long rows, long others, long width, long tokens,
-                         long threads) {
+template <typename A, typename B>
+static void products_of(const A* a, const B* b, float* out, long rows, long others, long width, long tokens,
+                        long threads) {
     #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (long m = 0; m < tokens; m++)
         for (long i = 0; i < rows; i++)
@@ -265,58 +293,86 @@ extern "C" void products(const float* a, const float* b, float* out, long rows, 
                     product(a + (m * rows + i) * width, b + (m * others + o) * width, width);
 }
 
+// out[m, i, o] = <a[m, i], b[m, o]> of [tokens, rows, width] and [tokens, others, width]; whether a and b are halves.
+extern "C" void products(const void* a, const void* b, float* out, int half_a, int half_b, long rows, long others,
+                         long width, long tokens, long threads) {
+    auto run = [&](auto* of_a, auto* of_b) { products_of(of_a, of_b, out, rows, others, width, tokens, threads); };
+    if (half_a) half_b ? run((const Half*)a, (const Half*)b) : run((const Half*)a, (const float*)b);
+    else half_b ? run((const float*)a, (const Half*)b) : run((const float*)a, (const float*)b);
+}
+
 // Tokens and rows whose products are summed at once, to load less than is multiplied.
 constexpr int T = 4, R = 3;
 
-static inline V load(const float* at) {
-    V value;
-    std::memcpy(&value, at, sizeof value);
-    return value;
-}
-
 // The pairs one by one: in a loop over them, compilers keep the sums in memory.
 template <int... pair>
-static inline void multiply(V* sums, float const* const* token, float const* const* row, long c, long end,
+static inline void multiply(V* sums, float const* const* token, float const* const* row, long end,
                             std::integer_sequence<int, pair...>) {
-    for (; c < end; c += LANES) {
+    for (long c = 0; c < end; c += LANES) {
         V left[] = {load(token[0] + c), load(token[1] + c), load(token[2] + c), load(token[3] + c)};
         V right[] = {load(row[0] + c), load(row[1] + c), load(row[2] + c)};
         ((sums[pair] += left[pair / R] * right[pair % R]), ...);
     }
 }
 
-// h[m, k] = <x[m], phi[k]> and ms[m] = mean(x[m]^2) of [tokens, width] and [rows, width], rows <= K. The order of a sum
-// is the same wherever in a tile it lies.
-extern "C" void project(const float* x, const float* phi, float* h, float* ms, long rows, long width, long tokens,
-                        long threads) {
-    constexpr int BLOCK = 64 * LANES;
-    const long whole = width - width % LANES;
+// A block of columns as floats: where it is, or in `room`.
+static inline const float* widened(const float* block, float*, long) { return block; }
+
+static inline const float* widened(const Half* block, float* room, long columns) {
+    long c = 0;
+    for (; c + LANES <= columns; c += LANES) {
+        V value = load(block + c);
+        std::memcpy(room + c, &value, sizeof value);
+    }
+    for (; c < columns; c++) room[c] = number(block[c]);
+    return room;
+}
+
+template <typename X>
+static void project_of(const X* x, const float* phi, float* h, float* ms, long rows, long width, long tokens,
+                       long threads) {
     #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (long first = 0; first < tokens; first += T) {
+        float room[T][BLOCK], squares[T] = {};
         const float* token[T];
         const float* row[R];
         V total[K + R][T] = {};
-        // Past the end the last one again, and so for rows.
-        for (int t = 0; t < T; t++) token[t] = x + width * (first + t < tokens ? first + t : tokens - 1);
-        for (long begin = 0; begin < whole; begin += BLOCK) {
-            long end = begin + BLOCK < whole ? begin + BLOCK : whole;
+        float rest[K][T] = {};
+        for (long begin = 0; begin < width; begin += BLOCK) {
+            long columns = begin + BLOCK < width ? BLOCK : width - begin, whole = columns - columns % LANES;
+            for (int t = 0; t < T; t++) {
+                // Past the end the last one again, and so for rows.
+                long m = first + t < tokens ? first + t : tokens - 1;
+                token[t] = widened(x + width * m + begin, room[t], columns);
+                squares[t] += product(token[t], token[t], columns);
+            }
             for (long k = 0; k < rows; k += R) {
-                for (int r = 0; r < R; r++) row[r] = phi + width * (k + r < rows ? k + r : rows - 1);
+                for (int r = 0; r < R; r++) row[r] = phi + width * (k + r < rows ? k + r : rows - 1) + begin;
                 V sums[T * R] = {};
-                multiply(sums, token, row, begin, end, std::make_integer_sequence<int, T * R>());
+                multiply(sums, token, row, whole, std::make_integer_sequence<int, T * R>());
                 for (int pair = 0; pair < T * R; pair++) total[k + pair % R][pair / R] += sums[pair];
             }
+            for (long k = 0; k < rows && whole < columns; k++)
+                for (int t = 0; t < T; t++)
+                    for (long c = whole; c < columns; c++) rest[k][t] += token[t][c] * phi[width * k + begin + c];
         }
         for (int t = 0; t < T && first + t < tokens; t++) {
             for (long k = 0; k < rows; k++) {
                 float sum = 0;
                 for (int lane = 0; lane < LANES; lane++) sum += total[k][t][lane];
-                for (long c = whole; c < width; c++) sum += token[t][c] * phi[width * k + c];
-                h[rows * (first + t) + k] = sum;
+                h[rows * (first + t) + k] = sum + rest[k][t];
             }
-            ms[first + t] = product(token[t], token[t], width) / width;
+            ms[first + t] = squares[t] / width;
         }
     }
+}
+
+// h[m, k] = <x[m], phi[k]> and ms[m] = mean(x[m]^2) of [tokens, width] and [rows, width], rows <= K; whether x are
+// halves. The order of a sum is the same wherever in a tile it lies.
+extern "C" void project(const void* x, const float* phi, float* h, float* ms, int half_x, long rows, long width,
+                        long tokens, long threads) {
+    auto run = [&](auto* of_x) { project_of(of_x, phi, h, ms, rows, width, tokens, threads); };
+    half_x ? run((const Half*)x) : run((const float*)x);
 }
 
 // Tokens and vectors of columns at once, and the columns and tokens that go together through memory.

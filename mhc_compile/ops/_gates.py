@@ -41,6 +41,8 @@ from mhc_compile.ops.scale import fake as fake_scale
 log = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
+# What streams the loops read.
+_STREAMS = (torch.float32, torch.bfloat16)
 # What a thread should have to do at least: waking one costs as much as some ten tokens.
 _TOKENS_OF_A_THREAD = 128
 
@@ -79,20 +81,24 @@ def _library(n: int) -> Any:
     except Exception as error:  # whatever is wrong with the compiler, the references do without
         log.warning("the gates run operator by operator, because their loop could not be compiled: %s", error)
         return None
-    whole, address = ctypes.c_long, ctypes.c_void_p
+    whole, address, flag = ctypes.c_long, ctypes.c_void_p, ctypes.c_int
     library.forward.argtypes = [ctypes.POINTER(_Form), *[address] * 7, *[whole] * 4]
     library.backward.argtypes = [ctypes.POINTER(_Form), *[address] * 12, *[whole] * 4]
-    library.products.argtypes = [*[address] * 3, *[whole] * 5]
-    library.project.argtypes = [*[address] * 4, *[whole] * 4]
+    library.products.argtypes = [*[address] * 3, *[flag] * 2, *[whole] * 5]
+    library.project.argtypes = [*[address] * 4, flag, *[whole] * 4]
     library.unproject.argtypes = [*[address] * 3, *[whole] * 4]
     for function in (library.forward, library.backward, library.products, library.project, library.unproject):
         function.restype = None
     return library
 
 
-def _suits(*tensors: Tensor) -> bool:
+def _suits(*tensors: Tensor, dtypes: Sequence[torch.dtype] = (torch.float32,)) -> bool:
     """Whether the loops can read these."""
-    return all(t.device.type == "cpu" and t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
+    return all(t.device.type == "cpu" and t.dtype in dtypes and t.is_contiguous() for t in tensors)
+
+
+def _is_half(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.bfloat16
 
 
 def _run(function: Any, form: tuple[_Form, ...], tensors: Sequence[Tensor | None], sizes: Sequence[int]) -> None:
@@ -158,12 +164,13 @@ def _narrow_backward(
 
 def products(n: int, a: Tensor, b: Tensor) -> Tensor:
     """out[..., i, o] = <a[..., i], b[..., o]>, accumulated in float32 (float64); n names the library."""
-    library = _library(n) if _suits(a, b) and a.numel() > 0 else None
-    shape = (*a.shape[:-1], b.shape[-2])
+    library = _library(n) if _suits(a, b, dtypes=_STREAMS) and a.numel() > 0 else None
+    shape, dtype = (*a.shape[:-1], b.shape[-2]), accumulation_dtype(a)
     if library is None:
-        return settle(stream_products(tokens_of(a), tokens_of(b)), shape, accumulation_dtype(a))
-    out = a.new_empty(shape)
-    _run(library.products, (), (a, b, out), (a.shape[-2], b.shape[-2], a.shape[-1], a.shape[:-2].numel()))
+        return settle(stream_products(tokens_of(a), tokens_of(b)), shape, dtype)
+    out = a.new_empty(shape, dtype=dtype)
+    sizes = (a.shape[-2], b.shape[-2], a.shape[-1], a.shape[:-2].numel())
+    _run(library.products, (), (a, b, out), (_is_half(a), _is_half(b), *sizes))
     return out
 
 
@@ -194,12 +201,12 @@ def _forward(
     x: Tensor, phi: Tensor, scale: Tensor, bias: Tensor, norm_weight: Tensor | None = None, **given: Any
 ) -> tuple[Tensor, ...]:
     """As generate_mix."""
-    library = _library(x.shape[-2]) if _suits(x) and x.numel() > 0 else None
+    library = _library(x.shape[-2]) if _suits(x, dtypes=_STREAMS) and x.numel() > 0 else None
     if library is not None:
-        (rows, width), lead = phi.shape, x.shape[:-2]
-        h, ms = x.new_empty((*lead, rows)), x.new_empty(lead)
-        weight = weighted_phi(phi, norm_weight, x.dtype).contiguous()
-        _run(library.project, (), (x, weight, h, ms), (rows, width, ms.numel()))
+        (rows, width), lead, dtype = phi.shape, x.shape[:-2], accumulation_dtype(x)
+        h, ms = x.new_empty((*lead, rows), dtype=dtype), x.new_empty(lead, dtype=dtype)
+        weight = weighted_phi(phi, norm_weight, dtype).contiguous()
+        _run(library.project, (), (x, weight, h, ms), (_is_half(x), rows, width, ms.numel()))
     else:
         h, ms = projection_reference(x, phi, norm_weight)
     return *_narrow_forward(h, ms, scale, bias, x.shape[-2], **_forms(frozenset(given.items()))), h, ms

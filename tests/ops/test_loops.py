@@ -106,6 +106,19 @@ def test_products_with_phi(n: int, width: int, tokens: int) -> None:
         assert error < 3e-7
 
 
+@pytest.mark.parametrize(("n", "width", "tokens"), [(4, 40, 37), (3, 7, 5), (2, 300, 26), (8, 129, 3)])
+def test_halves_are_read_as_the_floats_that_they_are(n: int, width: int, tokens: int) -> None:
+    torch.manual_seed(0)
+    k = n * n + 2 * n
+    x, rows = torch.randn(tokens, n, width).bfloat16(), torch.randn(tokens, 2, width).bfloat16()
+    parameters = torch.randn(k, n * width), torch.ones(3), torch.zeros(k)
+    mhc = torch.ops.mhc
+    assert all(map(torch.equal, mhc._mix(x, *parameters), mhc._mix(x.float(), *parameters)))
+    whole = mhc._products(x.float(), rows.float())
+    for a, b in itertools.product((x, x.float()), (rows, rows.float())):
+        assert torch.equal(mhc._products(a, b), whole)
+
+
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """The references do the same, and it is said once."""
 
