@@ -92,7 +92,8 @@ def test_plots(tmp_path: Path) -> None:
 def test_published_results_can_be_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="plots need matplotlib, the [bench] extra")
     for path in (Path(__file__).parent.parent / "results").glob("*.json"):
-        assert tmp_path / f"{path.stem}-time.png" in plots.draw(path, tmp_path)
+        expected = "share" if path.stem.endswith("-block") else "time"
+        assert tmp_path / f"{path.stem}-{expected}.png" in plots.draw(path, tmp_path)
 
 
 def test_other_files_are_not_results(tmp_path: Path) -> None:

@@ -274,6 +274,7 @@ def test_no_time_for_a_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(replace(TINY, modes=FIRST), "eager") == []
 
 
+@pytest.mark.thorough
 def test_processes() -> None:
     """What one prints comes back, what it complains of as well, and none is left when time is up."""
     with pytest.raises(RuntimeError, match=r"no-such-thing in a fresh process: (.|\n)*unrecognized arguments"):

@@ -81,6 +81,7 @@ from mhc_compile.compat.values import (
     settled,
     storage_of,
     symbolic_expression,
+    without_guards,
 )
 
 __all__ = [
@@ -146,6 +147,7 @@ __all__ = [
     "symbolic_expression",
     "tensor_metadata",
     "trace_artifact",
+    "without_guards",
     "writes",
 ]
 

@@ -27,6 +27,29 @@ def quiet_shape_env(fake_mode: Any) -> Iterator[None]:
         yield
 
 
+class NeedsGuard(Exception):
+    """What is done depends on a symbolic size, about which nothing may be asked any more."""
+
+
+@contextlib.contextmanager
+def without_guards(fake_mode: Any) -> Iterator[None]:
+    """Raise NeedsGuard where fake tensors ask for a guard: once a graph has all of its own, another would be lost."""
+    shape_env = getattr(fake_mode, "shape_env", None)
+    if shape_env is None:
+        yield
+        return
+
+    def refuse(expression: Any, value: Any) -> None:
+        raise NeedsGuard(f"it depends on whether {expression}")
+
+    # Of the instance, and the only place that both torch 2.11 and 2.13 pass before they add one.
+    shape_env._check_frozen = refuse
+    try:
+        yield
+    finally:
+        del shape_env._check_frozen
+
+
 @contextlib.contextmanager
 def quiet_fakes(values: Any) -> Iterator[None]:
     """Run an operator on the fake tensors among these values, without guards."""

@@ -13,10 +13,12 @@ import triton.language as tl
 
 from mhc_compile.kernels.common import (
     blocks_each,
+    cdiv,
     empty_gradient,
     gradient_like,
     laid_out_as,
     launch,
+    next_power_of_2,
     on_device,
     put_back,
     token_view,
@@ -131,9 +133,9 @@ def _launch_backward(
 ) -> None:
     """Fill dx [M, n, C], of any strides, and part [splits, n, M] where they are given, from x [M, n, C] (M > 0)."""
     tokens, n, width = x.shape
-    tiles = triton.cdiv(tokens, tile.tokens)
+    tiles = cdiv(tokens, tile.tokens)
     launch(
-        aggregate_backward_kernel, (tiles * triton.cdiv(width, SUM_COLUMNS),),
+        aggregate_backward_kernel, (tiles * cdiv(width, SUM_COLUMNS),),
         x, d_out, h_pre, d_x, dx, part, tokens, width, *x.stride(), *d_out.stride(),
         *(h_pre.stride() if h_pre is not None else (0, 0)),
         *(dx.stride() if dx is not None else (0, 0, 0)), N=n, HAS_DX=d_x is not None, NEED_DX=dx is not None,
@@ -144,7 +146,7 @@ def _launch_backward(
 
 def _room(x: torch.Tensor) -> torch.Tensor:
     tokens, n, width = x.shape
-    return torch.empty(triton.cdiv(width, SUM_COLUMNS), n, tokens, dtype=torch.float32, device=x.device)
+    return torch.empty(cdiv(width, SUM_COLUMNS), n, tokens, dtype=torch.float32, device=x.device)
 
 
 def pre_gradient(d_out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -164,13 +166,13 @@ def forward(x: torch.Tensor, h_pre: torch.Tensor, *, out_dtype: torch.dtype | No
     if tokens == 0:
         return out
     tile = tile_for("aggregate", n, x.element_size())
-    tiles = triton.cdiv(tokens, tile.tokens)
+    tiles = cdiv(tokens, tile.tokens)
     blocks = blocks_each(width, tile.columns, tiles, 4, x.device)
     with on_device(x):
         launch(
-            aggregate_kernel, (tiles * triton.cdiv(width, blocks * tile.columns),),
+            aggregate_kernel, (tiles * cdiv(width, blocks * tile.columns),),
             x, h_pre, out, tokens, width, *x.stride(), *h_pre.stride(), tiles, blocks, N=n,
-            NP=triton.next_power_of_2(n), BLOCK_M=tile.tokens, BLOCK_C=tile.columns, num_warps=tile.warps,
+            NP=next_power_of_2(n), BLOCK_M=tile.tokens, BLOCK_C=tile.columns, num_warps=tile.warps,
         )  # fmt: skip
     return out
 
@@ -200,8 +202,8 @@ def backward(
         if part is not None:
             block_t = gate_tokens(n)
             launch(
-                gate_sum_kernel, (triton.cdiv(tokens, block_t),),
-                part, d_pre, tokens, part.shape[0], N=n, NP=triton.next_power_of_2(n), BLOCK_T=block_t,
+                gate_sum_kernel, (cdiv(tokens, block_t),),
+                part, d_pre, tokens, part.shape[0], N=n, NP=next_power_of_2(n), BLOCK_T=block_t,
                 num_warps=4,
             )  # fmt: skip
     return put_back(dx, dx_rows), d_pre

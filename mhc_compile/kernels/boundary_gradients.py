@@ -17,13 +17,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from mhc_compile.kernels import one_pass
-from mhc_compile.kernels.common import launch, on_device, processors
+from mhc_compile.kernels.common import cdiv, launch, on_device, processors
 from mhc_compile.kernels.one_pass import ROWS, barrier
 from mhc_compile.kernels.opaque import opaque
 from mhc_compile.kernels.projection import split_ahead
@@ -224,9 +223,9 @@ def fits(streams: Sequence[torch.Tensor | None], phi: torch.Tensor) -> bool:
 
 def split_tokens(tokens: int, width: int, device: torch.device) -> tuple[int, int]:
     """How many programs share the tokens of a column block, and how many tokens each of them takes."""
-    splits = max(1, WAVES * processors(device) // triton.cdiv(width, COLUMNS))
-    each = triton.cdiv(triton.cdiv(tokens, splits), TOKENS) * TOKENS
-    return triton.cdiv(tokens, each), each
+    splits = max(1, WAVES * processors(device) // cdiv(width, COLUMNS))
+    each = cdiv(cdiv(tokens, splits), TOKENS) * TOKENS
+    return cdiv(tokens, each), each
 
 
 def backward(
@@ -253,7 +252,7 @@ def backward(
     rows, columns = phi.shape
     norm_weight = None if norm_weight is None else norm_weight.contiguous()
     splits, each = split_tokens(tokens, width, x.device)
-    blocks = triton.cdiv(width, COLUMNS)
+    blocks = cdiv(width, COLUMNS)
 
     dphi_part = torch.empty(splits, rows, columns, dtype=torch.float32, device=x.device)
     sums_part = torch.empty(blocks, n + n * n, tokens, dtype=torch.float32, device=x.device)

@@ -16,14 +16,13 @@ and leaves the same additions to the reader, as in `projection`: a token's bits 
 from __future__ import annotations
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from mhc_compile.kernels import one_pass
-from mhc_compile.kernels.common import launch, on_device, processors
+from mhc_compile.kernels.common import cdiv, launch, on_device, processors
 from mhc_compile.kernels.one_pass import ROWS, barrier
 from mhc_compile.kernels.opaque import opaque
 from mhc_compile.kernels.projection import GROUPS, SPLIT_AHEAD_TILES, Partials, parts_of, split_ahead
@@ -204,14 +203,14 @@ def forward(
     tokens, n, width = x.shape
     rows = phi.shape[0]
     norm_weight = None if norm_weight is None else norm_weight.contiguous()
-    tiles, blocks = triton.cdiv(tokens, TOKENS), triton.cdiv(triton.cdiv(width, COLUMNS), GROUPS)
-    chunk = triton.cdiv(blocks, CHUNKS)
-    chunks = triton.cdiv(blocks, chunk)
+    tiles, blocks = cdiv(tokens, TOKENS), cdiv(cdiv(width, COLUMNS), GROUPS)
+    chunk = cdiv(blocks, CHUNKS)
+    chunks = cdiv(blocks, chunk)
 
     def rounds(cut: tuple[int, int]) -> int:
         """Blocks that a processor goes through, one program after the other, of which each costs one to begin."""
         programs = tiles * GROUPS * (chunks * chunk // (cut[0] * cut[1]))
-        return int(triton.cdiv(programs, processors(x.device)) * (cut[0] * cut[1] + 1))
+        return int(cdiv(programs, processors(x.device)) * (cut[0] * cut[1] + 1))
 
     # Chunks of a program, and blocks of such a chunk; not single blocks where the reader would have to unroll too many.
     cuts = [(chunks, chunk), (1, chunk), *([(1, 1)] if chunks * chunk <= MOST_BLOCKS else [])]

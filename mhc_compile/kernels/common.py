@@ -17,6 +17,17 @@ import triton.language as tl
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
+# Triton has these, too, but for constants of kernels: on a host each call takes some microseconds.
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return (a + b - 1) // b
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of 2 that is n or more."""
+    return 1 << (n - 1).bit_length()
+
+
 def _near(t: torch.Tensor, inner: int) -> bool:
     """Whether the offsets within a token, which kernels count in 32 bits, stay below 2^31."""
     offset = 0
@@ -147,8 +158,8 @@ def processors(device: torch.device) -> int:
 
 def blocks_each(width: int, block: int, tiles: int, waves: int, device: torch.device) -> int:
     """Column blocks for one program, so that with `tiles` token tiles each processor has about `waves` programs."""
-    programs = max(1, min(triton.cdiv(waves * processors(device), tiles), triton.cdiv(width, block)))
-    each: int = triton.cdiv(triton.cdiv(width, programs), block)
+    programs = max(1, min(cdiv(waves * processors(device), tiles), cdiv(width, block)))
+    each: int = cdiv(cdiv(width, programs), block)
     return each
 
 

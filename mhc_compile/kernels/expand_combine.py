@@ -17,10 +17,12 @@ import triton.language as tl
 
 from mhc_compile.kernels.common import (
     blocks_each,
+    cdiv,
     empty_gradient,
     gradient_like,
     laid_out_as,
     launch,
+    next_power_of_2,
     on_device,
     put_back,
     room_like,
@@ -295,11 +297,11 @@ def forward(
         return whole
     tile = tile_for("combine", n, x.element_size())
     block_m, block_c = tile.tokens, tile.columns
-    tiles = triton.cdiv(tokens, block_m)
+    tiles = cdiv(tokens, block_m)
     blocks = blocks_each(width, block_c, tiles, 8, x.device)
     with on_device(x):
         launch(
-            combine_kernel, (tiles * triton.cdiv(width, blocks * block_c),),
+            combine_kernel, (tiles * cdiv(width, blocks * block_c),),
             f, layer_bias, h_post, x, res, out, tokens, width, *f.stride(), *h_post.stride(), *x.stride(),
             *(res.stride() if res is not None else (0, 0, 0)), *out.stride(), tiles, blocks, N=n,
             HAS_BIAS=layer_bias is not None, HAS_RES=res is not None, UNROLL=n <= MAX_UNROLLED,
@@ -352,7 +354,7 @@ def backward(
     kernel = combine_backward_kernel if unroll else combine_backward_looped_kernel
     tile = tile_for("combine_backward", n, x.element_size())
     block_m, block_c = (tile.tokens, tile.columns) if unroll else (4, SUM_COLUMNS)
-    tiles, splits = triton.cdiv(tokens, block_m), triton.cdiv(width, SUM_COLUMNS)
+    tiles, splits = cdiv(tokens, block_m), cdiv(width, SUM_COLUMNS)
     need_gates = need_dpost or need_dres
     sums = torch.empty(splits if need_gates else 0, n + n * n, tokens, dtype=torch.float32, device=x.device)
     bias_part = torch.empty(tiles if need_dbias else 0, width, dtype=torch.float32, device=x.device)
@@ -386,10 +388,10 @@ def reduce_partial_sums(
     need_dpost, need_dres, need_dbias = (t.numel() > 0 for t in (dh_post, dh_res, d_bias))
     if not (need_dpost or need_dres or need_dbias):
         return
-    padded = triton.next_power_of_2(n + n * n)
+    padded = next_power_of_2(n + n * n)
     block_t = max(4, min(32, 2048 // padded))
-    gate_programs = triton.cdiv(tokens, block_t) if need_dpost or need_dres else 0
-    bias_programs = triton.cdiv(width, 64) if need_dbias else 0
+    gate_programs = cdiv(tokens, block_t) if need_dpost or need_dres else 0
+    bias_programs = cdiv(width, 64) if need_dbias else 0
     with on_device(x):
         launch(
             combine_reduce_kernel, (gate_programs + bias_programs,),

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from mhc_compile.forms import Gates, Rms
-from mhc_compile.kernels.common import group_scale, launch, on_device, processors
+from mhc_compile.kernels.common import cdiv, group_scale, launch, next_power_of_2, on_device, processors
 from mhc_compile.kernels.config import Tile
 from mhc_compile.kernels.gates import affine, rms_factor
 
@@ -41,7 +41,7 @@ def input_norm(weight: torch.Tensor | None, eps: float | None) -> InputNorm | No
 
 def row_tile(width: int) -> Tile:
     """Whole rows of so many columns, 16 to 32 numbers of them in a thread while 32 warps are enough for it."""
-    columns = triton.next_power_of_2(width)
+    columns = next_power_of_2(width)
     return Tile(max(1, 2048 // columns), columns, max(4, min(32, columns // 1024)))
 
 
@@ -155,7 +155,7 @@ def norm_backward(
     """
     tokens, n, width = x.shape
     tile = backward_tile(n, width, x.element_size())
-    tiles = triton.cdiv(tokens, tile.tokens)
+    tiles = cdiv(tokens, tile.tokens)
     # As many programs as run at once, since each brings a row of d weight to be added up.
     programs = min(tiles, WAVES * processors(x.device))
     du = torch.empty(tokens, width, dtype=d_out.dtype, device=x.device)

@@ -16,10 +16,12 @@ from mhc_compile.forms import Gates, Rms, Sinkhorn
 from mhc_compile.kernels.aggregate import pre_gradient, weigh_streams
 from mhc_compile.kernels.common import (
     blocks_each,
+    cdiv,
     empty_gradient,
     gradient_like,
     group_scale,
     launch,
+    next_power_of_2,
     nothing,
     on_device,
     put_back,
@@ -277,10 +279,10 @@ def forward_mix(
     tile = tile_for("aggregate", n, x.element_size()) if norm is None else row_tile(width)
     block_t, block_m, block_c = gate_tokens(n), tile.tokens, tile.columns
     live = min(block_t, tokens_to_add(partials, rows))
-    mix_programs = triton.cdiv(tokens, live)
-    token_tiles = triton.cdiv(tokens, block_m) if aggregate else 1
+    mix_programs = cdiv(tokens, live)
+    token_tiles = cdiv(tokens, block_m) if aggregate else 1
     blocks = blocks_each(width, block_c, token_tiles, 4, x.device)
-    column_parts = triton.cdiv(width, blocks * block_c)
+    column_parts = cdiv(width, blocks * block_c)
     aggregate_programs = token_tiles * column_parts if aggregate else 0
     with on_device(x):
         launch(
@@ -290,10 +292,10 @@ def forward_mix(
             partials.stored, mix_programs, column_parts, blocks, 1.0 / (n * width),
             None if norm is None else 1.0 / width, rms.eps, gates.pre_eps, gates.post_mult, gates.post_eps, form.eps,
             form.start_eps, None if norm is None else norm.eps, form.steps // 2, NORM=norm is not None,
-            HAS_WEIGHT=norm is not None and norm.weight is not None, N=n, NP=triton.next_power_of_2(n), K=rows,
+            HAS_WEIGHT=norm is not None and norm.weight is not None, N=n, NP=next_power_of_2(n), K=rows,
             RMS_MODE=rms.mode, START=form.start, FIRST=form.first, CLAMP=form.clamp, LOG=form.log_domain,
             ODD=form.steps % 2 == 1, GROUPED=group_scale(scale, rows), AGGREGATE=aggregate,
-            GROUP=partials.group, CHUNK=partials.chunk, KP=triton.next_power_of_2(rows), LIVE=live, BLOCK_T=block_t,
+            GROUP=partials.group, CHUNK=partials.chunk, KP=next_power_of_2(rows), LIVE=live, BLOCK_T=block_t,
             BLOCK_M=block_m, BLOCK_C=block_c, num_warps=tile.warps,
         )  # fmt: skip
     return result
@@ -363,7 +365,7 @@ def backward_gates(
             pre = token_view(d_pre, 1)
             pre_strides = (0, pre.stride(1), pre.stride(0))
         block_t = gate_tokens(n)
-        tiles = triton.cdiv(tokens, block_t)
+        tiles = cdiv(tokens, block_t)
         dh = dh_parts(x, rows)
         coefficient, h_pre = scratch(tokens), scratch(n, tokens)
         affine_part = scratch(tiles, 2, rows)
@@ -373,7 +375,7 @@ def backward_gates(
             h, ms, scale, bias, pre, post, res, d_h, d_ms, dh, coefficient, h_pre, affine_part, history, tokens,
             pre_parts, *pre_strides, *(post.stride() if post is not None else (0, 0)),
             *(res.stride() if res is not None else (0, 0, 0)), 1.0 / (n * width), rms.eps, gates.pre_eps,
-            gates.post_mult, form.eps, form.start_eps, form.steps // 2, N=n, NP=triton.next_power_of_2(n), K=rows,
+            gates.post_mult, form.eps, form.start_eps, form.steps // 2, N=n, NP=next_power_of_2(n), K=rows,
             RMS_MODE=rms.mode, START=form.start, FIRST=form.first, CLAMP=form.clamp, LOG=form.log_domain,
             ODD=form.steps % 2 == 1, GROUPED=group_scale(scale, rows), HAS_PRE=pre is not None,
             HAS_POST=post is not None, HAS_RES=res is not None, HAS_DH=d_h is not None, HAS_DMS=d_ms is not None,

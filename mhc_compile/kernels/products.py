@@ -13,6 +13,7 @@ from mhc_compile.kernels.common import (
     INTERPRETED,
     add_rounded,
     capability,
+    cdiv,
     dot_bf16,
     dot_float32,
     dot_precision,
@@ -20,6 +21,7 @@ from mhc_compile.kernels.common import (
     group_scale,
     laid_out_as,
     launch,
+    next_power_of_2,
     nothing,
     on_device,
     processors,
@@ -39,14 +41,14 @@ def most_rows(x: torch.Tensor) -> int:
 
 def block_k(rows: int, limit: int = MAX_BLOCK_K) -> int:
     """How many of phi's rows a program takes."""
-    power: int = triton.next_power_of_2(rows)
+    power: int = next_power_of_2(rows)
     return max(16, min(limit, power))
 
 
 def dh_parts(x: torch.Tensor, rows: int) -> torch.Tensor:
     """Room for dh [1 or 3, M, row]: float32, or beside bf16 x its three bf16 parts, in rows of whole 16 bytes."""
     if x.dtype == torch.bfloat16:
-        return torch.empty(3, x.shape[0], triton.cdiv(rows, 8) * 8, dtype=torch.bfloat16, device=x.device)
+        return torch.empty(3, x.shape[0], cdiv(rows, 8) * 8, dtype=torch.bfloat16, device=x.device)
     return torch.empty(1, x.shape[0], rows, dtype=torch.float32, device=x.device)
 
 
@@ -285,14 +287,14 @@ def backward_products(
     need_sum = need_dphi or (need_dnorm and norm_weight is not None)
     # All rows at once need one launch and read x once.
     kb = block_k(rows, most_rows(x) if rows <= most_rows(x) else MAX_BLOCK_K)
-    blocks_k = triton.cdiv(rows, kb)
+    blocks_k = cdiv(rows, kb)
     tile = tile_for("products", n, x.element_size())
     block_m, block_c = tile.tokens, tile.columns
-    column_blocks = n * triton.cdiv(width, block_c)
+    column_blocks = n * cdiv(width, block_c)
     # Enough programs to fill the device, each with enough tokens to pay for its share of dphi's partial sums.
-    splits = max(1, min(triton.cdiv(WAVES * processors(x.device), column_blocks), triton.cdiv(tokens, 4 * block_m)))
-    tokens_each = triton.cdiv(triton.cdiv(tokens, splits), block_m) * block_m
-    splits = triton.cdiv(tokens, tokens_each)
+    splits = max(1, min(cdiv(WAVES * processors(x.device), column_blocks), cdiv(tokens, 4 * block_m)))
+    tokens_each = cdiv(cdiv(tokens, splits), block_m) * block_m
+    splits = cdiv(tokens, tokens_each)
     if dx is None:
         dx = empty_gradient(x, need_dx, x)
     d_x = laid_out_as(d_x, dx)
@@ -340,7 +342,7 @@ def reduce_parameters(
     dphi, dnorm = empty_gradient(phi, need_dphi, x), empty_gradient(norm_weight, need_dnorm, x)
     dscale, dbias = empty_gradient(scale, need_dscale, x), empty_gradient(bias, need_dbias, x)
     block = 64
-    column_programs = triton.cdiv(columns, block) if need_sum else 0
+    column_programs = cdiv(columns, block) if need_sum else 0
     if need_sum or need_dscale or need_dbias:
         with on_device(x):
             launch(
@@ -349,7 +351,7 @@ def reduce_parameters(
                 0 if affine_part is None else affine_part.shape[0], columns, column_programs, phi.stride(0),
                 phi.stride(1), N=x.shape[-2], K=rows, HAS_NORM=norm_weight is not None, NEED_DPHI=need_dphi,
                 NEED_DNORM=need_dnorm, NEED_DSCALE=need_dscale, NEED_DBIAS=need_dbias,
-                GROUPED=scale is not None and group_scale(scale, rows), PADDED_K=triton.next_power_of_2(rows),
-                BLOCK_K=min(32, triton.next_power_of_2(rows)), BLOCK_T=16, BLOCK=block, num_warps=4,
+                GROUPED=scale is not None and group_scale(scale, rows), PADDED_K=next_power_of_2(rows),
+                BLOCK_K=min(32, next_power_of_2(rows)), BLOCK_T=16, BLOCK=block, num_warps=4,
             )  # fmt: skip
     return dphi, dscale, dbias, dnorm

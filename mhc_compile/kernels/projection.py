@@ -20,11 +20,13 @@ import triton.language as tl
 from mhc_compile.kernels.common import (
     INTERPRETED,
     add_rounded,
+    cdiv,
     dot_bf16,
     dot_float32,
     dot_precision,
     gradient_like,
     launch,
+    next_power_of_2,
     on_device,
     processors,
     put_back,
@@ -64,10 +66,10 @@ def cut_columns(n: int, width: int) -> Cut:
     elif width >= 4096:
         chunk = 512
     else:
-        chunk = min((512, 256, 128), key=lambda size: triton.cdiv(width, size) * size)
-    per_stream = triton.cdiv(width, chunk)
+        chunk = min((512, 256, 128), key=lambda size: cdiv(width, size) * size)
+    per_stream = cdiv(width, chunk)
     total = n * per_stream
-    return Cut(chunk, per_stream, total, triton.cdiv(total, GROUPS))
+    return Cut(chunk, per_stream, total, cdiv(total, GROUPS))
 
 
 @dataclass(frozen=True)
@@ -262,7 +264,7 @@ def split_ahead(phi: torch.Tensor, norm_weight: torch.Tensor | None, parts: int,
     weight = torch.empty(parts, rows, columns, dtype=torch.bfloat16, device=phi.device)
     with on_device(phi):
         launch(
-            split_kernel, (triton.cdiv(columns, 1024), rows),
+            split_kernel, (cdiv(columns, 1024), rows),
             phi, norm_weight, weight, phi.stride(0), phi.stride(1), columns, K=phi.shape[0], PADDED_K=rows,
             PARTS=parts, HAS_NORM=norm_weight is not None, BLOCK=1024, num_warps=4,
         )  # fmt: skip
@@ -277,14 +279,14 @@ def project(x: torch.Tensor, phi: torch.Tensor, norm_weight: torch.Tensor | None
     cut = cut_columns(n, width)
     rows_block = block_k(rows, most_rows(x))
     tile = tile_for("project", n, x.element_size())
-    tiles = triton.cdiv(tokens, tile.tokens)
-    groups = triton.cdiv(cut.total, cut.group)
+    tiles = cdiv(tokens, tile.tokens)
+    groups = cdiv(cut.total, cut.group)
     each = cut.group if tiles * groups >= processors(x.device) else 1
-    stored = triton.cdiv(cut.total, each)
+    stored = cdiv(cut.total, each)
     h = torch.empty(stored, rows, tokens, dtype=torch.float32, device=x.device)
     squares = torch.empty(stored, tokens, dtype=torch.float32, device=x.device)
     parts = parts_of(x, phi, norm_weight)
-    blocks_k = triton.cdiv(rows, rows_block)
+    blocks_k = cdiv(rows, rows_block)
     ahead = parts > 1 and tiles >= SPLIT_AHEAD_TILES
     weight = phi
     with on_device(x):
@@ -305,13 +307,13 @@ def project(x: torch.Tensor, phi: torch.Tensor, norm_weight: torch.Tensor | None
 def tokens_to_add(partials: Partials, rows: int) -> int:
     """So many for 4 warps that a thread adds up 8 of their numbers, or 1 where a number has many partial sums."""
     each = 8 if partials.stored <= GROUPS else 1
-    tokens: int = each * 128 // triton.next_power_of_2(rows)
+    tokens: int = each * 128 // next_power_of_2(rows)
     return max(1, tokens)
 
 
 def narrow_tile(rows: int) -> tuple[int, int]:
     """(tokens, padded rows) of a program that holds all K values of its tokens, 32 to a thread of 4 warps."""
-    padded: int = triton.next_power_of_2(rows)
+    padded: int = next_power_of_2(rows)
     return max(4, min(128, 4096 // padded)), padded
 
 
@@ -331,9 +333,9 @@ def forward(
     block_t = tokens_to_add(partials, rows)
     with on_device(x):
         launch(
-            collect_kernel, (triton.cdiv(tokens, block_t),),
+            collect_kernel, (cdiv(tokens, block_t),),
             partials.h, partials.squares, h, ms, tokens, partials.stored, 1.0 / (n * width), K=rows,
-            GROUP=partials.group, BLOCK_K=triton.next_power_of_2(rows), BLOCK_T=block_t, num_warps=4,
+            GROUP=partials.group, BLOCK_K=next_power_of_2(rows), BLOCK_T=block_t, num_warps=4,
         )  # fmt: skip
     return h, ms
 
@@ -361,7 +363,7 @@ def backward(
     block_t, block = narrow_tile(rows)
     with on_device(x):
         launch(
-            spread_kernel, (triton.cdiv(tokens, block_t),),
+            spread_kernel, (cdiv(tokens, block_t),),
             None if d_h is None else d_h.contiguous(), None if d_ms is None else d_ms.contiguous(), dh,
             coefficient, tokens, 1.0 / (n * width), K=rows, ROW=dh.shape[2], HAS_DH=d_h is not None,
             HAS_DMS=d_ms is not None, PARTS=dh.shape[0] == 3, BLOCK_K=block, BLOCK_T=block_t, num_warps=4,

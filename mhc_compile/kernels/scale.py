@@ -9,13 +9,7 @@ import triton
 import triton.language as tl
 
 from mhc_compile.forms import Gates, Rms
-from mhc_compile.kernels.common import (
-    empty_gradient,
-    group_scale,
-    launch,
-    on_device,
-    wanted,
-)
+from mhc_compile.kernels.common import cdiv, empty_gradient, group_scale, launch, on_device, wanted
 from mhc_compile.kernels.gates import affine, rms_factor, rms_gradient
 from mhc_compile.kernels.products import no_tokens, reduce_affine
 from mhc_compile.kernels.projection import narrow_tile
@@ -118,7 +112,7 @@ def forward(
     block_t, block = narrow_tile(rows)
     with on_device(h):
         launch(
-            scale_kernel, (triton.cdiv(tokens, block_t),),
+            scale_kernel, (cdiv(tokens, block_t),),
             h.contiguous(), ms.contiguous(), scale.contiguous(), bias.contiguous(), h_pre, h_post, logits,
             tokens, rms.eps, gates.pre_eps, gates.post_mult, gates.post_eps, N=n, K=rows, RMS_MODE=rms.mode,
             GROUPED=group_scale(scale, rows), BLOCK_T=block_t, BLOCK_K=block, num_warps=4,
@@ -151,7 +145,7 @@ def backward(
     given = (d_h_pre, d_h_post if rows > n else None, d_res_logits if rows > 2 * n else None)
     d_pre, d_post, d_logits = (None if d is None else d.contiguous() for d in given)
     block_t, block = narrow_tile(rows)
-    tiles = triton.cdiv(tokens, block_t)
+    tiles = cdiv(tokens, block_t)
     need_affine = need_dscale or need_dbias
     part = torch.empty(tiles if need_affine else 0, 2, rows, dtype=torch.float32, device=h.device)
     grouped = group_scale(scale, rows)

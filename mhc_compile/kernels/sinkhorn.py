@@ -7,11 +7,7 @@ import triton
 import triton.language as tl
 
 from mhc_compile.forms import Sinkhorn
-from mhc_compile.kernels.common import (
-    launch,
-    on_device,
-    token_view,
-)
+from mhc_compile.kernels.common import cdiv, launch, next_power_of_2, on_device, token_view
 from mhc_compile.kernels.config import gate_tokens
 from mhc_compile.kernels.gates import sinkhorn, sinkhorn_backward
 
@@ -69,9 +65,9 @@ def forward(logits: torch.Tensor, *, sinkhorn: Sinkhorn) -> torch.Tensor:
     block_t = gate_tokens(n)
     with on_device(logits):
         launch(
-            sinkhorn_kernel, (triton.cdiv(tokens, block_t),),
+            sinkhorn_kernel, (cdiv(tokens, block_t),),
             flat, out, tokens, sinkhorn.eps, sinkhorn.start_eps, sinkhorn.steps // 2, N=n,
-            NP=triton.next_power_of_2(n), START=sinkhorn.start, FIRST=sinkhorn.first, CLAMP=sinkhorn.clamp,
+            NP=next_power_of_2(n), START=sinkhorn.start, FIRST=sinkhorn.first, CLAMP=sinkhorn.clamp,
             LOG=sinkhorn.log_domain, ODD=sinkhorn.steps % 2 == 1, BLOCK_T=block_t, num_warps=4,
         )  # fmt: skip
     return out
@@ -89,9 +85,9 @@ def backward(d_out: torch.Tensor, logits: torch.Tensor, *, sinkhorn: Sinkhorn) -
     history = torch.empty(sinkhorn.steps, n, tokens, dtype=torch.float32, device=logits.device)
     with on_device(logits):
         launch(
-            sinkhorn_backward_kernel, (triton.cdiv(tokens, block_t),),
+            sinkhorn_backward_kernel, (cdiv(tokens, block_t),),
             d_flat, flat, d_logits, history, tokens, sinkhorn.eps, sinkhorn.start_eps, sinkhorn.steps // 2,
-            N=n, NP=triton.next_power_of_2(n), START=sinkhorn.start, FIRST=sinkhorn.first,
+            N=n, NP=next_power_of_2(n), START=sinkhorn.start, FIRST=sinkhorn.first,
             CLAMP=sinkhorn.clamp, LOG=sinkhorn.log_domain, ODD=sinkhorn.steps % 2 == 1, BLOCK_T=block_t,
             num_warps=4,
         )  # fmt: skip

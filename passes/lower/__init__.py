@@ -47,7 +47,8 @@ def lower(graph: fx.Graph) -> Counter[str]:
             body = _body(node, name, bodies, in_place)
             if body is None:
                 continue
-            with compat.fake_mode_of(compat.example(node.all_input_nodes[0])):
+            mode = compat.fake_mode_of(compat.example(node.all_input_nodes[0]))
+            with mode, compat.without_guards(mode):
                 results = _inline(node, body)
         except Exception as error:  # an operator that stays costs time, never a result
             log.info("%s is not lowered: %s: %s", name, type(error).__name__, error)
@@ -105,8 +106,7 @@ def _body(node: fx.Node, name: str, bodies: Bodies, in_place: bool) -> fx.GraphM
     leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
     values = [compat.example(leaves[i]) for i in at]
-    # A size that is not known could only be branched on with a guard, for which it is too late.
-    if not all(map(_is_static, values)) or not all(value.numel() for value in values):
+    if not all(map(_can_be_traced, values)):
         return None
     scalars = tuple(None if isinstance(leaf, fx.Node) else leaf for leaf in leaves)
     key = (name, in_place, tuple(map(_layout, values)), scalars, str(spec))
@@ -121,9 +121,10 @@ def _body(node: fx.Node, name: str, bodies: Bodies, in_place: bool) -> fx.GraphM
             args, kwargs = pytree.tree_unflatten(leaves, spec)
             return implementation(*args, **kwargs)
 
-        with context:
+        # It is too late for a guard.
+        with context, compat.without_guards(compat.fake_mode_of(values[0])):
             bodies[key] = _trace(call, values)
-        _check(bodies[key], node)
+            _check(bodies[key], node)
     return bodies[key]
 
 
@@ -149,7 +150,7 @@ def _implementation(
 
 
 def _trace(call: Callable[..., Any], values: list[torch.Tensor]) -> fx.GraphModule:
-    with compat.fake_mode_of(values[0]), torch.no_grad():
+    with compat.fake_mode_of(values[0]), torch.no_grad(), compat.composites_in_python(values):
         body: fx.GraphModule = make_fx(call, compat.inductor_decompositions())(*values)
     return body
 
@@ -163,16 +164,22 @@ def _check(body: fx.GraphModule, node: fx.Node) -> None:
         raise ValueError("its parts would return tensors laid out otherwise")
 
 
-def _layout(value: Any) -> Any:
+def _layout(value: torch.Tensor) -> Any:
+    # Symbolic sizes, which have no hash, by their names.
+    return *map(str, _sizes(value)), value.dim(), value.dtype, value.device
+
+
+def _sizes(value: torch.Tensor) -> tuple[int | torch.SymInt, ...]:
+    return *value.shape, *value.stride(), value.storage_offset()
+
+
+def _can_be_traced(value: Any) -> bool:
+    """A tensor of which there is something. The number of programs of a kernel has to be known, a loop's not."""
     if not isinstance(value, torch.Tensor):
-        return None
-    return tuple(value.shape), value.stride(), value.storage_offset(), value.dtype, value.device
-
-
-def _is_static(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and all(
-        isinstance(size, int) for size in (*value.shape, *value.stride(), value.storage_offset())
-    )
+        return False
+    if all(isinstance(size, int) for size in _sizes(value)):
+        return value.numel() > 0
+    return value.device.type == "cpu"
 
 
 def _inline(node: fx.Node, body: fx.GraphModule) -> Any:

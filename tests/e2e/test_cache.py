@@ -10,6 +10,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from mhc_compile import backend
 
 ROOT = Path(__file__).parents[2]
@@ -72,6 +74,7 @@ def _run(cache: Path, *touched: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
+@pytest.mark.thorough
 def test_a_second_process_finds_the_compiled_graphs(tmp_path: Path) -> None:
     (first,) = _run(tmp_path)
     assert first["missed"] == 1

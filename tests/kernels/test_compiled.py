@@ -29,7 +29,11 @@ SPILLS: dict[int, dict[str, int]] = {
 CASES = ("bf16", "few", "tf32", "starts", "gates", "norm")
 
 
-@pytest.fixture(scope="module", params=LIMITS)
+# The GPUs that are measured, and the others.
+ARCHES = [90, *(pytest.param(arch, marks=pytest.mark.thorough) for arch in LIMITS if arch != 90)]
+
+
+@pytest.fixture(scope="module", params=ARCHES)
 def compiled(request: pytest.FixtureRequest) -> tuple[int, list[dict[str, Any]]]:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     result = subprocess.run(

@@ -126,6 +126,7 @@ def test_training_through_inductor() -> None:
     assert_same(results, check.evaluate(model, model, (x,)))
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("empty_cache")
 def test_dynamic_training_through_inductor() -> None:
     model = Stack(2)

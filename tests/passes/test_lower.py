@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -14,10 +15,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from mhc_compile import backend, compat, kernels, passes
+from mhc_compile.passes.lower import cpu
 from mhc_compile.testing.float64 import Float64Reference
 from tests.passes.fused import Stack, evaluate
 from tests.zoo import check
@@ -278,10 +282,67 @@ def test_float64_has_no_kernels(fakes: FakeTensorMode) -> None:
     assert not passes.lower(graph).lowered
 
 
-def test_symbolic_sizes_stay() -> None:
-    graph = make_fx(lambda x: mhc.contract(x), tracing_mode="symbolic")(torch.randn(3, 4, 8)).graph
+def _any_number_of_tokens(device: str) -> tuple[fx.Graph, ShapeEnv]:
+    """`_step` as a graph of a symbolic number of tokens."""
+    shape_env = ShapeEnv()
+    symbol = shape_env.create_symbol(64, source=ConstantSource("tokens"), dynamic_dim=DimDynamic.DYNAMIC)
+    tokens = shape_env.create_symintnode(symbol, hint=64)
+    arguments = _arguments(FakeTensorMode(shape_env=shape_env), tokens, device=device)
+    return _graph(_step, arguments), shape_env
+
+
+def test_symbolic_sizes() -> None:
+    """Launches have to know how many programs they start; loops over tokens do not, and no guard is added."""
+    graph, shape_env = _any_number_of_tokens("cpu")
+    guards = len(shape_env.guards)
+    lowered = passes.lower(graph).lowered
+    assert lowered == {"generate_mix_and_aggregate": 1, "expand_combine": 1, "generate_mix_and_aggregate_backward": 1}
+    assert _operators(graph) == ["mhc._mix.default", "mhc._mix_backward.default"]
+    graph.lint()
+    assert len(shape_env.guards) == guards
+
+    graph, _ = _any_number_of_tokens("cuda:0")
     assert not passes.lower(graph).lowered
-    assert _operators(graph) == ["mhc.contract.default"]
+
+
+def test_what_needs_a_guard_stays(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    aggregate = cpu.aggregate
+
+    def asks(x: Tensor, h_pre: Tensor, **rest: Any) -> Tensor:
+        return aggregate(x, h_pre, **rest) if x.shape[0] > 5 else h_pre
+
+    monkeypatch.setattr(cpu, "aggregate", asks)
+    graph, shape_env = _any_number_of_tokens("cpu")
+    guards = len(shape_env.guards)
+    with caplog.at_level(logging.INFO, logger="mhc_compile"):
+        lowered = passes.lower(graph).lowered
+    assert lowered == {"expand_combine": 1, "generate_mix_and_aggregate_backward": 1}
+    assert "generate_mix_and_aggregate is not lowered: NeedsGuard: it depends on whether" in caplog.text
+    assert len(shape_env.guards) == guards
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.thorough)])
+def test_any_number_of_tokens_on_cpu(dtype: torch.dtype) -> None:
+    """Compiled once for all, and a token's bits are those of a program compiled for its batch."""
+    model, x = Stack(layers=2), torch.randn(2, 9, STREAMS, WIDTH, dtype=dtype)
+    for sublayer in model.sublayers:
+        sublayer.layer = torch.nn.Identity()  # type: ignore[assignment]  # an operator of others may choose by the batch
+
+    def results(dynamic: bool) -> list[Any]:
+        compiled = torch.compile(model, backend="mhc", dynamic=dynamic)
+        return [evaluate(compiled, model, x[:, :tokens]) for tokens in (9, 4)]
+
+    expected = results(False)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for values, others in zip(results(True), expected, strict=True):
+        assert values.keys() == others.keys()
+        assert torch.equal(values["y"], others["y"])
+        for name, value in values.items():
+            torch.testing.assert_close(value, others[name], rtol=1e-4 if dtype == torch.float32 else 2e-2, atol=1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert backend.last_report is not None
+    assert backend.last_report.lowered["boundary_backward"] == 1
 
 
 def test_operators_stay_whole_ahead_of_time(fakes: FakeTensorMode) -> None:
@@ -298,7 +359,7 @@ def test_operators_stay_whole_ahead_of_time(fakes: FakeTensorMode) -> None:
 # On CPU, through Inductor.
 
 
-@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("fuse", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_on_cpu(fuse: bool) -> None:
     """Outputs and gradients are as near to float64 as with operators left whole."""
     # Without boundaries no sublayer is in the middle.
@@ -344,7 +405,7 @@ def test_operators_left_on_cpu(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tokens", [1, 2, 7])
+@pytest.mark.parametrize("tokens", [1, *(pytest.param(tokens, marks=pytest.mark.thorough) for tokens in (2, 7))])
 def test_tokens_on_cpu_do_not_depend_on_each_other(tokens: int, dtype: torch.dtype) -> None:
     """The forward pass of some of the tokens, compiled for as many, has the bits of all of them together."""
     model, x = Stack(layers=2).requires_grad_(False), torch.randn(9, STREAMS, WIDTH, dtype=dtype)
@@ -388,6 +449,7 @@ def test_a_users_own_pass_comes_first(aware: bool) -> None:
 # Compiled for a GPU that need not exist.
 
 
+@pytest.mark.thorough
 def test_kernels_compile_to_what_a_launch_compiles_to() -> None:
     """In Inductor's code, for many tokens and for one: no operator is left, and every kernel has the instructions of a
     launch, so neither Inductor's idea of an argument nor the number of tokens decides a result's bits."""
