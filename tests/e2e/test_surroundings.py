@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
+from torch.export import Dim
 from transformers import DynamicCache
 
 import mhc_compile
@@ -153,16 +154,20 @@ def test_generation_with_a_cache() -> None:
 
 # torch's own modules for packages use what its own pytree has deprecated.
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated:FutureWarning")
-def test_export_and_ahead_of_time_compilation(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.thorough), True])
+def test_export_and_ahead_of_time_compilation(tmp_path: Path, dynamic: bool) -> None:
     """`enable` reaches AOTInductor too; the package needs the operators registered where it is loaded."""
     model, x = _sublayer().eval(), torch.randn(SHAPE)
     with torch.no_grad():
-        exported = torch.export.export(model, (x,))
+        sizes: Any = ({0: Dim("batch"), 1: Dim("length")},) if dynamic else None
+        exported = torch.export.export(model, (x,), dynamic_shapes=sizes)
         with mhc_compile.enable():
             path = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "model.pt2"))
         assert backend.last_report is not None
         assert _operators(backend.last_report) == BOTH
-        _close(torch._inductor.aoti_load_package(path)(x), model(x))
+        loaded = torch._inductor.aoti_load_package(path)
+        for given in (x, torch.cat([x, x[:1]]), torch.cat([x, x[:, :1]], 1)) if dynamic else (x,):
+            _close(loaded(given), model(given))
 
 
 def test_an_exported_program_is_compiled_like_any_module() -> None:
