@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 _IN_PLACE = ("expand_combine_backward", "boundary_backward")  # whose first argument, d_x_new, can become the result dx
 _DX = 3
 
-Bodies = dict[Any, fx.GraphModule]
+Bodies = dict[Any, fx.GraphModule | None]
 
 
 def lower(graph: fx.Graph) -> Counter[str]:
@@ -111,6 +111,8 @@ def _body(node: fx.Node, name: str, bodies: Bodies, in_place: bool) -> fx.GraphM
     scalars = tuple(None if isinstance(leaf, fx.Node) else leaf for leaf in leaves)
     key = (name, in_place, tuple(map(_layout, values)), scalars, str(spec))
     if key not in bodies:
+        # Until there is a body that serves: what raises an error once is not tried again.
+        bodies[key] = None
         implementation, context = _implementation(node, name, values, in_place)
         if implementation is None:
             return None
@@ -123,8 +125,9 @@ def _body(node: fx.Node, name: str, bodies: Bodies, in_place: bool) -> fx.GraphM
 
         # It is too late for a guard.
         with context, compat.without_guards(compat.fake_mode_of(values[0])):
-            bodies[key] = _trace(call, values)
-            _check(bodies[key], node)
+            body = _trace(call, values)
+            _check(body, node)
+        bodies[key] = body
     return bodies[key]
 
 

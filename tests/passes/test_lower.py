@@ -321,6 +321,25 @@ def test_what_needs_a_guard_stays(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     assert len(shape_env.guards) == guards
 
 
+def test_what_would_lie_otherwise_stays(caplog: pytest.LogCaptureFixture) -> None:
+    """Every one of those that are alike, not the first alone."""
+
+    def function(x: Tensor, f: Tensor, post: Tensor, res: Tensor, **rest: Tensor) -> Any:
+        for _ in range(3):
+            x = mhc.expand_combine(f, None, post, x, res)
+        return x
+
+    mode = FakeTensorMode()
+    arguments = _arguments(mode, device="cpu")
+    with mode:
+        arguments["x"] = torch.empty(64, 256, 4).mT
+    graph = _graph(function, arguments)
+    with caplog.at_level(logging.INFO, logger="mhc_compile"):
+        assert not passes.lower(graph).lowered
+    assert _operators(graph) == ["mhc.expand_combine.default"] * 3
+    assert caplog.text.count("its parts would return tensors laid out otherwise") == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.thorough)])
 def test_any_number_of_tokens_on_cpu(dtype: torch.dtype) -> None:
     """Compiled once for all, and a token's bits are those of a program compiled for its batch."""
