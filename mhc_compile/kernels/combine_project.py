@@ -210,7 +210,7 @@ def forward(
     def rounds(cut: tuple[int, int]) -> int:
         """Blocks that a processor goes through, one program after the other, of which each costs one to begin."""
         programs = tiles * GROUPS * (chunks * chunk // (cut[0] * cut[1]))
-        return int(cdiv(programs, processors(x.device)) * (cut[0] * cut[1] + 1))
+        return cdiv(programs, processors(x.device)) * (cut[0] * cut[1] + 1)
 
     # Chunks of a program, and blocks of such a chunk; not single blocks where the reader would have to unroll too many.
     cuts = [(chunks, chunk), (1, chunk), *([(1, 1)] if chunks * chunk <= MOST_BLOCKS else [])]

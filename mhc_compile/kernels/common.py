@@ -159,8 +159,7 @@ def processors(device: torch.device) -> int:
 def blocks_each(width: int, block: int, tiles: int, waves: int, device: torch.device) -> int:
     """Column blocks for one program, so that with `tiles` token tiles each processor has about `waves` programs."""
     programs = max(1, min(cdiv(waves * processors(device), tiles), cdiv(width, block)))
-    each: int = cdiv(cdiv(width, programs), block)
-    return each
+    return cdiv(cdiv(width, programs), block)
 
 
 def nothing(t: torch.Tensor) -> torch.Tensor:

@@ -41,8 +41,7 @@ def most_rows(x: torch.Tensor) -> int:
 
 def block_k(rows: int, limit: int = MAX_BLOCK_K) -> int:
     """How many of phi's rows a program takes."""
-    power: int = next_power_of_2(rows)
-    return max(16, min(limit, power))
+    return max(16, min(limit, next_power_of_2(rows)))
 
 
 def dh_parts(x: torch.Tensor, rows: int) -> torch.Tensor:

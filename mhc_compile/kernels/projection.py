@@ -307,13 +307,12 @@ def project(x: torch.Tensor, phi: torch.Tensor, norm_weight: torch.Tensor | None
 def tokens_to_add(partials: Partials, rows: int) -> int:
     """So many for 4 warps that a thread adds up 8 of their numbers, or 1 where a number has many partial sums."""
     each = 8 if partials.stored <= GROUPS else 1
-    tokens: int = each * 128 // next_power_of_2(rows)
-    return max(1, tokens)
+    return max(1, each * 128 // next_power_of_2(rows))
 
 
 def narrow_tile(rows: int) -> tuple[int, int]:
     """(tokens, padded rows) of a program that holds all K values of its tokens, 32 to a thread of 4 warps."""
-    padded: int = next_power_of_2(rows)
+    padded = next_power_of_2(rows)
     return max(4, min(128, 4096 // padded)), padded
 
 

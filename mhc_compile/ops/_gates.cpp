@@ -232,7 +232,7 @@ extern "C" void backward(const Form* given, const float* h, const float* ms, con
 #endif
 
 // The upper half of a float.
-struct Half {
+struct BFloat16 {
     uint16_t bits;
 };
 
@@ -242,12 +242,12 @@ static inline V load(const float* at) {
     return value;
 }
 
-static inline V load(const Half* at) {
-    typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+static inline V load(const BFloat16* at) {
+    typedef uint16_t Short __attribute__((vector_size(2 * LANES)));
     typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
-    Halves halves;
-    std::memcpy(&halves, at, sizeof halves);
-    Bits bits = __builtin_convertvector(halves, Bits) << 16;
+    Short upper;
+    std::memcpy(&upper, at, sizeof upper);
+    Bits bits = __builtin_convertvector(upper, Bits) << 16;
     V value;
     std::memcpy(&value, &bits, sizeof value);
     return value;
@@ -255,7 +255,7 @@ static inline V load(const Half* at) {
 
 static inline float number(float x) { return x; }
 
-static inline float number(Half x) {
+static inline float number(BFloat16 x) {
     uint32_t bits = (uint32_t)x.bits << 16;
     float value;
     std::memcpy(&value, &bits, sizeof value);
@@ -293,12 +293,12 @@ static void products_of(const A* a, const B* b, float* out, long rows, long othe
                     product(a + (m * rows + i) * width, b + (m * others + o) * width, width);
 }
 
-// out[m, i, o] = <a[m, i], b[m, o]> of [tokens, rows, width] and [tokens, others, width]; whether a and b are halves.
-extern "C" void products(const void* a, const void* b, float* out, int half_a, int half_b, long rows, long others,
+// out[m, i, o] = <a[m, i], b[m, o]> of [tokens, rows, width] and [tokens, others, width]; whether a and b are bfloat16.
+extern "C" void products(const void* a, const void* b, float* out, int bf16_a, int bf16_b, long rows, long others,
                          long width, long tokens, long threads) {
     auto run = [&](auto* of_a, auto* of_b) { products_of(of_a, of_b, out, rows, others, width, tokens, threads); };
-    if (half_a) half_b ? run((const Half*)a, (const Half*)b) : run((const Half*)a, (const float*)b);
-    else half_b ? run((const float*)a, (const Half*)b) : run((const float*)a, (const float*)b);
+    if (bf16_a) bf16_b ? run((const BFloat16*)a, (const BFloat16*)b) : run((const BFloat16*)a, (const float*)b);
+    else bf16_b ? run((const float*)a, (const BFloat16*)b) : run((const float*)a, (const float*)b);
 }
 
 // Tokens and rows whose products are summed at once, to load less than is multiplied.
@@ -318,7 +318,7 @@ static inline void multiply(V* sums, float const* const* token, float const* con
 // A block of columns as floats: where it is, or in `room`.
 static inline const float* widened(const float* block, float*, long) { return block; }
 
-static inline const float* widened(const Half* block, float* room, long columns) {
+static inline const float* widened(const BFloat16* block, float* room, long columns) {
     long c = 0;
     for (; c + LANES <= columns; c += LANES) {
         V value = load(block + c);
@@ -367,12 +367,12 @@ static void project_of(const X* x, const float* phi, float* h, float* ms, long r
     }
 }
 
-// h[m, k] = <x[m], phi[k]> and ms[m] = mean(x[m]^2) of [tokens, width] and [rows, width], rows <= K; whether x are
-// halves. The order of a sum is the same wherever in a tile it lies.
-extern "C" void project(const void* x, const float* phi, float* h, float* ms, int half_x, long rows, long width,
+// h[m, k] = <x[m], phi[k]> and ms[m] = mean(x[m]^2) of [tokens, width] and [rows, width], rows <= K; whether x is
+// bfloat16. The order of a sum is the same wherever in a tile it lies.
+extern "C" void project(const void* x, const float* phi, float* h, float* ms, int bf16_x, long rows, long width,
                         long tokens, long threads) {
     auto run = [&](auto* of_x) { project_of(of_x, phi, h, ms, rows, width, tokens, threads); };
-    half_x ? run((const Half*)x) : run((const float*)x);
+    bf16_x ? run((const BFloat16*)x) : run((const float*)x);
 }
 
 // Tokens and vectors of columns at once, and the columns and tokens that go together through memory.

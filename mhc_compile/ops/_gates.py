@@ -92,12 +92,13 @@ def _library(n: int) -> Any:
     return library
 
 
-def _suits(*tensors: Tensor, dtypes: Sequence[torch.dtype] = (torch.float32,)) -> bool:
-    """Whether the loops can read these."""
-    return all(t.device.type == "cpu" and t.dtype in dtypes and t.is_contiguous() for t in tensors)
+def _loops(n: int, *tensors: Tensor, dtypes: Sequence[torch.dtype] = (torch.float32,)) -> Any:
+    """The loops for n streams, None where they cannot read these, or there is nothing to read."""
+    suit = all(t.device.type == "cpu" and t.dtype in dtypes and t.is_contiguous() for t in tensors)
+    return _library(n) if suit and tensors[0].numel() > 0 else None
 
 
-def _is_half(tensor: Tensor) -> bool:
+def _is_bf16(tensor: Tensor) -> bool:
     return tensor.dtype == torch.bfloat16
 
 
@@ -110,7 +111,7 @@ def _run(function: Any, form: tuple[_Form, ...], tensors: Sequence[Tensor | None
 
 def _gates_library(h: Tensor, n: int, sinkhorn: Sinkhorn) -> Any:
     whole = h.shape[-1] <= 2 * n or (not sinkhorn.log_domain and sinkhorn.start in ("softmax", "exp"))
-    return _library(n) if _suits(h) and h.numel() > 0 and whole else None
+    return _loops(n, h) if whole else None
 
 
 def _plain(tensor: Tensor | None) -> Tensor | None:
@@ -164,13 +165,13 @@ def _narrow_backward(
 
 def products(n: int, a: Tensor, b: Tensor) -> Tensor:
     """out[..., i, o] = <a[..., i], b[..., o]>, accumulated in float32 (float64); n names the library."""
-    library = _library(n) if _suits(a, b, dtypes=_STREAMS) and a.numel() > 0 else None
+    library = _loops(n, a, b, dtypes=_STREAMS)
     shape, dtype = (*a.shape[:-1], b.shape[-2]), accumulation_dtype(a)
     if library is None:
         return settle(stream_products(tokens_of(a), tokens_of(b)), shape, dtype)
     out = a.new_empty(shape, dtype=dtype)
     sizes = (a.shape[-2], b.shape[-2], a.shape[-1], a.shape[:-2].numel())
-    _run(library.products, (), (a, b, out), (_is_half(a), _is_half(b), *sizes))
+    _run(library.products, (), (a, b, out), (_is_bf16(a), _is_bf16(b), *sizes))
     return out
 
 
@@ -201,12 +202,12 @@ def _forward(
     x: Tensor, phi: Tensor, scale: Tensor, bias: Tensor, norm_weight: Tensor | None = None, **given: Any
 ) -> tuple[Tensor, ...]:
     """As generate_mix."""
-    library = _library(x.shape[-2]) if _suits(x, dtypes=_STREAMS) and x.numel() > 0 else None
+    library = _loops(x.shape[-2], x, dtypes=_STREAMS)
     if library is not None:
         (rows, width), lead, dtype = phi.shape, x.shape[:-2], accumulation_dtype(x)
         h, ms = x.new_empty((*lead, rows), dtype=dtype), x.new_empty(lead, dtype=dtype)
         weight = weighted_phi(phi, norm_weight, dtype).contiguous()
-        _run(library.project, (), (x, weight, h, ms), (_is_half(x), rows, width, ms.numel()))
+        _run(library.project, (), (x, weight, h, ms), (_is_bf16(x), rows, width, ms.numel()))
     else:
         h, ms = projection_reference(x, phi, norm_weight)
     return *_narrow_forward(h, ms, scale, bias, x.shape[-2], **_forms(frozenset(given.items()))), h, ms
@@ -249,7 +250,7 @@ def _backward(
     assert dms is not None
     dh = dh if d_h is None else dh + rows_of(d_h)
     dms = dms if d_ms is None else dms + d_ms.reshape(-1)
-    library = _library(x.shape[-2]) if needs[0] and _suits(dh) and dh.numel() > 0 else None
+    library = _loops(x.shape[-2], dh) if needs[0] else None
     wide_needs, dtype = (needs[0] and library is None, needs[1], needs[4]), accumulation_dtype(x)
     dx, dphi, dnorm_weight = projection_gradients(dh, None, x, phi, norm_weight, wide_needs, dx_dtype=dtype)
     if library is not None:

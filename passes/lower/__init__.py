@@ -44,12 +44,13 @@ def lower(graph: fx.Graph) -> Counter[str]:
         name = str(node.target._opname)  # type: ignore[union-attr]
         try:
             in_place = name in _IN_PLACE and node.args[0] is not None and memory.is_free_after(node, node.args[0])
-            body = _body(node, name, bodies, in_place)
-            if body is None:
-                continue
             mode = compat.fake_mode_of(compat.example(node.all_input_nodes[0]))
-            with mode, compat.without_guards(mode):
-                results = _inline(node, body)
+            with compat.without_guards(mode):
+                body = _body(node, name, bodies, in_place)
+                if body is None:
+                    continue
+                with mode:
+                    results = _inline(node, body)
         except Exception as error:  # an operator that stays costs time, never a result
             log.info("%s is not lowered: %s: %s", name, type(error).__name__, error)
             continue
@@ -123,10 +124,9 @@ def _body(node: fx.Node, name: str, bodies: Bodies, in_place: bool) -> fx.GraphM
             args, kwargs = pytree.tree_unflatten(leaves, spec)
             return implementation(*args, **kwargs)
 
-        # It is too late for a guard.
-        with context, compat.without_guards(compat.fake_mode_of(values[0])):
+        with context:
             body = _trace(call, values)
-            _check(body, node)
+        _check(body, node)
         bodies[key] = body
     return bodies[key]
 

@@ -107,7 +107,7 @@ def test_products_with_phi(n: int, width: int, tokens: int) -> None:
 
 
 @pytest.mark.parametrize(("n", "width", "tokens"), [(4, 40, 37), (3, 7, 5), (2, 300, 26), (8, 129, 3)])
-def test_halves_are_read_as_the_floats_that_they_are(n: int, width: int, tokens: int) -> None:
+def test_bfloat16_is_read_as_the_floats_that_it_is(n: int, width: int, tokens: int) -> None:
     torch.manual_seed(0)
     k = n * n + 2 * n
     x, rows = torch.randn(tokens, n, width).bfloat16(), torch.randn(tokens, 2, width).bfloat16()
