@@ -167,7 +167,7 @@ def forward(x: torch.Tensor, h_pre: torch.Tensor, *, out_dtype: torch.dtype | No
         return out
     tile = tile_for("aggregate", n, x.element_size())
     tiles = cdiv(tokens, tile.tokens)
-    blocks = blocks_each(width, tile.columns, tiles, 4, x.device)
+    blocks = blocks_each(width, tile.columns, tokens, tile.tokens, 4, x.device)
     with on_device(x):
         launch(
             aggregate_kernel, (tiles * cdiv(width, blocks * tile.columns),),

@@ -102,7 +102,7 @@ def backward(
         d_post, d_res = empty_gradient(h_post, True, x), empty_gradient(h_res, True, x)
         weight_part = nothing(x) if logits.weight_part is None else logits.weight_part
         dweight = empty_gradient(input_norm_weight, needs[9], x)
-        expand_combine.reduce_partial_sums(sums, weight_part, d_post, d_res, dweight, x_rows)
+        expand_combine.reduce_partial_sums(sums, weight_part, weight_part.shape[0], d_post, d_res, dweight, x_rows)
         d_parameters = reduce_parameters(dphi_part, x_rows, phi, norm_weight, logits.affine, needs[5:9])
         return df, nothing(x), d_post, dx, d_res, *d_parameters, dweight
     into_streams = any(needs[:5])

@@ -225,7 +225,8 @@ def split_tokens(tokens: int, width: int, device: torch.device) -> tuple[int, in
     """How many programs share the tokens of a column block, and how many tokens each of them takes."""
     splits = max(1, WAVES * processors(device) // cdiv(width, COLUMNS))
     each = cdiv(cdiv(tokens, splits), TOKENS) * TOKENS
-    return cdiv(tokens, each), each
+    # Without tokens a program's sums are zeros: a symbolic number leaves the splits as they are.
+    return (cdiv(tokens, each) if isinstance(tokens, int) else splits), each
 
 
 def backward(

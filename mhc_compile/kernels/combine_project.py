@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from mhc_compile.kernels import one_pass
-from mhc_compile.kernels.common import cdiv, launch, on_device, processors
+from mhc_compile.kernels.common import cdiv, expected, launch, on_device, processors
 from mhc_compile.kernels.one_pass import ROWS, barrier
 from mhc_compile.kernels.opaque import opaque
 from mhc_compile.kernels.projection import GROUPS, SPLIT_AHEAD_TILES, Partials, parts_of, split_ahead
@@ -203,13 +203,14 @@ def forward(
     tokens, n, width = x.shape
     rows = phi.shape[0]
     norm_weight = None if norm_weight is None else norm_weight.contiguous()
-    tiles, blocks = cdiv(tokens, TOKENS), cdiv(cdiv(width, COLUMNS), GROUPS)
+    tiles, expected_tiles = cdiv(tokens, TOKENS), cdiv(expected(tokens), TOKENS)
+    blocks = cdiv(cdiv(width, COLUMNS), GROUPS)
     chunk = cdiv(blocks, CHUNKS)
     chunks = cdiv(blocks, chunk)
 
     def rounds(cut: tuple[int, int]) -> int:
         """Blocks that a processor goes through, one program after the other, of which each costs one to begin."""
-        programs = tiles * GROUPS * (chunks * chunk // (cut[0] * cut[1]))
+        programs = expected_tiles * GROUPS * (chunks * chunk // (cut[0] * cut[1]))
         return cdiv(programs, processors(x.device)) * (cut[0] * cut[1] + 1)
 
     # Chunks of a program, and blocks of such a chunk; not single blocks where the reader would have to unroll too many.
@@ -220,7 +221,7 @@ def forward(
     squares = torch.empty(stored, tokens, dtype=torch.float32, device=x.device)
     parts = max(2, parts_of(x, phi, norm_weight))
     # As in `projection`: splitting phi once costs a launch, and pays where many programs need it.
-    ahead = tiles >= SPLIT_AHEAD_TILES
+    ahead = expected_tiles >= SPLIT_AHEAD_TILES
     weight = split_ahead(phi, norm_weight, parts, ROWS) if ahead else phi
     with on_device(x):
         launch(

@@ -28,6 +28,14 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def expected(tokens: int) -> int:
+    """The number of tokens by which to decide how work is cut; where it is symbolic, as many as a GPU has work with.
+
+    How many programs a launch has may follow from a symbolic number, what each of them does may not.
+    """
+    return tokens if isinstance(tokens, int) else 8192
+
+
 def _near(t: torch.Tensor, inner: int) -> bool:
     """Whether the offsets within a token, which kernels count in 32 bits, stay below 2^31."""
     offset = 0
@@ -156,8 +164,9 @@ def processors(device: torch.device) -> int:
     return gpu(device)[1]
 
 
-def blocks_each(width: int, block: int, tiles: int, waves: int, device: torch.device) -> int:
-    """Column blocks for one program, so that with `tiles` token tiles each processor has about `waves` programs."""
+def blocks_each(width: int, block: int, tokens: int, tile: int, waves: int, device: torch.device) -> int:
+    """Column blocks for one program, so that with tiles of `tile` tokens each processor has about `waves` programs."""
+    tiles = cdiv(expected(tokens), tile)
     programs = max(1, min(cdiv(waves * processors(device), tiles), cdiv(width, block)))
     return cdiv(cdiv(width, programs), block)
 

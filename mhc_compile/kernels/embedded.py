@@ -55,6 +55,10 @@ def _embedded(
         elif kind is int and param.do_not_specialize:
             bits, letter = (64, "l") if name in wide else (32, "r")
             lines.append(f"{name} = {_MOVE.format(bits=bits, letter=letter, value=name)}")
+        elif kind is torch.SymInt and param.do_not_specialize:
+            # These count tokens, programs or sums; Inductor may pass them in 64 bits.
+            value = f"tl.cast({name}, tl.int32)"
+            lines.append(f"{name} = {_MOVE.format(bits=32, letter='r', value=value)}")
         elif kind is float:
             # Not a method: where torch looks for what a kernel writes, floats are constants.
             lines.append(f"{name} = tl.cast({name}, tl.float32)")

@@ -298,7 +298,7 @@ def forward(
     tile = tile_for("combine", n, x.element_size())
     block_m, block_c = tile.tokens, tile.columns
     tiles = cdiv(tokens, block_m)
-    blocks = blocks_each(width, block_c, tiles, 8, x.device)
+    blocks = blocks_each(width, block_c, tokens, block_m, 8, x.device)
     with on_device(x):
         launch(
             combine_kernel, (tiles * cdiv(width, blocks * block_c),),
@@ -357,7 +357,8 @@ def backward(
     tiles, splits = cdiv(tokens, block_m), cdiv(width, SUM_COLUMNS)
     need_gates = need_dpost or need_dres
     sums = torch.empty(splits if need_gates else 0, n + n * n, tokens, dtype=torch.float32, device=x.device)
-    bias_part = torch.empty(tiles if need_dbias else 0, width, dtype=torch.float32, device=x.device)
+    # In one dimension: whether another is 1 would be asked of symbolic tiles.
+    bias_part = torch.empty(tiles * width if need_dbias else 0, dtype=torch.float32, device=x.device)
     with on_device(x):
         launch(
             kernel, (tiles * splits,),
@@ -369,7 +370,7 @@ def backward(
             COLUMNS=SUM_COLUMNS, BLOCK_M=block_m, BLOCK_C=block_c, VECTOR=16 // x.element_size(),
             num_warps=tile.warps,
         )  # fmt: skip
-    reduce_partial_sums(sums, bias_part, dpost, dres, dbias, x)
+    reduce_partial_sums(sums, bias_part, tiles, dpost, dres, dbias, x)
     put_back(df, df_rows)
     put_back(dx, dx_rows)
     return results
@@ -378,14 +379,18 @@ def backward(
 def reduce_partial_sums(
     sums: torch.Tensor,
     bias_part: torch.Tensor,
+    bias_tiles: int,
     dh_post: torch.Tensor,
     dh_res: torch.Tensor,
     d_bias: torch.Tensor,
     x: torch.Tensor,
 ) -> None:
-    """Fill dh_post, dh_res and d_bias, those that have elements, from sums [splits, n + n*n, M] and bias_part."""
+    """Fill dh_post, dh_res and d_bias, those that have elements.
+
+    From sums [splits, n + n*n, M] and bias_part [bias_tiles, C].
+    """
     tokens, n, width = x.shape
-    need_dpost, need_dres, need_dbias = (t.numel() > 0 for t in (dh_post, dh_res, d_bias))
+    need_dpost, need_dres, need_dbias = (bool(t.numel() > 0) for t in (dh_post, dh_res, d_bias))
     if not (need_dpost or need_dres or need_dbias):
         return
     padded = next_power_of_2(n + n * n)
@@ -395,7 +400,7 @@ def reduce_partial_sums(
     with on_device(x):
         launch(
             combine_reduce_kernel, (gate_programs + bias_programs,),
-            sums, bias_part, dh_post, dh_res, d_bias, tokens, width, bias_part.shape[0], sums.shape[0], gate_programs,
+            sums, bias_part, dh_post, dh_res, d_bias, tokens, width, bias_tiles, sums.shape[0], gate_programs,
             N=n, NEED_DPOST=need_dpost, NEED_DRES=need_dres, NEED_DBIAS=need_dbias, PADDED=padded, AT_ONCE=8,
             BLOCK_T=block_t, BLOCK_C=64, BLOCK_R=32, num_warps=4,
         )  # fmt: skip

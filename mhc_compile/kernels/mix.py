@@ -280,10 +280,9 @@ def forward_mix(
     block_t, block_m, block_c = gate_tokens(n), tile.tokens, tile.columns
     live = min(block_t, tokens_to_add(partials, rows))
     mix_programs = cdiv(tokens, live)
-    token_tiles = cdiv(tokens, block_m) if aggregate else 1
-    blocks = blocks_each(width, block_c, token_tiles, 4, x.device)
+    blocks = blocks_each(width, block_c, tokens, block_m, 4, x.device)
     column_parts = cdiv(width, blocks * block_c)
-    aggregate_programs = token_tiles * column_parts if aggregate else 0
+    aggregate_programs = cdiv(tokens, block_m) * column_parts if aggregate else 0
     with on_device(x):
         launch(
             mix_kernel, (mix_programs + aggregate_programs,),
@@ -368,7 +367,7 @@ def backward_gates(
         tiles = cdiv(tokens, block_t)
         dh = dh_parts(x, rows)
         coefficient, h_pre = scratch(tokens), scratch(n, tokens)
-        affine_part = scratch(tiles, 2, rows)
+        affine_part = scratch(tiles * 2 * rows)
         history = scratch(form.steps, n, tokens) if res is not None else coefficient
         launch(
             mix_backward_kernel, (tiles,),
@@ -382,7 +381,7 @@ def backward_gates(
             ROW=dh.shape[2], PARTS=dh.shape[0] == 3, BLOCK_T=block_t,
             num_warps=4,
         )  # fmt: skip
-    return Logits(dh, coefficient, h_pre, Affine(scale, bias, affine_part), d_out, weight_part)
+    return Logits(dh, coefficient, h_pre, Affine(scale, bias, affine_part, tiles), d_out, weight_part)
 
 
 def backward_mix(
@@ -438,5 +437,6 @@ def backward_mix(
     )  # fmt: skip
     if logits.weight_part is not None:
         none = nothing(x)
-        reduce_partial_sums(none, logits.weight_part, none, none, dweight, flat)
+        part = logits.weight_part
+        reduce_partial_sums(none, part, part.shape[0], none, none, dweight, flat)
     return put_back(dx, dx_rows), products.dphi, products.dscale, products.dbias, products.dnorm, dweight

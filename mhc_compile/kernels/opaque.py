@@ -52,42 +52,48 @@ class Opaque:
 
     def record(self, grid: tuple[int, ...], args: Sequence[Any], options: dict[str, Any]) -> None:
         """Call the operator in place of the kernel, as what a graph is traced with."""
+        (programs,) = grid
+        args = (*args, programs)
         written = [i for i in self._written if args[i] is not None]
         read = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and i not in written]
-        rest = [None if isinstance(a, torch.Tensor) else a for a in args]
+        sizes = [i for i, a in enumerate(args) if isinstance(a, torch.SymInt)]
+        for i in sizes:
+            if i < len(args) - 1 and not self.kernel.params[i].do_not_specialize:
+                raise ValueError(f"{self.kernel.__name__} is compiled for a single {self.kernel.arg_names[i]}")
+        rest = [None if isinstance(a, (torch.Tensor, torch.SymInt)) else a for a in args]
         path = f"{self.kernel.__module__}.{self.kernel.__name__}"
-        launch = json.dumps([path, grid, [*written, *read], rest, options])
-        torch.ops.mhc._launch(launch, [args[i] for i in written], [args[i] for i in read])
+        launch = json.dumps([path, [*written, *read, *sizes], rest, options])
+        torch.ops.mhc._launch(launch, *([args[i] for i in at] for at in (written, read, sizes)))
 
 
 class Launch:
     """One launch of an opaque kernel, again and again: after the first, past all that Triton asks of the arguments.
 
-    places: where the tensors stand that it is called with; rest: the other arguments in their places.
+    places: where the tensors and sizes stand that it is called with; rest: the others in their places, and behind the
+    kernel's arguments the number of its programs.
     """
 
-    def __init__(
-        self, kernel: Opaque, grid: Sequence[int], places: Sequence[int], rest: Sequence[Any], options: dict[str, Any]
-    ) -> None:
-        self._kernel, self._grid, self._places, self._options = kernel, tuple(grid), places, options
-        self._rest = list(rest)
-        self._constants = [options[name] for name in kernel.kernel.arg_names[len(rest) :]]
-        self._compiled: dict[Any, Callable[..., Any]] = {}
+    def __init__(self, kernel: Opaque, places: Sequence[int], rest: Sequence[Any], options: dict[str, Any]) -> None:
+        self._kernel, self._places, self._rest, self._options = kernel, places, list(rest), options
+        self._constants = [options[name] for name in kernel.kernel.arg_names[len(rest) - 1 :]]
+        self._compiled: dict[Any, Any] = {}
 
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __call__(self, tensors: Sequence[torch.Tensor], sizes: Sequence[int] = ()) -> None:
         args, misaligned = self._rest.copy(), 0
-        for place, tensor in zip(self._places, tensors, strict=True):
-            args[place] = tensor
+        for place, value in zip(self._places, (*tensors, *sizes), strict=True):
+            args[place] = value
+        for tensor in tensors:
             misaligned |= tensor.data_ptr() % 16
+        grid = (args.pop(), 1, 1)
         given = self._kernel.aligned(args) if misaligned else args
-        # The numbers are those of this launch, and tensors are aligned: their types are what is left.
+        # The kernel does not care which sizes these are, the other numbers are those of this launch, and tensors are
+        # aligned: their types are what is left.
         key = (tensors[0].device, *[tensor.dtype for tensor in tensors])
         with on_device(tensors[0]):
-            start = self._compiled.get(key)
-            if start is not None:
-                start(*given, *self._constants)
+            compiled = self._compiled.get(key)
+            if compiled is not None:
+                compiled[grid](*given, *self._constants)
             else:
-                compiled = self._kernel.kernel[self._grid](*given, **self._options)
-                self._compiled[key] = compiled[(*self._grid, 1, 1)[:3]]
+                self._compiled[key] = self._kernel.kernel[grid](*given, **self._options)
         if misaligned:
             self._kernel.put_back(args, given)

@@ -18,6 +18,7 @@ from mhc_compile.kernels.common import (
     dot_float32,
     dot_precision,
     empty_gradient,
+    expected,
     group_scale,
     laid_out_as,
     launch,
@@ -244,11 +245,12 @@ class Products:
 
 @dataclass(frozen=True)
 class Affine:
-    """Scale and bias, and part [tiles, 2, K], the partial sums of dscale (as if ungrouped) and dbias."""
+    """Scale and bias, and the memory of part [tiles, 2, K], the partial sums of dscale (as if ungrouped) and dbias."""
 
     scale: torch.Tensor
     bias: torch.Tensor
-    part: torch.Tensor
+    part: torch.Tensor  # in one dimension: whether another is 1 would be asked of symbolic tiles
+    tiles: int
 
 
 def no_tokens(tensors: Sequence[torch.Tensor | None], needs: Sequence[bool]) -> list[torch.Tensor]:
@@ -291,9 +293,11 @@ def backward_products(
     block_m, block_c = tile.tokens, tile.columns
     column_blocks = n * cdiv(width, block_c)
     # Enough programs to fill the device, each with enough tokens to pay for its share of dphi's partial sums.
-    splits = max(1, min(cdiv(WAVES * processors(x.device), column_blocks), cdiv(tokens, 4 * block_m)))
+    most_splits = cdiv(expected(tokens), 4 * block_m)
+    splits = max(1, min(cdiv(WAVES * processors(x.device), column_blocks), most_splits))
     tokens_each = cdiv(cdiv(tokens, splits), block_m) * block_m
-    splits = cdiv(tokens, tokens_each)
+    if isinstance(tokens, int):  # otherwise some may have no tokens, and sums that are zeros
+        splits = cdiv(tokens, tokens_each)
     if dx is None:
         dx = empty_gradient(x, need_dx, x)
     d_x = laid_out_as(d_x, dx)
@@ -337,7 +341,8 @@ def reduce_parameters(
     need_dnorm = need_dnorm and norm_weight is not None
     need_sum = need_dphi or need_dnorm
     norm_weight = None if norm_weight is None else norm_weight.contiguous()
-    scale, bias, affine_part = (None, None, None) if affine is None else (affine.scale, affine.bias, affine.part)
+    scale, bias = (None, None) if affine is None else (affine.scale, affine.bias)
+    affine_part, tiles = (None, 0) if affine is None else (affine.part, affine.tiles)
     dphi, dnorm = empty_gradient(phi, need_dphi, x), empty_gradient(norm_weight, need_dnorm, x)
     dscale, dbias = empty_gradient(scale, need_dscale, x), empty_gradient(bias, need_dbias, x)
     block = 64
@@ -347,8 +352,8 @@ def reduce_parameters(
             launch(
                 reduce_kernel, (column_programs + 1,),
                 dphi_part, phi, norm_weight, affine_part, dphi, dnorm, dscale, dbias, dphi_part.shape[0],
-                0 if affine_part is None else affine_part.shape[0], columns, column_programs, phi.stride(0),
-                phi.stride(1), N=x.shape[-2], K=rows, HAS_NORM=norm_weight is not None, NEED_DPHI=need_dphi,
+                tiles, columns, column_programs, phi.stride(0), phi.stride(1), N=x.shape[-2], K=rows,
+                HAS_NORM=norm_weight is not None, NEED_DPHI=need_dphi,
                 NEED_DNORM=need_dnorm, NEED_DSCALE=need_dscale, NEED_DBIAS=need_dbias,
                 GROUPED=scale is not None and group_scale(scale, rows), PADDED_K=next_power_of_2(rows),
                 BLOCK_K=min(32, next_power_of_2(rows)), BLOCK_T=16, BLOCK=block, num_warps=4,

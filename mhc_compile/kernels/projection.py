@@ -24,6 +24,7 @@ from mhc_compile.kernels.common import (
     dot_bf16,
     dot_float32,
     dot_precision,
+    expected,
     gradient_like,
     launch,
     next_power_of_2,
@@ -279,15 +280,15 @@ def project(x: torch.Tensor, phi: torch.Tensor, norm_weight: torch.Tensor | None
     cut = cut_columns(n, width)
     rows_block = block_k(rows, most_rows(x))
     tile = tile_for("project", n, x.element_size())
-    tiles = cdiv(tokens, tile.tokens)
+    tiles, expected_tiles = cdiv(tokens, tile.tokens), cdiv(expected(tokens), tile.tokens)
     groups = cdiv(cut.total, cut.group)
-    each = cut.group if tiles * groups >= processors(x.device) else 1
+    each = cut.group if expected_tiles * groups >= processors(x.device) else 1
     stored = cdiv(cut.total, each)
     h = torch.empty(stored, rows, tokens, dtype=torch.float32, device=x.device)
     squares = torch.empty(stored, tokens, dtype=torch.float32, device=x.device)
     parts = parts_of(x, phi, norm_weight)
     blocks_k = cdiv(rows, rows_block)
-    ahead = parts > 1 and tiles >= SPLIT_AHEAD_TILES
+    ahead = parts > 1 and expected_tiles >= SPLIT_AHEAD_TILES
     weight = phi
     with on_device(x):
         if ahead:

@@ -1,7 +1,8 @@
 """mhc::_launch, which launches a kernel that Inductor cannot put into its graphs (`kernels.opaque` says which).
 
-launch: JSON of the kernel's path, the grid, the places of the tensors among its arguments, the other arguments by
-place, and its options. It is text because the code that calls the operator is kept on disk and read by other processes.
+launch: JSON of the kernel's path, the places of the tensors and symbolic sizes among its arguments, the other arguments
+by place, with the number of programs as the last, and its options. It is text because the code that calls the operator
+is kept on disk and read by other processes.
 """
 
 from __future__ import annotations
@@ -21,18 +22,19 @@ def _read(launch: str) -> Any:
     # Not at the top: operators work where Triton is missing.
     from mhc_compile.kernels.opaque import Launch
 
-    path, grid, places, rest, options = json.loads(launch)
+    path, places, rest, options = json.loads(launch)
     module, name = path.rsplit(".", 1)
-    return Launch(getattr(importlib.import_module(module), name), grid, places, rest, options)
+    return Launch(getattr(importlib.import_module(module), name), places, rest, options)
 
 
-def _launch(launch: str, written: list[torch.Tensor], read: list[torch.Tensor]) -> None:
-    _read(launch)([*written, *read])
+def _launch(launch: str, written: list[torch.Tensor], read: list[torch.Tensor], sizes: list[int]) -> None:
+    _read(launch)([*written, *read], sizes)
 
 
 # With as little between call and kernel as torch allows: the time that a launch takes is the host's.
 library.define(  # type: ignore[no-untyped-call]
-    "_launch(str launch, Tensor(a!)[] written, Tensor[] read) -> ()", tags=(torch.Tag.needs_exact_strides,)
+    "_launch(str launch, Tensor(a!)[] written, Tensor[] read, SymInt[] sizes) -> ()",
+    tags=(torch.Tag.needs_exact_strides,),
 )
 library.impl("_launch", _launch, "CUDA")  # type: ignore[no-untyped-call]
-torch.library.register_fake("mhc::_launch", lambda launch, written, read: None, lib=library)
+torch.library.register_fake("mhc::_launch", lambda launch, written, read, sizes: None, lib=library)

@@ -107,7 +107,7 @@ def _body(node: fx.Node, name: str, bodies: Bodies, in_place: bool) -> fx.GraphM
     leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
     values = [compat.example(leaves[i]) for i in at]
-    if not all(map(_can_be_traced, values)):
+    if not all(isinstance(value, torch.Tensor) and not _is_empty(value) for value in values):
         return None
     scalars = tuple(None if isinstance(leaf, fx.Node) else leaf for leaf in leaves)
     key = (name, in_place, tuple(map(_layout, values)), scalars, str(spec))
@@ -169,20 +169,13 @@ def _check(body: fx.GraphModule, node: fx.Node) -> None:
 
 def _layout(value: torch.Tensor) -> Any:
     # Symbolic sizes, which have no hash, by their names.
-    return *map(str, _sizes(value)), value.dim(), value.dtype, value.device
+    sizes = *value.shape, *value.stride(), value.storage_offset()
+    return *map(str, sizes), value.dim(), value.dtype, value.device
 
 
-def _sizes(value: torch.Tensor) -> tuple[int | torch.SymInt, ...]:
-    return *value.shape, *value.stride(), value.storage_offset()
-
-
-def _can_be_traced(value: Any) -> bool:
-    """A tensor of which there is something. The number of programs of a kernel has to be known, a loop's not."""
-    if not isinstance(value, torch.Tensor):
-        return False
-    if all(isinstance(size, int) for size in _sizes(value)):
-        return value.numel() > 0
-    return value.device.type == "cpu"
+def _is_empty(value: torch.Tensor) -> bool:
+    """Whether there is nothing to launch a kernel for. Of symbolic sizes nothing is asked."""
+    return any(isinstance(size, int) and size == 0 for size in value.shape)
 
 
 def _inline(node: fx.Node, body: fx.GraphModule) -> Any:

@@ -64,7 +64,7 @@ def test_what_is_read_may_be_what_is_written() -> None:
 
 def test_triton_is_asked_once_for_the_same_types() -> None:
     kernel = Kernel()
-    launch = Launch(Opaque(kernel, ["out"]), [3], [1, 0], [None, None, 5.0], {"BLOCK": 8})
+    launch = Launch(Opaque(kernel, ["out"]), [1, 0], [None, None, 5.0, 3], {"BLOCK": 8})
     for tensor in (torch.ones(7), torch.ones(7), _misaligned(7) + 1, torch.ones(7, dtype=torch.float64)):
         out = torch.empty_like(tensor)
         launch([out, tensor])

@@ -16,8 +16,8 @@ import mhc_compile.ops  # noqa: F401  (registers it)
 def on_cpu() -> Iterator[None]:
     """The operator doubles and adds where there are no kernels."""
 
-    def launch(text: str, written: list[Tensor], read: list[Tensor]) -> None:
-        assert text == "text"
+    def launch(text: str, written: list[Tensor], read: list[Tensor], sizes: list[int]) -> None:
+        assert (text, sizes) == ("text", [5])
         written[0].copy_(2 * read[0])
         written[1].add_(read[1])
 
@@ -39,7 +39,8 @@ def test_inductor_orders_what_reads_after_what_writes() -> None:
         with graph.inserting_before(sin):
             options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
             room = graph.call_function(aten.empty.memory_format, (list(value.shape),), options)
-            launch = graph.call_function(torch.ops.mhc._launch.default, ("text", [room, cos], [sin.args[0], cos]))
+            args = "text", [room, cos], [sin.args[0], cos], [5]
+            launch = graph.call_function(torch.ops.mhc._launch.default, args)
         room.meta["val"], launch.meta["val"] = value, None
         sin.replace_all_uses_with(room)
         graph.erase_node(sin)

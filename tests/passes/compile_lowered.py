@@ -1,7 +1,8 @@
 """Lowers a training step of one sublayer for a GPU that need not exist, and compiles the kernels that Inductor writes.
 
-Run as `python -m tests.passes.compile_lowered TOKENS ...`; prints one JSON object with Inductor's wrapper, and one for
-each kernel with the instructions that decide its results, as Inductor's code compiles and as a launch does.
+Run as `python -m tests.passes.compile_lowered TOKENS ...`, where 0 is any number of tokens; prints one JSON object with
+Inductor's wrapper, and one for each kernel with the instructions that decide its results, as Inductor's code compiles
+and as a launch does.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor, fx
+from torch._dynamo.source import ConstantSource
 from torch._inductor.debug import DebugContext
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime import triton_heuristics
@@ -26,11 +28,12 @@ from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import mhc_compile.ops  # noqa: F401  (registers the operators)
-from mhc_compile import kernels, passes
+from mhc_compile import compat, kernels, passes
 from mhc_compile.kernels import embedded
 from tests.kernels.compile_kernels import _source
 
@@ -70,6 +73,12 @@ def step(x: Tensor, f: Tensor, phi: Tensor, scale: Tensor, bias: Tensor) -> list
     return [u, y, *d, *mhc.generate_mix_and_aggregate_backward(u, d[2], d[4], None, None, *saved)]
 
 
+def any_number(shape_env: ShapeEnv, hint: int) -> Any:
+    """A symbolic size."""
+    symbol = shape_env.create_symbol(hint, source=ConstantSource("tokens"), dynamic_dim=DimDynamic.DYNAMIC)
+    return shape_env.create_symintnode(symbol, hint=hint)
+
+
 def generate(tokens: int) -> tuple[str, dict[str, Any]]:
     """Inductor's code, and for each kernel what a launch would compile and with which options."""
     launched: dict[str, Any] = {}
@@ -77,13 +86,14 @@ def generate(tokens: int) -> tuple[str, dict[str, Any]]:
 
     def noting(kernel: Any, grid: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         special = {name: options[name] for name in ("num_warps", "num_stages") if name in options}
-        values = dict(zip(kernel.arg_names, args, strict=False)) | options
+        values = {name: compat.hint(value) for name, value in zip(kernel.arg_names, args, strict=False)} | options
         launched.setdefault(kernel.__name__, (_source(kernel, values), special))
         record(kernel, grid, args, options)
 
     embedded.record = noting
-    mode, n, width = FakeTensorMode(), 4, 1280
-    shapes = {"x": (tokens, n, width), "f": (tokens, width), "phi": (24, n * width), "scale": (3,), "bias": (24,)}
+    shape_env, n, width = ShapeEnv(), 4, 1280
+    mode, count = FakeTensorMode(shape_env=shape_env), tokens or any_number(shape_env, 64)
+    shapes = {"x": (count, n, width), "f": (count, width), "phi": (24, n * width), "scale": (3,), "bias": (24,)}
     with mode:
         values = [
             torch.empty(shape, device="cuda:0", dtype=torch.bfloat16 if name in "xf" else torch.float32)
@@ -93,7 +103,7 @@ def generate(tokens: int) -> tuple[str, dict[str, Any]]:
     passes.lower(module.graph)
     embedded.record = record
     module.recompile()
-    graph = GraphLowering(module, example_inputs=values)
+    graph = GraphLowering(module, example_inputs=values, shape_env=shape_env)
     with V.set_fake_mode(mode), V.set_debug_handler(DebugContext()), V.set_graph_handler(graph):
         graph.run(*values)
         code, _ = graph.codegen()

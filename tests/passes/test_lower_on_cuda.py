@@ -49,6 +49,29 @@ def test_bitwise_as_whole_operators(dtype: torch.dtype, tokens: int) -> None:
         assert torch.equal(value, whole[name]), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_any_number_of_tokens(dtype: torch.dtype) -> None:
+    """Compiled once for all, without a call of an operator, and to the bits of a program compiled for its batch."""
+    model, x = _chain(dtype, 4096)
+    expected = {}
+    for tokens in (37, 4096, 200, 2):
+        torch._dynamo.reset()
+        expected[tokens] = evaluate(torch.compile(model, backend="mhc", dynamic=False), model, x[:tokens])
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(model, backend="mhc", dynamic=True)
+    for tokens, values in expected.items():
+        found, code = run_and_get_code(evaluate, compiled, model, x[:tokens])
+        assert not any(call in text for text in code for call in ("torch.ops.mhc.boundary", "torch.ops.mhc.generate"))
+        for name, value in found.items():
+            if name == "y" or "dx" in name:
+                assert torch.equal(value, values[name]), (tokens, name)
+            torch.testing.assert_close(value, values[name], rtol=1e-4, atol=1e-4)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert backend.last_report is not None
+    assert backend.last_report.lowered["boundary_backward"] == 3
+
+
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 def test_on_a_gpu(mode: str | None) -> None:
