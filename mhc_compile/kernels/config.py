@@ -37,7 +37,10 @@ def tile_for(name: str, n: int, itemsize: int) -> Tile:
     tile = TILES[name]
     wide = itemsize == 4
     if name in ("combine", "combine_backward"):
-        return replace(tile, tokens=tile.tokens // 2) if wide or n > 4 else tile
+        fewer = replace(tile, tokens=tile.tokens // 2) if wide or n > 4 else tile
+        return replace(fewer, warps=4) if name == "combine" and n > 4 and not wide else fewer
+    if name == "aggregate" and 4 < n <= 8 and not wide:
+        return replace(tile, tokens=4)
     if n > 8:
         # Streams are unrolled: what 4 can hold in registers, 16 would spill.
         if name == "pre_gradient":

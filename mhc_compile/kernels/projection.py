@@ -36,7 +36,7 @@ from mhc_compile.kernels.common import (
     wanted,
 )
 from mhc_compile.kernels.config import tile_for
-from mhc_compile.kernels.products import backward_products, block_k, dh_parts, most_rows, no_tokens, store_gradient
+from mhc_compile.kernels.products import backward_products, block_k, dh_parts, no_tokens, store_gradient
 
 # Groups of chunks that the partial sums are stored in when there are many tokens.
 GROUPS = 4
@@ -120,14 +120,51 @@ def split_kernel(phi, norm_weight, parts, stride_k, stride_c, columns, K: tl.con
         tl.store(at + 2 * PADDED_K * columns, low, mask=live)
 
 
+@triton.jit
+def _product(v, phi, norm_weight, flat, k, inside, phi_k, phi_c, part_stride, K: tl.constexpr, PARTS: tl.constexpr,
+             AHEAD: tl.constexpr, HAS_NORM: tl.constexpr, PRECISION: tl.constexpr,
+             INTERPRET: tl.constexpr):  # fmt: skip
+    """v [BLOCK_M, columns] @ phi[k, flat]^T for some of phi's rows."""
+    w_at = phi + flat[:, None] * phi_c + k[None, :] * phi_k
+    part = tl.zeros([v.shape[0], k.shape[0]], tl.float32)
+    if AHEAD:
+        # Rows beyond K exist and are zero.
+        if PARTS == 3:
+            low = tl.load(w_at + 2 * part_stride, mask=inside[:, None], other=0.0)
+            part = dot_bf16(v, low, part, INTERPRET)
+        middle = tl.load(w_at + part_stride, mask=inside[:, None], other=0.0)
+        part = dot_bf16(v, middle, part, INTERPRET)
+        high = tl.load(w_at, mask=inside[:, None], other=0.0)
+        part = dot_bf16(v, high, part, INTERPRET)
+    else:
+        w = tl.load(w_at, mask=inside[:, None] & (k < K)[None, :], other=0.0)
+        if HAS_NORM:
+            norm = tl.load(norm_weight + flat, mask=inside, other=0.0)
+            w = w.to(tl.float32) * norm.to(tl.float32)[:, None]
+        if PARTS == 0:
+            part = dot_float32(v.to(tl.float32), w.to(tl.float32), part, PRECISION)
+        elif PARTS == 1:
+            part = dot_bf16(v, w, part, INTERPRET)
+        else:
+            high, middle, low = split_bf16(w.to(tl.float32))
+            if PARTS == 3:
+                part = dot_bf16(v, low, part, INTERPRET)
+            part = dot_bf16(v, middle, part, INTERPRET)
+            part = dot_bf16(v, high, part, INTERPRET)
+    return part
+
+
 @triton.jit(do_not_specialize=["M", "chunks_each", "token_tiles"])
 def project_kernel(x, phi, norm_weight, h_part, squares_part, M, C, stride_m, stride_n, stride_c, phi_k,
                    phi_c, part_stride, token_tiles, chunks_each, CHUNKS: tl.constexpr,
                    PER_STREAM: tl.constexpr, CHUNK: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr,
                    AHEAD: tl.constexpr, HAS_NORM: tl.constexpr, PRECISION: tl.constexpr,
-                   BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
+                   BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, MORE_K: tl.constexpr,
                    INTERPRET: tl.constexpr):  # fmt: skip
-    """Partial sums over the chunks of one program, for one tile of tokens and one block of phi's rows."""
+    """Partial sums over the chunks of one program, for one tile of tokens and one block of phi's rows.
+
+    MORE_K: rows behind the block, of which there is one then, in a product of their own.
+    """
     BLOCKS: tl.constexpr = CHUNK // BLOCK_C
     tile = tl.program_id(0) % token_tiles
     stored = tl.program_id(0) // token_tiles
@@ -139,6 +176,10 @@ def project_kernel(x, phi, norm_weight, h_part, squares_part, M, C, stride_m, st
 
     h_chunk = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
     h_sum = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
+    if MORE_K:
+        more_k = BLOCK_K + tl.arange(0, MORE_K)
+        more_chunk = tl.zeros([BLOCK_M, MORE_K], tl.float32)
+        more_sum = tl.zeros([BLOCK_M, MORE_K], tl.float32)
     squares_chunk = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
     squares_sum = tl.zeros([BLOCK_M], tl.float32)
     first = stored * chunks_each * BLOCKS
@@ -149,43 +190,29 @@ def project_kernel(x, phi, norm_weight, h_part, squares_part, M, C, stride_m, st
         inside = c < C
         flat = stream * C + c
         v = tl.load(x_rows + stream * stride_n + c[None, :] * stride_c, mask=live & inside[None, :], other=0.0)
-        w_at = phi + flat[:, None] * phi_c + k[None, :] * phi_k
-        part = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
-        if AHEAD:
-            # Rows beyond K exist and are zero.
-            if PARTS == 3:
-                low = tl.load(w_at + 2 * part_stride, mask=inside[:, None], other=0.0)
-                part = dot_bf16(v, low, part, INTERPRET)
-            middle = tl.load(w_at + part_stride, mask=inside[:, None], other=0.0)
-            part = dot_bf16(v, middle, part, INTERPRET)
-            high = tl.load(w_at, mask=inside[:, None], other=0.0)
-            part = dot_bf16(v, high, part, INTERPRET)
-        else:
-            w = tl.load(w_at, mask=inside[:, None] & (k < K)[None, :], other=0.0)
-            if HAS_NORM:
-                norm = tl.load(norm_weight + flat, mask=inside, other=0.0)
-                w = w.to(tl.float32) * norm.to(tl.float32)[:, None]
-            if PARTS == 0:
-                part = dot_float32(v.to(tl.float32), w.to(tl.float32), part, PRECISION)
-            elif PARTS == 1:
-                part = dot_bf16(v, w, part, INTERPRET)
-            else:
-                high, middle, low = split_bf16(w.to(tl.float32))
-                if PARTS == 3:
-                    part = dot_bf16(v, low, part, INTERPRET)
-                part = dot_bf16(v, middle, part, INTERPRET)
-                part = dot_bf16(v, high, part, INTERPRET)
+        part = _product(v, phi, norm_weight, flat, k, inside, phi_k, phi_c, part_stride, K, PARTS, AHEAD, HAS_NORM,
+                        PRECISION, INTERPRET)  # fmt: skip
         h_chunk = add_rounded(part, h_chunk)
+        if MORE_K:
+            part = _product(v, phi, norm_weight, flat, more_k, inside, phi_k, phi_c, part_stride, K, PARTS, AHEAD,
+                            HAS_NORM, PRECISION, INTERPRET)  # fmt: skip
+            more_chunk = add_rounded(part, more_chunk)
         v = v.to(tl.float32)
         squares_chunk += v * v
         if block % BLOCKS == BLOCKS - 1:
             h_sum += h_chunk
             h_chunk = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
+            if MORE_K:
+                more_sum += more_chunk
+                more_chunk = tl.zeros([BLOCK_M, MORE_K], tl.float32)
             squares_sum += tl.sum(squares_chunk, axis=1)
             squares_chunk = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
 
     at = (stored * K + k).to(tl.int64) * M
     tl.store(h_part + at[None, :] + tok[:, None], h_sum, mask=live & (k < K)[None, :])
+    if MORE_K:
+        at = (stored * K + more_k).to(tl.int64) * M
+        tl.store(h_part + at[None, :] + tok[:, None], more_sum, mask=live & (more_k < K)[None, :])
     if tl.program_id(1) == 0:
         tl.store(squares_part + stored.to(tl.int64) * M + tok, squares_sum, mask=tok < M)
 
@@ -259,6 +286,12 @@ def spread_kernel(d_h, d_ms, dh, coefficient, M, inverse_columns, K: tl.constexp
     tl.store(coefficient + tok, dms * (2.0 * inverse_columns), mask=live)
 
 
+def more_rows(rows: int, block: int) -> int:
+    """Rows of phi for a second product beside the first: for the 80 of 8 streams 16 beside 64, and not 128 in one."""
+    rest = max(16, next_power_of_2(rows - block)) if rows > block else 0
+    return rest if rest < block else 0
+
+
 def split_ahead(phi: torch.Tensor, norm_weight: torch.Tensor | None, parts: int, rows: int) -> torch.Tensor:
     """The bf16 parts of phi * norm_weight [parts, rows, n*C], two or three, the largest first; rows beyond K are 0."""
     columns = phi.shape[1]
@@ -278,7 +311,8 @@ def project(x: torch.Tensor, phi: torch.Tensor, norm_weight: torch.Tensor | None
     norm_weight = None if norm_weight is None else norm_weight.contiguous()
     rows = phi.shape[0]
     cut = cut_columns(n, width)
-    rows_block = block_k(rows, most_rows(x))
+    block = block_k(rows)
+    more = more_rows(rows, block)
     tile = tile_for("project", n, x.element_size())
     tiles, expected_tiles = cdiv(tokens, tile.tokens), cdiv(expected(tokens), tile.tokens)
     groups = cdiv(cut.total, cut.group)
@@ -287,19 +321,19 @@ def project(x: torch.Tensor, phi: torch.Tensor, norm_weight: torch.Tensor | None
     h = torch.empty(stored, rows, tokens, dtype=torch.float32, device=x.device)
     squares = torch.empty(stored, tokens, dtype=torch.float32, device=x.device)
     parts = parts_of(x, phi, norm_weight)
-    blocks_k = cdiv(rows, rows_block)
+    blocks_k = cdiv(rows, block + more)
     ahead = parts > 1 and expected_tiles >= SPLIT_AHEAD_TILES
     weight = phi
     with on_device(x):
         if ahead:
-            weight = split_ahead(phi, norm_weight, parts, blocks_k * rows_block)
+            weight = split_ahead(phi, norm_weight, parts, blocks_k * (block + more))
         launch(
             project_kernel, (tiles * stored, blocks_k),
             x, weight, norm_weight, h, squares, tokens, width, x.stride(0), x.stride(1), x.stride(2),
             weight.stride(-2), weight.stride(-1), weight.stride(0), tiles, each, CHUNKS=cut.total,
             PER_STREAM=cut.per_stream, CHUNK=cut.chunk, K=rows, PARTS=parts, AHEAD=ahead,
             HAS_NORM=norm_weight is not None and not ahead, PRECISION=dot_precision(), BLOCK_M=tile.tokens,
-            BLOCK_C=tile.columns, BLOCK_K=rows_block, INTERPRET=INTERPRETED, num_warps=tile.warps,
+            BLOCK_C=tile.columns, BLOCK_K=block, MORE_K=more, INTERPRET=INTERPRETED, num_warps=tile.warps,
             num_stages=tile.stages,
         )  # fmt: skip
     return Partials(h, squares, stored, cut.group // each)

@@ -520,7 +520,7 @@ def test_a_users_own_pass_comes_first(aware: bool) -> None:
 @pytest.mark.thorough
 def test_kernels_compile_to_what_a_launch_compiles_to() -> None:
     """In Inductor's code, for many tokens, for one and for any number: no operator is left, and every kernel has the
-    instructions of a launch. So neither Inductor's idea of an argument nor the number of tokens decides a result's bits.
+    instructions of a launch. So neither Inductor's idea of an argument nor the number of tokens decides results' bits.
     """
     pytest.importorskip("triton")
     if torch.version.cuda is not None and not torch.cuda.is_available():

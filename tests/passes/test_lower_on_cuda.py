@@ -57,17 +57,19 @@ def test_any_number_of_tokens(dtype: torch.dtype) -> None:
     for tokens in (37, 4096, 200, 2):
         torch._dynamo.reset()
         expected[tokens] = evaluate(torch.compile(model, backend="mhc", dynamic=False), model, x[:tokens])
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
     compiled = torch.compile(model, backend="mhc", dynamic=True)
+    _, code = run_and_get_code(evaluate, compiled, model, x)  # from an empty cache
+    assert not any(call in text for text in code for call in ("torch.ops.mhc.boundary", "torch.ops.mhc.generate"))
+    torch._dynamo.utils.counters.clear()
     for tokens, values in expected.items():
-        found, code = run_and_get_code(evaluate, compiled, model, x[:tokens])
-        assert not any(call in text for text in code for call in ("torch.ops.mhc.boundary", "torch.ops.mhc.generate"))
+        found = evaluate(compiled, model, x[:tokens])
         for name, value in found.items():
-            if name == "y" or "dx" in name:
+            # Sums over tokens are split by their number.
+            if name in ("y", "dx"):
                 assert torch.equal(value, values[name]), (tokens, name)
-            torch.testing.assert_close(value, values[name], rtol=1e-4, atol=1e-4)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+            else:
+                assert check.error(value, values[name].double()) <= 2e-6, (tokens, name)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0
     assert backend.last_report is not None
     assert backend.last_report.lowered["boundary_backward"] == 3
 
