@@ -135,11 +135,11 @@ struct Tile {
     }
 };
 
+// What follows is not inlined: below there are other rules for rounding.
 static inline bool over_rows(int step, const Form& form) { return (step % 2 == 0) == bool(form.rows_first); }
 
-extern "C" void forward(const Form* given, const float* h, const float* ms, const float* scale, const float* bias,
-                        float* pre, float* post, float* res, long k, long grouped, long tokens, long threads) {
-    const Form form = *given;
+[[gnu::noinline]] static void forward(const Form& form, const float* h, const float* ms, const float* scale, const float* bias, float* pre,
+                    float* post, float* res, long k, long grouped, long tokens, long threads) {
     #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (long first = 0; first < tokens; first += LANES) {
         const Tile tile(form, h, ms, scale, bias, k, grouped, first, tokens);
@@ -158,11 +158,13 @@ extern "C" void forward(const Form* given, const float* h, const float* ms, cons
     }
 }
 
+// The entries of scale, by parts or by rows.
+static long scales(long k, long grouped) { return grouped ? group(k - 1) + 1 : k; }
+
 // d_pre, d_post and d_res may be null. d_scale and d_bias hold the share of every token in these gradients.
-extern "C" void backward(const Form* given, const float* h, const float* ms, const float* scale, const float* bias,
-                         const float* d_pre, const float* d_post, const float* d_res, float* pre, float* d_h,
-                         float* d_ms, float* d_scale, float* d_bias, long k, long grouped, long tokens, long threads) {
-    const Form form = *given;
+[[gnu::noinline]] static void backward(const Form& form, const float* h, const float* ms, const float* scale, const float* bias,
+                     const float* d_pre, const float* d_post, const float* d_res, float* pre, float* d_h, float* d_ms,
+                     float* d_scale, float* d_bias, long k, long grouped, long tokens, long threads) {
     #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         std::vector<Matrix> history(k > 2 * N && d_res ? form.steps + 1 : 0);
@@ -211,7 +213,7 @@ extern "C" void backward(const Form* given, const float* h, const float* ms, con
                 d_r += d_normed * tile.h[j];
                 d_projection[j] = d_normed * tile.r;
             }
-            store(d_scale, shares, grouped ? group(k - 1) + 1 : k, first, tokens);
+            store(d_scale, shares, scales(k, grouped), first, tokens);
             store(d_h, d_projection, k, first, tokens);
             // d_r is of the size of the token, so it is multiplied in between: d_r / dms alone overflows for small ones.
             V d = -0.5f * (d_r * tile.r * tile.r * tile.r);
@@ -222,6 +224,14 @@ extern "C" void backward(const Form* given, const float* h, const float* ms, con
             store(d_ms, &d, 1, first, tokens);
         }
     }
+}
+
+// The sum of [tokens, columns] over its tokens, which no float would carry so far.
+static void total(float* to, const std::vector<float>& shares, long columns, long tokens) {
+    std::vector<double> sums(columns);
+    for (long m = 0; m < tokens; m++)
+        for (long j = 0; j < columns; j++) sums[j] += shares[columns * m + j];
+    for (long j = 0; j < columns; j++) to[j] = sums[j];
 }
 
 // From here on sums of products alone, each product rounded together with its sum.
@@ -301,17 +311,14 @@ extern "C" void products(const void* a, const void* b, float* out, int bf16_a, i
     else bf16_b ? run((const float*)a, (const BFloat16*)b) : run((const float*)a, (const float*)b);
 }
 
-// Tokens and rows whose products are summed at once, to load less than is multiplied.
-constexpr int T = 4, R = 3;
-
 // The pairs one by one: in a loop over them, compilers keep the sums in memory.
-template <int... pair>
+template <int... t, int... r, int... pair>
 static inline void multiply(V* sums, float const* const* token, float const* const* row, long end,
+                            std::integer_sequence<int, t...>, std::integer_sequence<int, r...>,
                             std::integer_sequence<int, pair...>) {
     for (long c = 0; c < end; c += LANES) {
-        V left[] = {load(token[0] + c), load(token[1] + c), load(token[2] + c), load(token[3] + c)};
-        V right[] = {load(row[0] + c), load(row[1] + c), load(row[2] + c)};
-        ((sums[pair] += left[pair / R] * right[pair % R]), ...);
+        V left[] = {load(token[t] + c)...}, right[] = {load(row[r] + c)...};
+        ((sums[pair] += left[pair / sizeof...(r)] * right[pair % sizeof...(r)]), ...);
     }
 }
 
@@ -328,7 +335,8 @@ static inline const float* widened(const BFloat16* block, float* room, long colu
     return room;
 }
 
-template <typename X>
+// T tokens and R rows at once, to load less than is multiplied. The order of a sum is the same wherever in a tile it lies.
+template <int T, int R, typename X>
 static void project_of(const X* x, const float* phi, float* h, float* ms, long rows, long width, long tokens,
                        long threads) {
     #pragma omp parallel for num_threads(threads) if (threads > 1)
@@ -349,7 +357,8 @@ static void project_of(const X* x, const float* phi, float* h, float* ms, long r
             for (long k = 0; k < rows; k += R) {
                 for (int r = 0; r < R; r++) row[r] = phi + width * (k + r < rows ? k + r : rows - 1) + begin;
                 V sums[T * R] = {};
-                multiply(sums, token, row, whole, std::make_integer_sequence<int, T * R>());
+                multiply(sums, token, row, whole, std::make_integer_sequence<int, T>(),
+                         std::make_integer_sequence<int, R>(), std::make_integer_sequence<int, T * R>());
                 for (int pair = 0; pair < T * R; pair++) total[k + pair % R][pair / R] += sums[pair];
             }
             for (long k = 0; k < rows && whole < columns; k++)
@@ -368,10 +377,13 @@ static void project_of(const X* x, const float* phi, float* h, float* ms, long r
 }
 
 // h[m, k] = <x[m], phi[k]> and ms[m] = mean(x[m]^2) of [tokens, width] and [rows, width], rows <= K; whether x is
-// bfloat16. The order of a sum is the same wherever in a tile it lies.
-extern "C" void project(const void* x, const float* phi, float* h, float* ms, int bf16_x, long rows, long width,
-                        long tokens, long threads) {
-    auto run = [&](auto* of_x) { project_of(of_x, phi, h, ms, rows, width, tokens, threads); };
+// bfloat16.
+static void project(const void* x, const float* phi, float* h, float* ms, int bf16_x, long rows, long width, long tokens,
+                    long threads) {
+    auto run = [&](auto* of_x) {
+        if (tokens == 1) project_of<1, 12>(of_x, phi, h, ms, rows, width, tokens, threads);
+        else project_of<4, 3>(of_x, phi, h, ms, rows, width, tokens, threads);
+    };
     bf16_x ? run((const BFloat16*)x) : run((const float*)x);
 }
 
@@ -387,8 +399,7 @@ static inline void spread(V* sums, float const* const* given, const float* row, 
 }
 
 // d_x[m, c] = sum over k of d_h[m, k] * phi[k, c], in this order, of [tokens, rows] and [rows, width].
-extern "C" void unproject(const float* d_h, const float* phi, float* d_x, long rows, long width, long tokens,
-                          long threads) {
+static void unproject(const float* d_h, const float* phi, float* d_x, long rows, long width, long tokens, long threads) {
     constexpr long STEP = VECTORS * LANES;
     #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (long group = 0; group < tokens; group += GROUP)
@@ -414,4 +425,35 @@ extern "C" void unproject(const float* d_h, const float* phi, float* d_x, long r
                         d_x[width * (first + t) + c] = sum;
                     }
             }
+}
+
+// The projection of x [tokens, N, width], if there is x, and the gates of h and ms, if there is a form.
+extern "C" void mix(const Form* form, const void* x, const float* phi, const float* scale, const float* bias, float* h,
+                    float* ms, float* pre, float* post, float* res, int bf16_x, long k, long grouped, long width,
+                    long tokens, long threads) {
+    if (x) project(x, phi, h, ms, bf16_x, k, N * width, tokens, threads);
+    if (form) forward(*form, h, ms, scale, bias, pre, post, res, k, grouped, tokens, threads);
+}
+
+// With a form: pre, and the gradients of h, ms, scale and bias by those of the gates, to which more_h and more_ms are
+// added. d_out [tokens, width] stands for d_pre. With d_x: d_h @ phi.
+extern "C" void mix_backward(const Form* form, const void* x, const void* d_out, const float* h, const float* ms,
+                             const float* scale, const float* bias, const float* d_pre, const float* d_post,
+                             const float* d_res, const float* more_h, const float* more_ms, const float* phi, float* pre,
+                             float* d_h, float* d_ms, float* d_scale, float* d_bias, float* d_x, int bf16_x,
+                             int bf16_out, long k, long grouped, long width, long tokens, long threads) {
+    if (form) {
+        std::vector<float> of_pre(d_out ? tokens * N : 0), of_bias(tokens * k), of_scale(tokens * scales(k, grouped));
+        if (d_out) {
+            products(x, d_out, of_pre.data(), bf16_x, bf16_out, N, 1, width, tokens, threads);
+            d_pre = of_pre.data();
+        }
+        backward(*form, h, ms, scale, bias, d_pre, d_post, d_res, pre, d_h, d_ms, of_scale.data(), of_bias.data(), k,
+                 grouped, tokens, threads);
+        total(d_scale, of_scale, scales(k, grouped), tokens);
+        total(d_bias, of_bias, k, tokens);
+        for (long i = 0; more_h && i < tokens * k; i++) d_h[i] += more_h[i];
+        for (long m = 0; more_ms && m < tokens; m++) d_ms[m] += more_ms[m];
+    }
+    if (d_x) unproject(d_h, phi, d_x, k, N * width, tokens, threads);
 }

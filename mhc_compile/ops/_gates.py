@@ -82,12 +82,10 @@ def _library(n: int) -> Any:
         log.warning("the gates run operator by operator, because their loop could not be compiled: %s", error)
         return None
     whole, address, flag = ctypes.c_long, ctypes.c_void_p, ctypes.c_int
-    library.forward.argtypes = [ctypes.POINTER(_Form), *[address] * 7, *[whole] * 4]
-    library.backward.argtypes = [ctypes.POINTER(_Form), *[address] * 12, *[whole] * 4]
+    library.mix.argtypes = [ctypes.POINTER(_Form), *[address] * 9, flag, *[whole] * 5]
+    library.mix_backward.argtypes = [ctypes.POINTER(_Form), *[address] * 18, *[flag] * 2, *[whole] * 5]
     library.products.argtypes = [*[address] * 3, *[flag] * 2, *[whole] * 5]
-    library.project.argtypes = [*[address] * 4, flag, *[whole] * 4]
-    library.unproject.argtypes = [*[address] * 3, *[whole] * 4]
-    for function in (library.forward, library.backward, library.products, library.project, library.unproject):
+    for function in (library.mix, library.mix_backward, library.products):
         function.restype = None
     return library
 
@@ -98,69 +96,25 @@ def _loops(n: int, *tensors: Tensor, dtypes: Sequence[torch.dtype] = (torch.floa
     return _library(n) if suit and tensors[0].numel() > 0 else None
 
 
-def _is_bf16(tensor: Tensor) -> bool:
-    return tensor.dtype == torch.bfloat16
+def _is_bf16(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.dtype == torch.bfloat16
 
 
-def _run(function: Any, form: tuple[_Form, ...], tensors: Sequence[Tensor | None], sizes: Sequence[int]) -> None:
+def _run(function: Any, form: tuple[_Form | None, ...], tensors: Sequence[Tensor | None], sizes: Sequence[int]) -> None:
     """Call a loop; the last of its sizes is the number of tokens. tensors keeps alive what pointers point to."""
     pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
     threads = max(1, min(torch.get_num_threads(), sizes[-1] // _TOKENS_OF_A_THREAD))
     function(*form, *pointers, *sizes, threads)
 
 
-def _gates_library(h: Tensor, n: int, sinkhorn: Sinkhorn) -> Any:
-    whole = h.shape[-1] <= 2 * n or (not sinkhorn.log_domain and sinkhorn.start in ("softmax", "exp"))
-    return _loops(n, h) if whole else None
+def _form_of_loops(library: Any, k: int, n: int, rms: Rms, gates: Gates, sinkhorn: Sinkhorn) -> _Form | None:
+    """The form as the loops have it, None where there are none for it."""
+    whole = k <= 2 * n or (not sinkhorn.log_domain and sinkhorn.start in ("softmax", "exp"))
+    return _form(rms, gates, sinkhorn) if whole and library is not None else None
 
 
 def _plain(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.to(torch.float32).contiguous()
-
-
-def _narrow_forward(
-    h: Tensor, ms: Tensor, scale: Tensor, bias: Tensor, n: int, *, rms: Rms, gates: Gates, sinkhorn: Sinkhorn
-) -> _mix.Narrow:
-    library = _gates_library(h, n, sinkhorn)
-    if library is None:
-        return _mix.narrow_forward(h, ms, scale, bias, n, rms=rms, gates=gates, sinkhorn=sinkhorn)
-    h_pre, h_post, h_res = fake_scale(h, ms, scale, bias, n)
-    tensors = [h, _plain(ms), _plain(scale), _plain(bias), h_pre, h_post, h_res]
-    k = h.shape[-1]
-    _run(library.forward, (_form(rms, gates, sinkhorn),), tensors, (k, scale.numel() != k, ms.numel()))
-    return h_pre, h_post, h_res
-
-
-def _narrow_backward(
-    d_layer_input: Tensor | None,
-    d_h_pre: Tensor | None,
-    d_h_post: Tensor | None,
-    d_h_res: Tensor | None,
-    x: Tensor,
-    h: Tensor,
-    ms: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    needs: Sequence[bool],
-    *,
-    rms: Rms,
-    gates: Gates,
-    sinkhorn: Sinkhorn,
-) -> _mix.NarrowGradients:
-    n, k, tokens = x.shape[-2], h.shape[-1], ms.numel()
-    library = _gates_library(h, n, sinkhorn)
-    if library is None:
-        gradients = (d_layer_input, d_h_pre, d_h_post, d_h_res)
-        return _mix.narrow_backward(*gradients, x, h, ms, scale, bias, needs, rms=rms, gates=gates, sinkhorn=sinkhorn)
-    if d_layer_input is not None:
-        d_h_pre = products(n, x, d_layer_input.unsqueeze(-2)).squeeze(-1)
-    arguments = [_plain(tensor) for tensor in (h, ms, scale, bias, d_h_pre, d_h_post, d_h_res)]
-    h_pre, dh, dms = h.new_empty(x.shape[:-1]), h.new_empty(tokens, k), h.new_empty(tokens)
-    # The shares of tokens in the gradients of scale and bias.
-    of_scale, of_bias = h.new_empty(tokens, scale.numel()), h.new_empty(tokens, k)
-    tensors = [*arguments, h_pre, dh, dms, of_scale, of_bias]
-    _run(library.backward, (_form(rms, gates, sinkhorn),), tensors, (k, scale.numel() != k, tokens))
-    return h_pre, dh, dms, of_scale.sum(0) if needs[2] else None, of_bias.sum(0) if needs[3] else None
 
 
 def products(n: int, a: Tensor, b: Tensor) -> Tensor:
@@ -202,15 +156,23 @@ def _forward(
     x: Tensor, phi: Tensor, scale: Tensor, bias: Tensor, norm_weight: Tensor | None = None, **given: Any
 ) -> tuple[Tensor, ...]:
     """As generate_mix."""
-    library = _loops(x.shape[-2], x, dtypes=_STREAMS)
-    if library is not None:
-        (rows, width), lead, dtype = phi.shape, x.shape[:-2], accumulation_dtype(x)
-        h, ms = x.new_empty((*lead, rows), dtype=dtype), x.new_empty(lead, dtype=dtype)
-        weight = weighted_phi(phi, norm_weight, dtype).contiguous()
-        _run(library.project, (), (x, weight, h, ms), (_is_bf16(x), rows, width, ms.numel()))
-    else:
+    forms, n, k = _forms(frozenset(given.items())), x.shape[-2], phi.shape[0]
+    streams = weight = None
+    if _loops(n, x, dtypes=_STREAMS) is None:
         h, ms = projection_reference(x, phi, norm_weight)
-    return *_narrow_forward(h, ms, scale, bias, x.shape[-2], **_forms(frozenset(given.items()))), h, ms
+    else:
+        lead, dtype, streams = x.shape[:-2], accumulation_dtype(x), x
+        h, ms = x.new_empty((*lead, k), dtype=dtype), x.new_empty(lead, dtype=dtype)
+        weight = weighted_phi(phi, norm_weight, dtype).contiguous()
+    library = _loops(n, h)
+    form = _form_of_loops(library, k, n, **forms)
+    narrow = (None, None, None) if form is None else fake_scale(h, ms, scale, bias, n)
+    if library is not None:
+        tensors = [streams, weight, _plain(scale), _plain(bias), h, ms, *narrow]
+        _run(library.mix, (form,), tensors, (_is_bf16(x), k, scale.numel() != k, x.shape[-1], ms.numel()))
+    if form is None:
+        narrow = _mix.narrow_forward(h, ms, scale, bias, n, **forms)
+    return *narrow, h, ms
 
 
 def _backward(
@@ -237,33 +199,45 @@ def _backward(
     Behind an input norm also the gradient of what it reads, and of its weight.
     """
     forms, needs = _forms(frozenset(given.items())), flags(needs, 6)
+    n, k, tokens, dtype = x.shape[-2], phi.shape[0], ms.numel(), accumulation_dtype(x)
     norm = input_norm(input_norm_weight, input_norm_eps)
     du = d_weight = None
     if norm is not None:
         d_h_pre, du, d_weight = _mix.behind_norm(norm, d_layer_input, x, h, ms, scale, bias, needs[5], **forms)
         d_layer_input = None
-    gradients = (d_layer_input, d_h_pre, d_h_post, d_h_res)
-    narrow_needs = (True, True, needs[2], needs[3])
-    narrow = _narrow_backward(*gradients, x, h, ms, scale, bias, narrow_needs, **forms)
-    h_pre, dh, dms, dscale, dbias = narrow
-    assert dh is not None
-    assert dms is not None
-    dh = dh if d_h is None else dh + rows_of(d_h)
-    dms = dms if d_ms is None else dms + d_ms.reshape(-1)
-    library = _loops(x.shape[-2], dh) if needs[0] else None
-    wide_needs, dtype = (needs[0] and library is None, needs[1], needs[4]), accumulation_dtype(x)
-    dx, dphi, dnorm_weight = projection_gradients(dh, None, x, phi, norm_weight, wide_needs, dx_dtype=dtype)
+    if d_layer_input is not None and _loops(n, x, d_layer_input, dtypes=_STREAMS) is None:
+        d_h_pre, d_layer_input = products(n, x, d_layer_input.unsqueeze(-2)).squeeze(-1), None
+    h, ms = h.contiguous(), ms.contiguous()
+    library = _loops(n, h)
+    form = _form_of_loops(library, k, n, **forms)
+    if form is None:
+        gradients, narrow_needs = (d_layer_input, d_h_pre, d_h_post, d_h_res), (True, True, needs[2], needs[3])
+        narrow = _mix.narrow_backward(*gradients, x, h, ms, scale, bias, narrow_needs, **forms)
+        h_pre, dh, dms, dscale, dbias = narrow
+        assert dh is not None
+        assert dms is not None
+        dh = (dh if d_h is None else dh + rows_of(d_h)).contiguous()
+        dms = dms if d_ms is None else dms + d_ms.reshape(-1)
+    else:
+        h_pre, dh, dms = h.new_empty(x.shape[:-1]), h.new_empty(tokens, k), h.new_empty(tokens)
+        dscale, dbias = h.new_empty(scale.shape), h.new_empty(k)
+    dx = dh.new_empty(x.shape) if needs[0] and library is not None else None
     if library is not None:
-        dx = dh.new_empty(x.shape)
-        weight = weighted_phi(phi, norm_weight, dtype).contiguous()
-        _run(library.unproject, (), (dh, weight, dx), (*phi.shape, len(dh)))
+        weight = None if dx is None else weighted_phi(phi, norm_weight, dtype).contiguous()
+        arguments = [_plain(tensor) for tensor in (scale, bias, d_h_pre, d_h_post, d_h_res, d_h, d_ms)]
+        tensors = [x, d_layer_input, h, ms, *arguments, weight, h_pre, dh, dms, dscale, dbias, dx]
+        sizes = (k, scale.numel() != k, x.shape[-1], tokens)
+        _run(library.mix_backward, (form,), tensors, (_is_bf16(x), _is_bf16(d_layer_input), *sizes))
+    wide_needs = (needs[0] and dx is None, needs[1], needs[4])
+    of_x, dphi, dnorm_weight = projection_gradients(dh, None, x, phi, norm_weight, wide_needs, dx_dtype=dtype)
+    dx = of_x if dx is None else dx
     return (
         dh.new_empty(0) if dx is None else dx.view(x.shape),
         h_pre,
         dms.view(ms.shape),
         settle_gradient(dphi, phi, x),
-        settle_gradient(dscale, scale, x),
-        settle_gradient(dbias, bias, x),
+        settle_gradient(dscale if needs[2] else None, scale, x),
+        settle_gradient(dbias if needs[3] else None, bias, x),
         settle_gradient(dnorm_weight, norm_weight, x),
         dh.new_empty(0) if du is None else du.view(*x.shape[:-2], x.shape[-1]),
         settle_gradient(d_weight, input_norm_weight, x),

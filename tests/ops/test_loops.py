@@ -33,9 +33,22 @@ def _tensors(n: int, parts: int, tokens: int, *, groups: bool = True) -> dict[st
     }
 
 
-def _evaluate(forward: Any, backward: Any, t: dict[str, Any], forms: dict[str, Any]) -> list[Tensor]:
-    given = forward(*(t[name] for name in ("h", "ms", "scale", "bias")), t["x"].shape[-2], **forms)
-    return [*given, *backward(*t.values(), [True] * 4, **forms)]
+def _by_loops(t: dict[str, Any], phi: Tensor, forms: dict[str, Any]) -> list[Tensor]:
+    """The gates of x, and gradients of h and ms as they are given; dphi stands for dh."""
+    flat = {name: value for form in forms.values() for name, value in form.as_kwargs().items()}
+    parameters, gradients = (phi, t["scale"], t["bias"], None), (t["d_layer_input"], None, t["d_h_post"], t["d_h_res"])
+    needs = [True, True, True, True, False]
+    gates = torch.ops.mhc._mix(t["x"], *parameters, **flat)[:3]
+    back = torch.ops.mhc._mix_backward(*gradients, None, None, t["x"], *parameters, t["h"], t["ms"], needs, **flat)
+    return [*gates, *back[1:6]]
+
+
+def _by_references(t: dict[str, Any], phi: Tensor, forms: dict[str, Any]) -> list[Tensor]:
+    flat, n = t["x"].flatten(1), t["x"].shape[-2]
+    gates = _mix.narrow_forward(flat @ phi.t(), flat.square().mean(-1), t["scale"], t["bias"], n, **forms)
+    h_pre, dh, dms, dscale, dbias = _mix.narrow_backward(*t.values(), [True] * 4, **forms)
+    assert dh is not None
+    return [*gates, h_pre, dms, dh.t() @ flat, dscale, dbias]  # type: ignore[list-item]
 
 
 def _error(values: list[Tensor], exact: list[Tensor]) -> list[float]:
@@ -53,10 +66,10 @@ def test_loops_are_as_accurate_as_the_references(n: int, parts: int) -> None:
             "gates": Gates(0.1, 1.5, 0.2),
             "sinkhorn": Sinkhorn(steps, start, first, eps=0.4 if clamp else 1e-6, clamp=clamp),
         }
-        loops = _evaluate(_gates._narrow_forward, _gates._narrow_backward, t, forms)
-        plain = _evaluate(_mix.narrow_forward, _mix.narrow_backward, t, forms)
+        phi = torch.randn(len(t["bias"]), n * WIDTH) * (3 / (n * WIDTH) ** 0.5)
+        loops, plain = _by_loops(t, phi, forms), _by_references(t, phi, forms)
         wide = {name: None if value is None else value.double() for name, value in t.items()}
-        exact = _evaluate(_mix.narrow_forward, _mix.narrow_backward, wide, forms)
+        exact = _by_references(wide, phi.double(), forms)
         assert [value.shape for value in loops] == [value.shape for value in exact]
         for error, other in zip(_error(loops, exact), _error(plain, exact), strict=True):
             # The same operations, but for the order of sums over columns and tokens.
