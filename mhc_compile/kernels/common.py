@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from mhc_compile import compat
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -37,10 +39,16 @@ def expected(tokens: int) -> int:
 
 
 def _near(t: torch.Tensor, inner: int) -> bool:
-    """Whether the offsets within a token, which kernels count in 32 bits, stay below 2^31."""
+    """Whether the offsets within a token, which kernels count in 32 bits, stay below 2^31.
+
+    Raises ValueError where that depends on a symbolic size.
+    """
     offset = 0
     for d in range(-inner, 0):
         offset += t.shape[d] * t.stride(d)
+    offset = compat.settled(offset)
+    if not isinstance(offset, int):
+        raise ValueError(f"how far apart a token's streams lie, {offset}, depends on a symbolic size")
     return offset < 1 << 31
 
 
@@ -75,7 +83,7 @@ def _rows(t: torch.Tensor, inner: int) -> torch.Tensor | None:
         return t
     try:
         return t.view(_flat_shape(t, inner))
-    except RuntimeError:
+    except (RuntimeError, ValueError):  # the second of fake tensors
         return None
 
 

@@ -1,4 +1,4 @@
-"""Tile sizes, measured on one H100 at n = 4 (docs/performance.md), and the rule for what was not measured.
+"""Tile sizes, measured on one H100 at n = 4 and 8 (docs/performance.md), and the rule for what was not measured.
 
 Nothing here depends on the number of tokens: a tile's shape decides a result's last bits.
 """

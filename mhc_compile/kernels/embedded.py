@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from triton.runtime.jit import JITFunction
 from mhc_compile.kernels.opaque import Opaque
 
 _OPTIONS = ("num_warps", "num_stages")
+# What parameters are called that are strides.
+_STRIDE = re.compile("_stride$|_[a-z]$")
 _MOVE = 'tl.inline_asm_elementwise("mov.b{bits} $0, $1;", "={letter},{letter}", [{value}], tl.int{bits}, True, 1)'
 
 
@@ -56,9 +59,10 @@ def _embedded(
             bits, letter = (64, "l") if name in wide else (32, "r")
             lines.append(f"{name} = {_MOVE.format(bits=bits, letter=letter, value=name)}")
         elif kind is torch.SymInt and param.do_not_specialize:
-            # These count tokens, programs or sums; Inductor may pass them in 64 bits.
-            value = f"tl.cast({name}, tl.int32)"
-            lines.append(f"{name} = {_MOVE.format(bits=32, letter='r', value=value)}")
+            # Inductor passes them in 32 or 64 bits. A stride may need these; what counts tokens or programs does not.
+            bits, letter = (64, "l") if _STRIDE.search(name) else (32, "r")
+            value = f"tl.cast({name}, tl.int{bits})"
+            lines.append(f"{name} = {_MOVE.format(bits=bits, letter=letter, value=value)}")
         elif kind is float:
             # Not a method: where torch looks for what a kernel writes, floats are constants.
             lines.append(f"{name} = tl.cast({name}, tl.float32)")

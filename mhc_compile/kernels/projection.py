@@ -36,7 +36,7 @@ from mhc_compile.kernels.common import (
     wanted,
 )
 from mhc_compile.kernels.config import tile_for
-from mhc_compile.kernels.products import backward_products, block_k, dh_parts, no_tokens, store_gradient
+from mhc_compile.kernels.products import backward_products, block_k, dh_parts, most_rows, no_tokens, store_gradient
 
 # Groups of chunks that the partial sums are stored in when there are many tokens.
 GROUPS = 4
@@ -312,7 +312,7 @@ def project(x: torch.Tensor, phi: torch.Tensor, norm_weight: torch.Tensor | None
     rows = phi.shape[0]
     cut = cut_columns(n, width)
     block = block_k(rows)
-    more = more_rows(rows, block)
+    more = more_rows(rows, block) if most_rows(x) > block else 0
     tile = tile_for("project", n, x.element_size())
     tiles, expected_tiles = cdiv(tokens, tile.tokens), cdiv(expected(tokens), tile.tokens)
     groups = cdiv(cut.total, cut.group)

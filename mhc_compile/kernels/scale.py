@@ -147,7 +147,8 @@ def backward(
     block_t, block = narrow_tile(rows)
     tiles = cdiv(tokens, block_t)
     need_affine = need_dscale or need_dbias
-    part = torch.empty(tiles if need_affine else 0, 2, rows, dtype=torch.float32, device=h.device)
+    # In one dimension: whether another is 1 would be asked of symbolic tiles.
+    part = torch.empty(tiles * 2 * rows if need_affine else 0, dtype=torch.float32, device=h.device)
     grouped = group_scale(scale, rows)
     with on_device(h):
         launch(

@@ -135,9 +135,9 @@ struct Tile {
     }
 };
 
-// What follows is not inlined: below there are other rules for rounding.
 static inline bool over_rows(int step, const Form& form) { return (step % 2 == 0) == bool(form.rows_first); }
 
+// Not inlined, as the next: further below there are other rules for rounding.
 [[gnu::noinline]] static void forward(const Form& form, const float* h, const float* ms, const float* scale, const float* bias, float* pre,
                     float* post, float* res, long k, long grouped, long tokens, long threads) {
     #pragma omp parallel for num_threads(threads) if (threads > 1)

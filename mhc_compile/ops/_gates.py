@@ -207,8 +207,8 @@ def _backward(
         d_layer_input = None
     if d_layer_input is not None and _loops(n, x, d_layer_input, dtypes=_STREAMS) is None:
         d_h_pre, d_layer_input = products(n, x, d_layer_input.unsqueeze(-2)).squeeze(-1), None
-    h, ms = h.contiguous(), ms.contiguous()
-    library = _loops(n, h)
+    h = h.contiguous()
+    library = _loops(n, h) if dtype == torch.float32 else None
     form = _form_of_loops(library, k, n, **forms)
     if form is None:
         gradients, narrow_needs = (d_layer_input, d_h_pre, d_h_post, d_h_res), (True, True, needs[2], needs[3])
@@ -224,8 +224,8 @@ def _backward(
     dx = dh.new_empty(x.shape) if needs[0] and library is not None else None
     if library is not None:
         weight = None if dx is None else weighted_phi(phi, norm_weight, dtype).contiguous()
-        arguments = [_plain(tensor) for tensor in (scale, bias, d_h_pre, d_h_post, d_h_res, d_h, d_ms)]
-        tensors = [x, d_layer_input, h, ms, *arguments, weight, h_pre, dh, dms, dscale, dbias, dx]
+        arguments = [_plain(tensor) for tensor in (ms, scale, bias, d_h_pre, d_h_post, d_h_res, d_h, d_ms)]
+        tensors = [x, d_layer_input, h, *arguments, weight, h_pre, dh, dms, dscale, dbias, dx]
         sizes = (k, scale.numel() != k, x.shape[-1], tokens)
         _run(library.mix_backward, (form,), tensors, (_is_bf16(x), _is_bf16(d_layer_input), *sizes))
     wide_needs = (needs[0] and dx is None, needs[1], needs[4])
@@ -253,7 +253,7 @@ def _fake_backward(*arguments: Any, **forms: Any) -> tuple[Tensor, ...]:
     tensors = (phi, scale, bias, norm_weight, input_norm_weight)
     *rest, d_weight = fake_gradients(tensors, flags(needs, 6)[1:], x, streams=())
     du = x.new_empty((*x.shape[:-2], x.shape[-1]) if normed else 0, dtype=dtype)
-    return dx, x.new_empty(x.shape[:-1], dtype=dtype), ms.new_empty(ms.shape), *rest, du, d_weight
+    return dx, x.new_empty(x.shape[:-1], dtype=dtype), ms.new_empty(ms.shape, dtype=dtype), *rest, du, d_weight
 
 
 _define(

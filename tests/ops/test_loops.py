@@ -159,3 +159,12 @@ def test_parameters_of_other_dtypes() -> None:
     scale, bias = torch.rand(24).bfloat16(), torch.randn(24).bfloat16()
     narrow = torch.ops.mhc._mix(x, phi, scale, bias)
     assert all(map(torch.equal, narrow, torch.ops.mhc._mix(x, phi, scale.float(), bias.float())))
+
+    *_, h, ms = narrow
+    needs = [True, True, True, True, False]
+
+    def gradients(ms: Tensor) -> Any:
+        saved = (None, None, None, None, h, ms, x, phi, scale, bias, None, h, ms, needs)
+        return torch.ops.mhc._mix_backward(*saved)
+
+    assert all(map(torch.equal, gradients(ms.bfloat16()), gradients(ms.bfloat16().float())))

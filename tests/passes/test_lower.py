@@ -142,6 +142,30 @@ def test_launches_get_the_strides_that_they_were_given(fakes: FakeTensorMode) ->
     assert [given[f"stride_{axis}"] for axis in "mnc"] == list(fake["x"].stride()) == [1024, 1, 4]
 
 
+def test_tokens_that_do_not_collapse(fakes: FakeTensorMode) -> None:
+    """Of streams between two dimensions of tokens there is no view, which fake tensors say by another error."""
+    with fakes:
+        streams = torch.empty(3, 4, 7, 8).transpose(1, 2)
+        whole, rows = importlib.import_module("mhc_compile.kernels.common").room_like(streams, 2)
+    assert (whole.shape, whole.stride()) == (streams.shape, streams.stride())
+    assert (rows.shape, rows.is_contiguous()) == ((21, 4, 8), True)
+
+
+def test_streams_a_symbolic_number_apart(
+    fakes: FakeTensorMode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Kernels count these in 32 bits, for which there would have to be a guard."""
+    shape_env = ShapeEnv()
+    values = _arguments(FakeTensorMode(shape_env=shape_env), _symbol(shape_env), device="cuda:0")
+    with compat.fake_mode_of(values["f"]):
+        values["x"] = torch.empty(4, values["f"].shape[0], 256, device="cuda:0").transpose(0, 1)
+    graph = _graph(_step, values)
+    with caplog.at_level(logging.INFO):
+        assert not passes.lower(graph).lowered
+    assert "generate_mix_and_aggregate is not lowered: ValueError: how far apart a token's streams lie" in caplog.text
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
 def test_layers_that_are_alike_are_traced_once(fakes: FakeTensorMode, monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[None] = []
     trace = passes.lowering._trace
@@ -332,6 +356,7 @@ def _with_everything(
         mhc.generate_mix(x, phi, scale, bias, norm),
         mhc.head(x, pre_phi, pre_scale, pre_bias),
         mhc.expand_combine_backward(new[0], f, weight, post, x, res, ones[:5]),
+        mhc.scale_backward(post, post, res, new[4], new[5], scale, bias, 4, ones[:4]),
     )
 
 
@@ -348,7 +373,7 @@ def test_symbolic_batch_and_length_on_a_gpu(dtype: torch.dtype, fakes: FakeTenso
             values[name] = torch.empty(shape, dtype=dtype if name in "xf" else torch.float32, device="cuda:0")
     graph = _graph(_with_everything, values)
     guards, operators = len(shape_env.guards), _operators(graph)
-    assert passes.lower(graph).lowered.total() == len(operators) == 6
+    assert passes.lower(graph).lowered.total() == len(operators) == 7
     assert set(_operators(graph)) <= {"mhc._launch.default"}
     graph.lint()
     assert len(shape_env.guards) == guards
