@@ -14,8 +14,6 @@ import torch
 import triton
 import triton.language as tl
 
-from mhc_compile import compat
-
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -46,7 +44,6 @@ def _near(t: torch.Tensor, inner: int) -> bool:
     offset = 0
     for d in range(-inner, 0):
         offset += t.shape[d] * t.stride(d)
-    offset = compat.settled(offset)
     if not isinstance(offset, int):
         raise ValueError(f"how far apart a token's streams lie, {offset}, depends on a symbolic size")
     return offset < 1 << 31
