@@ -181,6 +181,13 @@ def nothing(t: torch.Tensor) -> torch.Tensor:
     return t.new_empty(0)
 
 
+def tile_sums(tiles: int, each: int, t: torch.Tensor) -> torch.Tensor:
+    """Room on t's device for sums of tiles, [tiles, each], in one dimension: of symbolic tiles another would be asked
+    whether it is 1.
+    """
+    return torch.empty(tiles * each, dtype=torch.float32, device=t.device)
+
+
 def empty_gradient(t: torch.Tensor | None, needed: bool, x: torch.Tensor) -> torch.Tensor:
     """Room for the gradient of t, contiguous whatever the strides of t; nothing where it is not needed."""
     if t is None or not needed:

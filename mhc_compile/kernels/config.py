@@ -37,8 +37,9 @@ def tile_for(name: str, n: int, itemsize: int) -> Tile:
     tile = TILES[name]
     wide = itemsize == 4
     if name in ("combine", "combine_backward"):
-        fewer = replace(tile, tokens=tile.tokens // 2) if wide or n > 4 else tile
-        return replace(fewer, warps=4) if name == "combine" and n > 4 and not wide else fewer
+        if name == "combine" and n > 4 and not wide:
+            tile = replace(tile, warps=4)
+        return replace(tile, tokens=tile.tokens // 2) if wide or n > 4 else tile
     if name == "aggregate" and 4 < n <= 8 and not wide:
         return replace(tile, tokens=4)
     if n > 8:

@@ -26,6 +26,7 @@ from mhc_compile.kernels.common import (
     on_device,
     put_back,
     room_like,
+    tile_sums,
     token_view,
     wanted,
 )
@@ -357,8 +358,7 @@ def backward(
     tiles, splits = cdiv(tokens, block_m), cdiv(width, SUM_COLUMNS)
     need_gates = need_dpost or need_dres
     sums = torch.empty(splits if need_gates else 0, n + n * n, tokens, dtype=torch.float32, device=x.device)
-    # In one dimension: whether another is 1 would be asked of symbolic tiles.
-    bias_part = torch.empty(tiles * width if need_dbias else 0, dtype=torch.float32, device=x.device)
+    bias_part = tile_sums(tiles if need_dbias else 0, width, x)
     with on_device(x):
         launch(
             kernel, (tiles * splits,),

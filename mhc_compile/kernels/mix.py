@@ -25,6 +25,7 @@ from mhc_compile.kernels.common import (
     nothing,
     on_device,
     put_back,
+    tile_sums,
     token_view,
 )
 from mhc_compile.kernels.config import gate_tokens, tile_for
@@ -367,7 +368,7 @@ def backward_gates(
         tiles = cdiv(tokens, block_t)
         dh = dh_parts(x, rows)
         coefficient, h_pre = scratch(tokens), scratch(n, tokens)
-        affine_part = scratch(tiles * 2 * rows)
+        affine_part = tile_sums(tiles, 2 * rows, x)
         history = scratch(form.steps, n, tokens) if res is not None else coefficient
         launch(
             mix_backward_kernel, (tiles,),

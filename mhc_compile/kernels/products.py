@@ -249,7 +249,7 @@ class Affine:
 
     scale: torch.Tensor
     bias: torch.Tensor
-    part: torch.Tensor  # in one dimension: whether another is 1 would be asked of symbolic tiles
+    part: torch.Tensor  # as `tile_sums` makes it
     tiles: int
 
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from mhc_compile.forms import Gates, Rms
-from mhc_compile.kernels.common import cdiv, empty_gradient, group_scale, launch, on_device, wanted
+from mhc_compile.kernels.common import cdiv, empty_gradient, group_scale, launch, on_device, tile_sums, wanted
 from mhc_compile.kernels.gates import affine, rms_factor, rms_gradient
 from mhc_compile.kernels.products import no_tokens, reduce_affine
 from mhc_compile.kernels.projection import narrow_tile
@@ -147,8 +147,7 @@ def backward(
     block_t, block = narrow_tile(rows)
     tiles = cdiv(tokens, block_t)
     need_affine = need_dscale or need_dbias
-    # In one dimension: whether another is 1 would be asked of symbolic tiles.
-    part = torch.empty(tiles * 2 * rows if need_affine else 0, dtype=torch.float32, device=h.device)
+    part = tile_sums(tiles if need_affine else 0, 2 * rows, h)
     grouped = group_scale(scale, rows)
     with on_device(h):
         launch(

@@ -138,8 +138,9 @@ struct Tile {
 static inline bool over_rows(int step, const Form& form) { return (step % 2 == 0) == bool(form.rows_first); }
 
 // Not inlined, as the next: further below there are other rules for rounding.
-[[gnu::noinline]] static void forward(const Form& form, const float* h, const float* ms, const float* scale, const float* bias, float* pre,
-                    float* post, float* res, long k, long grouped, long tokens, long threads) {
+[[gnu::noinline]] static void forward(const Form& form, const float* h, const float* ms, const float* scale,
+                                      const float* bias, float* pre, float* post, float* res, long k, long grouped,
+                                      long tokens, long threads) {
     #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (long first = 0; first < tokens; first += LANES) {
         const Tile tile(form, h, ms, scale, bias, k, grouped, first, tokens);
@@ -162,9 +163,10 @@ static inline bool over_rows(int step, const Form& form) { return (step % 2 == 0
 static long scales(long k, long grouped) { return grouped ? group(k - 1) + 1 : k; }
 
 // d_pre, d_post and d_res may be null. d_scale and d_bias hold the share of every token in these gradients.
-[[gnu::noinline]] static void backward(const Form& form, const float* h, const float* ms, const float* scale, const float* bias,
-                     const float* d_pre, const float* d_post, const float* d_res, float* pre, float* d_h, float* d_ms,
-                     float* d_scale, float* d_bias, long k, long grouped, long tokens, long threads) {
+[[gnu::noinline]] static void backward(const Form& form, const float* h, const float* ms, const float* scale,
+                                       const float* bias, const float* d_pre, const float* d_post, const float* d_res,
+                                       float* pre, float* d_h, float* d_ms, float* d_scale, float* d_bias, long k,
+                                       long grouped, long tokens, long threads) {
     #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         std::vector<Matrix> history(k > 2 * N && d_res ? form.steps + 1 : 0);
