@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor, fx
-from torch._dynamo.source import ConstantSource
 from torch._inductor.debug import DebugContext
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime import triton_heuristics
@@ -28,7 +27,7 @@ from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -36,6 +35,7 @@ import mhc_compile.ops  # noqa: F401  (registers the operators)
 from mhc_compile import compat, kernels, passes
 from mhc_compile.kernels import embedded
 from tests.kernels.compile_kernels import _source
+from tests.passes.lowering import any_number
 
 TARGET = GPUTarget("cuda", 90, 32)
 PROPERTIES = {
@@ -73,12 +73,6 @@ def step(x: Tensor, f: Tensor, phi: Tensor, scale: Tensor, bias: Tensor) -> list
     return [u, y, *d, *mhc.generate_mix_and_aggregate_backward(u, d[2], d[4], None, None, *saved)]
 
 
-def any_number(shape_env: ShapeEnv, hint: int) -> Any:
-    """A symbolic size."""
-    symbol = shape_env.create_symbol(hint, source=ConstantSource("tokens"), dynamic_dim=DimDynamic.DYNAMIC)
-    return shape_env.create_symintnode(symbol, hint=hint)
-
-
 def generate(tokens: int) -> tuple[str, dict[str, Any]]:
     """Inductor's code, and for each kernel what a launch would compile and with which options."""
     launched: dict[str, Any] = {}
@@ -92,7 +86,7 @@ def generate(tokens: int) -> tuple[str, dict[str, Any]]:
 
     embedded.record = noting
     shape_env, n, width = ShapeEnv(), 4, 1280
-    mode, count = FakeTensorMode(shape_env=shape_env), tokens or any_number(shape_env, 64)
+    mode, count = FakeTensorMode(shape_env=shape_env), tokens or any_number(shape_env)
     shapes = {"x": (count, n, width), "f": (count, width), "phi": (24, n * width), "scale": (3,), "bias": (24,)}
     with mode:
         values = [

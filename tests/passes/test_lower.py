@@ -15,15 +15,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
-from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from mhc_compile import backend, compat, kernels, passes
-from mhc_compile.passes.lower import cpu
+from mhc_compile import backend, compat, passes
 from mhc_compile.testing.float64 import Float64Reference
 from tests.passes.fused import Stack, evaluate
+from tests.passes.lowering import LAUNCH, arguments, boundary_backward, graph_of, launches, operators, step
 from tests.zoo import check
 from tests.zoo.common import STREAMS, WIDTH
 
@@ -31,57 +28,10 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo", "fresh_cache")
 
 mhc = torch.ops.mhc
 ROOT = Path(__file__).parents[2]
-LAUNCH = "triton_kernel_wrapper_mutation"
-
-
-@pytest.fixture
-def fakes(monkeypatch: pytest.MonkeyPatch) -> FakeTensorMode:
-    """Fake tensors on an H100 that need not exist."""
-    pytest.importorskip("triton")
-    monkeypatch.setattr(kernels, "_has_tensor_cores", lambda index: True)
-    monkeypatch.setattr(importlib.import_module("mhc_compile.kernels.common"), "gpu", lambda device: (90, 132))
-    return FakeTensorMode()
-
-
-def _arguments(mode: FakeTensorMode, tokens: int = 64, width: int = 256, device: str = "cuda:0") -> dict[str, Tensor]:
-    n, rows = 4, 24
-    shapes = {"x": (tokens, n, width), "f": (tokens, width), "phi": (rows, n * width), "scale": (3,), "bias": (rows,)}
-    shapes |= {"post": (tokens, n), "res": (tokens, n, n)}
-    with mode:
-        return {name: torch.empty(shape, device=device) for name, shape in shapes.items()}
-
-
-def _graph(function: Callable[..., Any], values: dict[str, Tensor]) -> fx.Graph:
-    """The graph of a function of these tensors, whose results are one flat tuple."""
-    names = list(values)
-
-    def flat(*tensors: Tensor) -> list[Tensor]:
-        leaves = torch.utils._pytree.tree_leaves(function(**dict(zip(names, tensors, strict=True))))
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-    with compat.fake_mode_of(values["x"]):
-        graph = make_fx(flat)(*values.values()).graph
-    graph.eliminate_dead_code()
-    return graph
-
-
-def _operators(graph: fx.Graph) -> list[str]:
-    return [str(node.target) for node in graph.nodes if str(node.target).startswith("mhc.")]
-
-
-def _launches(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if str(node.target) == LAUNCH]
-
-
-def _step(x: Tensor, f: Tensor, phi: Tensor, scale: Tensor, bias: Tensor, post: Tensor, res: Tensor) -> Any:
-    u, *gates, h, ms = mhc.generate_mix_and_aggregate(x, phi, scale, bias)
-    y = mhc.expand_combine(f, None, gates[0], x, gates[1])
-    saved = (x, phi, scale, bias, None, h, ms, [True, True, True, True, False])
-    return u, y, mhc.generate_mix_and_aggregate_backward(u, post, res, None, None, *saved)
 
 
 def test_operators_become_launches(fakes: FakeTensorMode) -> None:
-    graph = _graph(_step, _arguments(fakes))
+    graph = graph_of(step, arguments(fakes))
     layouts = [value.meta["val"] for value in graph.find_nodes(op="output")[0].args[0]]
     report = passes.lower(graph)
     graph.lint()
@@ -89,9 +39,9 @@ def test_operators_become_launches(fakes: FakeTensorMode) -> None:
         "generate_mix_and_aggregate": 1, "expand_combine": 1, "generate_mix_and_aggregate_backward": 1,
     }  # fmt: skip
     assert "lowered: 1 x expand_combine" in str(report)
-    assert _operators(graph) == []
+    assert operators(graph) == []
     # project and mix; combine; pre_gradient, mix_backward, products and reduce
-    assert len(_launches(graph)) == 7
+    assert len(launches(graph)) == 7
     results = graph.find_nodes(op="output")[0].args[0]
     for result, before in zip(results, layouts, strict=True):
         value = result.meta["val"]
@@ -102,42 +52,33 @@ def test_operators_become_launches(fakes: FakeTensorMode) -> None:
 
 def test_no_copies_are_left(fakes: FakeTensorMode) -> None:
     """Of contiguous arguments: memory, launches, and nothing beside them."""
-    graph = _graph(_step, _arguments(fakes))
+    graph = graph_of(step, arguments(fakes))
     passes.lower(graph)
     targets = {str(node.target) for node in graph.nodes if node.op == "call_function"}
     assert targets == {"aten.empty.memory_format", LAUNCH}
 
 
-def _boundary_backward(
-    x: Tensor, f: Tensor, phi: Tensor, scale: Tensor, bias: Tensor, post: Tensor, res: Tensor
-) -> Any:
-    new, u, next_post, next_res, h, ms = mhc.boundary(f, None, post, x, res, phi, scale, bias)
-    saved = (f, None, post, x, res, phi, scale, bias, None, new, h, ms)
-    needs = [True, False, *[True] * 6, False]
-    return mhc.boundary_backward(new, u, next_post, next_res, None, None, *saved, needs)
-
-
 def test_kernels_in_gluon_are_launched_by_an_operator(fakes: FakeTensorMode) -> None:
     """Inductor compiles a user's Triton kernel, and none of Gluon."""
-    values = _arguments(fakes)
+    values = arguments(fakes)
     with fakes:
         values |= {name: values[name].bfloat16() for name in "xf"}
-    graph = _graph(_boundary_backward, values)
+    graph = graph_of(boundary_backward, values)
     report = passes.lower(graph)
     graph.lint()
     assert report.lowered == {"boundary": 1, "boundary_backward": 1}
-    assert _operators(graph) == ["mhc._launch.default"] * 2
+    assert operators(graph) == ["mhc._launch.default"] * 2
     # mix; pre_gradient, mix_backward and the split of phi; the sums of gates and of parameters
-    assert len(_launches(graph)) == 6
+    assert len(launches(graph)) == 6
 
 
 def test_launches_get_the_strides_that_they_were_given(fakes: FakeTensorMode) -> None:
-    values = _arguments(fakes)
+    values = arguments(fakes)
     with fakes:
         values["x"] = torch.empty(64, 256, 4, device="cuda:0").transpose(1, 2)
-    graph = _graph(_step, values)
+    graph = graph_of(step, values)
     passes.lower(graph)
-    project = _launches(graph)[0]
+    project = launches(graph)[0]
     given, fake = project.kwargs["kwargs"], project.meta["eager_input_vals"][1]["kwargs"]
     assert [given[f"stride_{axis}"] for axis in "mnc"] == list(fake["x"].stride()) == [1024, 1, 4]
 
@@ -151,21 +92,6 @@ def test_tokens_that_do_not_collapse(fakes: FakeTensorMode) -> None:
     assert (rows.shape, rows.is_contiguous()) == ((21, 4, 8), True)
 
 
-def test_streams_a_symbolic_number_apart(
-    fakes: FakeTensorMode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Kernels count these in 32 bits, for which there would have to be a guard."""
-    shape_env = ShapeEnv()
-    values = _arguments(FakeTensorMode(shape_env=shape_env), _symbol(shape_env), device="cuda:0")
-    with compat.fake_mode_of(values["f"]):
-        values["x"] = torch.empty(4, values["f"].shape[0], 256, device="cuda:0").transpose(0, 1)
-    graph = _graph(_step, values)
-    with caplog.at_level(logging.INFO):
-        assert not passes.lower(graph).lowered
-    assert "generate_mix_and_aggregate is not lowered: ValueError: how far apart a token's streams lie" in caplog.text
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-
-
 def test_layers_that_are_alike_are_traced_once(fakes: FakeTensorMode, monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[None] = []
     trace = passes.lowering._trace
@@ -176,7 +102,7 @@ def test_layers_that_are_alike_are_traced_once(fakes: FakeTensorMode, monkeypatc
             x = mhc.expand_combine(f, None, post, x, res)
         return x
 
-    graph = _graph(layers, _arguments(fakes))
+    graph = graph_of(layers, arguments(fakes))
     assert passes.lower(graph).lowered == {"expand_combine": 3}
     assert len(traced) == 1
     made = graph.find_nodes(op="call_function", target=torch.ops.aten.empty.memory_format)
@@ -195,10 +121,10 @@ def _gradients(layers: int, observe: Callable[[int, Tensor], list[Tensor]]) -> C
 
 
 def _in_place(fakes: FakeTensorMode, function: Callable[..., Any], layers: int) -> list[bool]:
-    graph = _graph(function, _arguments(fakes))
+    graph = graph_of(function, arguments(fakes))
     report = passes.lower(graph)
     graph.lint()
-    kernels = [node.kwargs["kwargs"] for node in _launches(graph) if "d_out" in node.kwargs["kwargs"]]
+    kernels = [node.kwargs["kwargs"] for node in launches(graph) if "d_out" in node.kwargs["kwargs"]]
     assert len(kernels) == layers
     found = [kernel["d_out"] is kernel["dx"] for kernel in kernels]
     assert report.lowered["in place"] == sum(found)
@@ -247,10 +173,10 @@ def test_the_backward_of_a_boundary_takes_over_memory(fakes: FakeTensorMode, obs
             seen += [df, d_post, *rest]
         return [t for t in seen if observed or t.dim() != 3 or t is seen[-1]], d
 
-    graph = _graph(function, _arguments(fakes))
+    graph = graph_of(function, arguments(fakes))
     report = passes.lower(graph)
     graph.lint()
-    kernels = [node.kwargs["kwargs"] for node in _launches(graph)]
+    kernels = [node.kwargs["kwargs"] for node in launches(graph)]
     products = [kernel for kernel in kernels if "dphi_part" in kernel and "d_x" in kernel]
     combines = [kernel for kernel in kernels if "d_out" in kernel and "sums_part" in kernel]
     assert len(products) == len(combines) == 3
@@ -264,8 +190,8 @@ def test_inputs_are_not_written_to(fakes: FakeTensorMode) -> None:
         d = rest["phi"].view(-1).narrow(0, 0, x.numel()).view(x.shape)
         return mhc.expand_combine_backward(d, f, None, post, x, res, [True] * 5)
 
-    values = _arguments(fakes, tokens=4)
-    graph = _graph(function, values)
+    values = arguments(fakes, tokens=4)
+    graph = graph_of(function, values)
     assert passes.lower(graph).lowered == {"expand_combine_backward": 1}
 
 
@@ -274,7 +200,7 @@ def test_a_gradient_that_is_also_the_streams_is_not_written_to(fakes: FakeTensor
         d = x + 1
         return mhc.expand_combine_backward(d, f, None, post, d, res, [True] * 5)
 
-    graph = _graph(function, _arguments(fakes))
+    graph = graph_of(function, arguments(fakes))
     assert passes.lower(graph).lowered == {"expand_combine_backward": 1}
 
 
@@ -282,7 +208,7 @@ def test_what_cannot_be_lowered_stays(fakes: FakeTensorMode, monkeypatch: pytest
     def broken(*given: Any) -> None:
         raise RuntimeError("planted")
 
-    graph = _graph(_step, _arguments(fakes))
+    graph = graph_of(step, arguments(fakes))
     monkeypatch.setattr(passes.lowering, "_describe", broken)
     before = str(graph)
     assert not passes.lower(graph).lowered
@@ -294,105 +220,16 @@ def test_a_failure_elsewhere_is_reported(fakes: FakeTensorMode, monkeypatch: pyt
         raise RuntimeError("planted")
 
     monkeypatch.setattr(passes.lowering, "Memory", broken)
-    report = passes.lower(_graph(_step, _arguments(fakes)))
+    report = passes.lower(graph_of(step, arguments(fakes)))
     assert report.errors == ["RuntimeError: planted"]
     assert not report.lowered
 
 
 def test_float64_has_no_kernels(fakes: FakeTensorMode) -> None:
     with fakes:
-        values = {name: value.double() for name, value in _arguments(fakes).items()}
-    graph = _graph(_step, values)
+        values = {name: value.double() for name, value in arguments(fakes).items()}
+    graph = graph_of(step, values)
     assert not passes.lower(graph).lowered
-
-
-def _any_number_of_tokens(device: str) -> tuple[fx.Graph, ShapeEnv]:
-    """`_step` as a graph of a symbolic number of tokens."""
-    shape_env = ShapeEnv()
-    return _graph(_step, _arguments(FakeTensorMode(shape_env=shape_env), _symbol(shape_env), device=device)), shape_env
-
-
-def _symbol(shape_env: ShapeEnv) -> Any:
-    symbol = shape_env.create_symbol(64, source=ConstantSource("tokens"), dynamic_dim=DimDynamic.DYNAMIC)
-    return shape_env.create_symintnode(symbol, hint=64)
-
-
-@pytest.mark.parametrize(
-    ("device", "left"), [("cpu", ["mhc._mix.default", "mhc._mix_backward.default"]), ("cuda:0", [])]
-)
-def test_symbolic_sizes(device: str, left: list[str], fakes: FakeTensorMode) -> None:
-    """Loops and launches take any number of tokens, and no guard is added."""
-    graph, shape_env = _any_number_of_tokens(device)
-    guards = len(shape_env.guards)
-    lowered = passes.lower(graph).lowered
-    assert lowered == {"generate_mix_and_aggregate": 1, "expand_combine": 1, "generate_mix_and_aggregate_backward": 1}
-    assert _operators(graph) == left
-    graph.lint()
-    assert len(shape_env.guards) == guards
-
-
-def _with_everything(
-    x: Tensor,
-    f: Tensor,
-    phi: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    post: Tensor,
-    res: Tensor,
-    norm: Tensor,
-    weight: Tensor,
-    pre_phi: Tensor,
-    pre_scale: Tensor,
-    pre_bias: Tensor,
-) -> Any:
-    """Operators with all that they may be given."""
-    ones = [True] * 10
-    new = mhc.boundary(f, weight, post, x, res, phi, scale, bias, norm, weight, input_norm_eps=1e-6)
-    saved = (f, weight, post, x, res, phi, scale, bias, norm, new[0], new[4], new[5], ones)
-    return (
-        new,
-        mhc.boundary_backward(*new[:4], None, None, *saved, weight, input_norm_eps=1e-6),
-        mhc.boundary_backward(*new[:4], None, None, f, None, *saved[2:-1], [True, False, *ones[2:9]]),
-        mhc.generate_mix(x, phi, scale, bias, norm),
-        mhc.head(x, pre_phi, pre_scale, pre_bias),
-        mhc.expand_combine_backward(new[0], f, weight, post, x, res, ones[:5]),
-        mhc.scale_backward(post, post, res, new[4], new[5], scale, bias, 4, ones[:4]),
-    )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_symbolic_batch_and_length_on_a_gpu(dtype: torch.dtype, fakes: FakeTensorMode) -> None:
-    shape_env = ShapeEnv()
-    mode, n, width = FakeTensorMode(shape_env=shape_env), 4, 256
-    lead = _symbol(shape_env), _symbol(shape_env)
-    values = _arguments(mode, device="cuda:0", width=width)
-    shapes = {"x": (*lead, n, width), "f": (*lead, width), "post": (*lead, n), "res": (*lead, n, n)}
-    shapes |= {"norm": (n * width,), "weight": (width,), "pre_phi": (n, n * width), "pre_scale": (1,), "pre_bias": (n,)}
-    with mode:
-        for name, shape in shapes.items():
-            values[name] = torch.empty(shape, dtype=dtype if name in "xf" else torch.float32, device="cuda:0")
-    graph = _graph(_with_everything, values)
-    guards, operators = len(shape_env.guards), _operators(graph)
-    assert passes.lower(graph).lowered.total() == len(operators) == 7
-    assert set(_operators(graph)) <= {"mhc._launch.default"}
-    graph.lint()
-    assert len(shape_env.guards) == guards
-
-
-def test_what_needs_a_guard_stays(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    aggregate = cpu.aggregate
-
-    def asks(x: Tensor, h_pre: Tensor, **rest: Any) -> Tensor:
-        return aggregate(x, h_pre, **rest) if x.shape[0] > 5 else h_pre
-
-    monkeypatch.setattr(cpu, "aggregate", asks)
-    graph, shape_env = _any_number_of_tokens("cpu")
-    guards = len(shape_env.guards)
-    with caplog.at_level(logging.INFO, logger="mhc_compile"):
-        lowered = passes.lower(graph).lowered
-    assert lowered == {"expand_combine": 1, "generate_mix_and_aggregate_backward": 1}
-    assert "generate_mix_and_aggregate is not lowered: NeedsGuard: it depends on whether" in caplog.text
-    assert len(shape_env.guards) == guards
 
 
 def test_what_would_lie_otherwise_stays(caplog: pytest.LogCaptureFixture) -> None:
@@ -404,48 +241,24 @@ def test_what_would_lie_otherwise_stays(caplog: pytest.LogCaptureFixture) -> Non
         return x
 
     mode = FakeTensorMode()
-    arguments = _arguments(mode, device="cpu")
+    given = arguments(mode, device="cpu")
     with mode:
-        arguments["x"] = torch.empty(64, 256, 4).mT
-    graph = _graph(function, arguments)
+        given["x"] = torch.empty(64, 256, 4).mT
+    graph = graph_of(function, given)
     with caplog.at_level(logging.INFO, logger="mhc_compile"):
         assert not passes.lower(graph).lowered
-    assert _operators(graph) == ["mhc.expand_combine.default"] * 3
+    assert operators(graph) == ["mhc.expand_combine.default"] * 3
     assert caplog.text.count("its parts would return tensors laid out otherwise") == 1
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.thorough)])
-def test_any_number_of_tokens_on_cpu(dtype: torch.dtype) -> None:
-    """Compiled once for all, and a token's bits are those of a program compiled for its batch."""
-    model, x = Stack(layers=2), torch.randn(2, 9, STREAMS, WIDTH, dtype=dtype)
-    for sublayer in model.sublayers:
-        sublayer.layer = torch.nn.Identity()  # type: ignore[assignment]  # an operator of others may choose by the batch
-
-    def results(dynamic: bool) -> list[Any]:
-        compiled = torch.compile(model, backend="mhc", dynamic=dynamic)
-        return [evaluate(compiled, model, x[:, :tokens]) for tokens in (9, 4)]
-
-    expected = results(False)
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    for values, others in zip(results(True), expected, strict=True):
-        assert values.keys() == others.keys()
-        assert torch.equal(values["y"], others["y"])
-        for name, value in values.items():
-            torch.testing.assert_close(value, others[name], rtol=1e-4 if dtype == torch.float32 else 2e-2, atol=1e-5)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    assert backend.last_report is not None
-    assert backend.last_report.lowered["boundary_backward"] == 1
 
 
 def test_operators_stay_whole_ahead_of_time(fakes: FakeTensorMode) -> None:
     from torch._inductor.virtualized import V
 
-    graph = _graph(_step, _arguments(fakes))
-    before = _operators(graph)
+    graph = graph_of(step, arguments(fakes))
+    before = operators(graph)
     with V.set_aot_compilation(True):
         assert not passes.lower(graph).lowered
-    assert _operators(graph) == before
+    assert operators(graph) == before
     assert passes.lower(graph).lowered
 
 
@@ -477,22 +290,22 @@ def test_on_cpu(fuse: bool) -> None:
 def test_operators_left_on_cpu(dtype: torch.dtype) -> None:
     """What sums over columns or tokens stays an operator: a token's bits depend on no other token."""
     mode = FakeTensorMode()
-    arguments = _arguments(mode, device="cpu")
+    given = arguments(mode, device="cpu")
     with mode:
-        arguments |= {name: arguments[name].to(dtype) for name in "xf"}
+        given |= {name: given[name].to(dtype) for name in "xf"}
 
     def function(x: Tensor, f: Tensor, phi: Tensor, scale: Tensor, bias: Tensor, **rest: Tensor) -> Any:
         u, post, res, _, _ = mhc.generate_mix_and_aggregate(x, phi, scale, bias)
         y = mhc.expand_combine(u, f[0], post, x, res)
         return u, y, mhc.expand_combine_backward(y, f, None, post, x, res, [True] * 5)
 
-    graph = _graph(function, arguments)
+    graph = graph_of(function, given)
     lowered = passes.lower(graph).lowered
     graph.lint()
     # The loops do not read float16, with which the whole operator is faster.
     apart = dtype != torch.float16
     of_combine = ["mhc._products.default"] * 2 if apart else ["mhc.expand_combine_backward.default"]
-    assert _operators(graph) == ["mhc._mix.default", *of_combine]
+    assert operators(graph) == ["mhc._mix.default", *of_combine]
     assert lowered["expand_combine"] == lowered["generate_mix_and_aggregate"] == 1
     assert lowered["expand_combine_backward"] == apart
 
@@ -528,7 +341,7 @@ def test_a_users_own_pass_comes_first(aware: bool) -> None:
     seen: list[tuple[bool, dict[str, Any]]] = []
 
     def look(self: Any, graph: fx.Graph, **known: Any) -> None:
-        seen.append(("mhc.boundary.default" in _operators(graph), known))
+        seen.append(("mhc.boundary.default" in operators(graph), known))
 
     base = kind if aware else custom_graph_pass.CustomGraphPass
     own = type("Own", (base,), {"__call__": look, "uuid": lambda self: "own"})()
@@ -559,9 +372,9 @@ def test_kernels_compile_to_what_a_launch_compiles_to() -> None:
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     wrappers = [row["wrapper"] for row in rows if "wrapper" in row]
     # Any number may be one that phi is split ahead for.
-    for wrapper, launches in zip(wrappers, (9, 9, 10), strict=True):
+    for wrapper, count in zip(wrappers, (9, 9, 10), strict=True):
         assert "torch.ops.mhc" not in wrapper
-        assert wrapper.count(".run(") == launches
+        assert wrapper.count(".run(") == count
     compiled = [row for row in rows if "kernel" in row]
     assert len(compiled) == 28
     many = {row["kernel"]: row["launched"] for row in compiled if row["tokens"] == 64}

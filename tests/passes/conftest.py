@@ -1,0 +1,19 @@
+"""What several tests of the passes are given."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mhc_compile import kernels
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> FakeTensorMode:
+    """Fake tensors on an H100 that need not exist."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(kernels, "_has_tensor_cores", lambda index: True)
+    monkeypatch.setattr(importlib.import_module("mhc_compile.kernels.common"), "gpu", lambda device: (90, 132))
+    return FakeTensorMode()

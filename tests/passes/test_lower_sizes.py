@@ -1,0 +1,145 @@
+"""Lowering operators of symbolic sizes: no guard is added, and one graph serves all."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from mhc_compile import backend, compat, passes
+from mhc_compile.passes.lower import cpu
+from tests.passes.fused import Stack, evaluate
+from tests.passes.lowering import any_number, arguments, graph_of, operators, step
+from tests.zoo.common import STREAMS, WIDTH
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "fresh_cache")
+
+mhc = torch.ops.mhc
+
+
+def _any_number_of_tokens(device: str) -> tuple[fx.Graph, ShapeEnv]:
+    """`step` as a graph of a symbolic number of tokens."""
+    shape_env = ShapeEnv()
+    return graph_of(
+        step, arguments(FakeTensorMode(shape_env=shape_env), any_number(shape_env), device=device)
+    ), shape_env
+
+
+@pytest.mark.parametrize(
+    ("device", "left"), [("cpu", ["mhc._mix.default", "mhc._mix_backward.default"]), ("cuda:0", [])]
+)
+def test_symbolic_sizes(device: str, left: list[str], fakes: FakeTensorMode) -> None:
+    """Loops and launches take any number of tokens, and no guard is added."""
+    graph, shape_env = _any_number_of_tokens(device)
+    guards = len(shape_env.guards)
+    lowered = passes.lower(graph).lowered
+    assert lowered == {"generate_mix_and_aggregate": 1, "expand_combine": 1, "generate_mix_and_aggregate_backward": 1}
+    assert operators(graph) == left
+    graph.lint()
+    assert len(shape_env.guards) == guards
+
+
+def _with_everything(
+    x: Tensor,
+    f: Tensor,
+    phi: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    post: Tensor,
+    res: Tensor,
+    norm: Tensor,
+    weight: Tensor,
+    pre_phi: Tensor,
+    pre_scale: Tensor,
+    pre_bias: Tensor,
+) -> Any:
+    """Operators with all that they may be given."""
+    ones = [True] * 10
+    new = mhc.boundary(f, weight, post, x, res, phi, scale, bias, norm, weight, input_norm_eps=1e-6)
+    saved = (f, weight, post, x, res, phi, scale, bias, norm, new[0], new[4], new[5], ones)
+    return (
+        new,
+        mhc.boundary_backward(*new[:4], None, None, *saved, weight, input_norm_eps=1e-6),
+        mhc.boundary_backward(*new[:4], None, None, f, None, *saved[2:-1], [True, False, *ones[2:9]]),
+        mhc.generate_mix(x, phi, scale, bias, norm),
+        mhc.head(x, pre_phi, pre_scale, pre_bias),
+        mhc.expand_combine_backward(new[0], f, weight, post, x, res, ones[:5]),
+        mhc.scale_backward(post, post, res, new[4], new[5], scale, bias, 4, ones[:4]),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_symbolic_batch_and_length_on_a_gpu(dtype: torch.dtype, fakes: FakeTensorMode) -> None:
+    shape_env = ShapeEnv()
+    mode, n, width = FakeTensorMode(shape_env=shape_env), 4, 256
+    lead = any_number(shape_env), any_number(shape_env)
+    values = arguments(mode, device="cuda:0", width=width)
+    shapes = {"x": (*lead, n, width), "f": (*lead, width), "post": (*lead, n), "res": (*lead, n, n)}
+    shapes |= {"norm": (n * width,), "weight": (width,), "pre_phi": (n, n * width), "pre_scale": (1,), "pre_bias": (n,)}
+    with mode:
+        for name, shape in shapes.items():
+            values[name] = torch.empty(shape, dtype=dtype if name in "xf" else torch.float32, device="cuda:0")
+    graph = graph_of(_with_everything, values)
+    guards, before = len(shape_env.guards), operators(graph)
+    assert passes.lower(graph).lowered.total() == len(before) == 7
+    assert set(operators(graph)) <= {"mhc._launch.default"}
+    graph.lint()
+    assert len(shape_env.guards) == guards
+
+
+def test_what_needs_a_guard_stays(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    aggregate = cpu.aggregate
+
+    def asks(x: Tensor, h_pre: Tensor, **rest: Any) -> Tensor:
+        return aggregate(x, h_pre, **rest) if x.shape[0] > 5 else h_pre
+
+    monkeypatch.setattr(cpu, "aggregate", asks)
+    graph, shape_env = _any_number_of_tokens("cpu")
+    guards = len(shape_env.guards)
+    with caplog.at_level(logging.INFO, logger="mhc_compile"):
+        lowered = passes.lower(graph).lowered
+    assert lowered == {"expand_combine": 1, "generate_mix_and_aggregate_backward": 1}
+    assert "generate_mix_and_aggregate is not lowered: NeedsGuard: it depends on whether" in caplog.text
+    assert len(shape_env.guards) == guards
+
+
+def test_streams_a_symbolic_number_apart(fakes: FakeTensorMode, caplog: pytest.LogCaptureFixture) -> None:
+    """Kernels count these in 32 bits, for which there would have to be a guard."""
+    shape_env = ShapeEnv()
+    values = arguments(FakeTensorMode(shape_env=shape_env), any_number(shape_env), device="cuda:0")
+    with compat.fake_mode_of(values["f"]):
+        values["x"] = torch.empty(4, values["f"].shape[0], 256, device="cuda:0").transpose(0, 1)
+    graph = graph_of(step, values)
+    with caplog.at_level(logging.INFO):
+        assert not passes.lower(graph).lowered
+    assert "generate_mix_and_aggregate is not lowered: ValueError: how far apart a token's streams lie" in caplog.text
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.thorough)])
+def test_any_number_of_tokens_on_cpu(dtype: torch.dtype) -> None:
+    """Compiled once for all, and a token's bits are those of a program compiled for its batch."""
+    model, x = Stack(layers=2), torch.randn(2, 9, STREAMS, WIDTH, dtype=dtype)
+    for sublayer in model.sublayers:
+        sublayer.layer = torch.nn.Identity()  # type: ignore[assignment]  # an operator of others may choose by the batch
+
+    def results(dynamic: bool) -> list[Any]:
+        compiled = torch.compile(model, backend="mhc", dynamic=dynamic)
+        return [evaluate(compiled, model, x[:, :tokens]) for tokens in (9, 4)]
+
+    expected = results(False)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for values, others in zip(results(True), expected, strict=True):
+        assert values.keys() == others.keys()
+        assert torch.equal(values["y"], others["y"])
+        for name, value in values.items():
+            torch.testing.assert_close(value, others[name], rtol=1e-4 if dtype == torch.float32 else 2e-2, atol=1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert backend.last_report is not None
+    assert backend.last_report.lowered["boundary_backward"] == 1
