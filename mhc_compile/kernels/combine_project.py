@@ -23,12 +23,15 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from mhc_compile.kernels import one_pass
 from mhc_compile.kernels.common import cdiv, expected, launch, on_device, processors
+from mhc_compile.kernels.config import Tile
 from mhc_compile.kernels.one_pass import ROWS, barrier
 from mhc_compile.kernels.opaque import opaque
 from mhc_compile.kernels.projection import GROUPS, SPLIT_AHEAD_TILES, Partials, parts_of, split_ahead
 
-TOKENS, COLUMNS = 64, 64
-WARPS, STAGES = 8, 2
+MANY = Tile(64, 64, 8, 2)
+# For programs of a single block, where processors are left over. Tensor cores multiply as many rows as before, but it
+# takes time, too, to copy and combine tokens that are not there.
+FEW = Tile(32, 64, 8, 1)
 # Chunks that the blocks of a group are cut into.
 CHUNKS = 8
 # The most blocks of a group that are stored one by one: C up to 8,192.
@@ -37,16 +40,16 @@ MOST_BLOCKS = 32
 
 @gluon.jit
 def _fetch(x_s, f_s, phi_s, stage, x, f, phi, tile, start, bound, M, C, N: gl.constexpr, PARTS: gl.constexpr,
-           ROWS: gl.constexpr, AHEAD: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_C: gl.constexpr,
+           ROWS: gl.constexpr, AHEAD: gl.constexpr, TOKENS: gl.constexpr, BLOCK_C: gl.constexpr,
            TILE: gl.constexpr):  # fmt: skip
     """Start copying the columns from `start` on, below `bound`: x (one stream after the other), f and phi's parts."""
     c = (start + gl.arange(0, BLOCK_C, gl.SliceLayout(0, TILE)))[None, :]
-    row = gl.arange(0, N * BLOCK_M, gl.SliceLayout(1, TILE))[:, None]
-    tok = (row % BLOCK_M).to(gl.int64) + tile
-    at = tok * (N * C) + (row // BLOCK_M) * C + c
-    async_copy.async_copy_global_to_shared(x_s.index(stage), x + at, mask=(tok < M) & (c < bound))
-    tok_1 = gl.arange(0, BLOCK_M, gl.SliceLayout(1, TILE)).to(gl.int64)[:, None] + tile
-    async_copy.async_copy_global_to_shared(f_s.index(stage), f + tok_1 * C + c, mask=(tok_1 < M) & (c < bound))
+    tok = gl.arange(0, TOKENS, gl.SliceLayout(1, TILE)).to(gl.int64)[:, None] + tile
+    mask = (tok < M) & (c < bound)
+    for i in gl.static_range(N):
+        rows = x_s[i].index(stage).slice(0, TOKENS, 0)
+        async_copy.async_copy_global_to_shared(rows, x + tok * (N * C) + i * C + c, mask=mask)
+    async_copy.async_copy_global_to_shared(f_s.index(stage), f + tok * C + c, mask=mask)
     if AHEAD:
         k = gl.arange(0, N * ROWS, gl.SliceLayout(1, TILE))[:, None]
         for part in gl.static_range(PARTS):
@@ -80,39 +83,46 @@ def _split(phi_s, stage, phi, norm_weight, phi_k, phi_c, start, C, N: gl.constex
 def combine_project_kernel(f, h_post, x, h_res, phi, norm_weight, out, h_part, squares_part, M, C, phi_k, phi_c,
                            stored, chunks_each, chunk_blocks, N: gl.constexpr, K: gl.constexpr, PARTS: gl.constexpr,
                            ROWS: gl.constexpr, AHEAD: gl.constexpr, HAS_NORM: gl.constexpr, GROUPS: gl.constexpr,
-                           BLOCK_M: gl.constexpr, BLOCK_C: gl.constexpr, WARPS: gl.constexpr,
-                           STAGES: gl.constexpr):  # fmt: skip
+                           TOKENS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_C: gl.constexpr,
+                           WARPS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """out [M, n, C], h_part [stored, K, M] and squares_part [stored, M]: each of the latter of chunks_each chunks.
 
     AHEAD: phi [PARTS, ROWS, n*C] comes as bf16 parts, the largest first, its rows beyond K zero. Otherwise it is split
-    here, block by block.
+    here, block by block. A program has TOKENS of the BLOCK_M rows that tensor cores multiply, and with one stage a
+    single block.
     """
     LANES: gl.constexpr = BLOCK_C // 8
     TILE: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
     TOKEN: gl.constexpr = gl.SliceLayout(1, TILE)
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, ROWS * 4 // WARPS, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    # Blocks that are copied ahead.
+    FILLED: gl.constexpr = STAGES - 1 if STAGES > 1 else 1
     PHASE: gl.constexpr = 64 // BLOCK_C
     WIDE: gl.constexpr = gl.SwizzledSharedLayout(8, PHASE, 8 // PHASE, [1, 0])
     RIGHT: gl.constexpr = gl.NVMMASharedLayout(2 * BLOCK_C, 16)
 
+    # Two threads with one element would not agree on when it is overwritten.
+    gl.static_assert(TOKENS % (WARPS * (32 // LANES)) == 0)
     tokens = M.to(gl.int64)
-    tile = (gl.program_id(0) // stored).to(gl.int64) * BLOCK_M
+    tile = (gl.program_id(0) // stored).to(gl.int64) * TOKENS
     part_of = gl.program_id(0) % stored
     group = part_of // (stored // GROUPS)
     first = part_of % (stored // GROUPS) * chunks_each * chunk_blocks
     bound = gl.minimum((first + chunks_each * chunk_blocks) * GROUPS * BLOCK_C, C)
-    tok = gl.arange(0, BLOCK_M, TOKEN).to(gl.int64) + tile
+    tok = gl.arange(0, TOKENS, TOKEN).to(gl.int64) + tile
     live = tok < tokens
-    x_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, N * BLOCK_M, BLOCK_C], WIDE)
-    f_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_M, BLOCK_C], WIDE)
     # Of one allocation each: between copies into the same, Triton puts a barrier.
+    x_s = ()
+    for _ in gl.static_range(N):
+        x_s = x_s + (gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_M, BLOCK_C], WIDE),)
+    f_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TOKENS, BLOCK_C], WIDE)
     phi_s = ()
     for _ in gl.static_range(PARTS):
         phi_s = phi_s + (gl.allocate_shared_memory(gl.bfloat16, [STAGES, N * ROWS, BLOCK_C], RIGHT),)
-    for stage in gl.static_range(STAGES - 1):
+    for stage in gl.static_range(FILLED):
         start = ((first + stage) * GROUPS + group) * BLOCK_C
-        _fetch(x_s, f_s, phi_s, stage, x, f, phi, tile, start, bound, M, C, N, PARTS, ROWS, AHEAD, BLOCK_M, BLOCK_C,
+        _fetch(x_s, f_s, phi_s, stage, x, f, phi, tile, start, bound, M, C, N, PARTS, ROWS, AHEAD, TOKENS, BLOCK_C,
                TILE)  # fmt: skip
     post = ()
     res = ()
@@ -121,32 +131,32 @@ def combine_project_kernel(f, h_post, x, h_res, phi, norm_weight, out, h_part, s
     for both in gl.static_range(N * N):
         res = res + (gl.load(h_res + tok * (N * N) + both, mask=live, other=0.0).to(gl.float32)[:, None],)
     h = gl.zeros([BLOCK_M, ROWS], gl.float32, MMA)
-    squares = gl.zeros([BLOCK_M], gl.float32, TOKEN)
+    squares = gl.zeros([TOKENS], gl.float32, TOKEN)
     turn = 0
     for chunk in range(chunks_each):
         h_chunk = gl.zeros([BLOCK_M, ROWS], gl.float32, MMA)
-        squares_chunk = gl.zeros([BLOCK_M], gl.float32, TOKEN)
+        squares_chunk = gl.zeros([TOKENS], gl.float32, TOKEN)
         for within in range(chunk_blocks):
             start = ((first + chunk * chunk_blocks + within) * GROUPS + group) * BLOCK_C
             if not AHEAD:
                 _split(phi_s, turn, phi, norm_weight, phi_k, phi_c, start, C, N, K, PARTS, ROWS, HAS_NORM, BLOCK_C,
                        TILE)  # fmt: skip
-            async_copy.wait_group(STAGES - 2)
+            async_copy.wait_group(FILLED - 1)
             # Tensor cores read shared memory past the threads that filled it.
             fence_async_shared()
             barrier()
-            _fetch(x_s, f_s, phi_s, (turn + STAGES - 1) % STAGES, x, f, phi, tile,
-                   start + (STAGES - 1) * GROUPS * BLOCK_C, bound, M, C, N, PARTS, ROWS, AHEAD, BLOCK_M, BLOCK_C,
-                   TILE)  # fmt: skip
+            if STAGES > 1:
+                _fetch(x_s, f_s, phi_s, (turn + FILLED) % STAGES, x, f, phi, tile,
+                       start + FILLED * GROUPS * BLOCK_C, bound, M, C, N, PARTS, ROWS, AHEAD, TOKENS, BLOCK_C,
+                       TILE)  # fmt: skip
             c = (start + gl.arange(0, BLOCK_C, gl.SliceLayout(0, TILE)))[None, :]
             mask = live[:, None] & (c < C)
             out_at = out + tok[:, None] * (N * C) + c
-            streams = x_s.index(turn)
             row = f_s.index(turn).load(TILE).to(gl.float32)
             old = ()
             for i in gl.static_range(N):
-                old = old + (streams.slice(i * BLOCK_M, BLOCK_M, 0).load(TILE),)
-            terms = gl.zeros([BLOCK_M, BLOCK_C], gl.float32, TILE)
+                old = old + (x_s[i].index(turn).slice(0, TOKENS, 0).load(TILE),)
+            terms = gl.zeros([TOKENS, BLOCK_C], gl.float32, TILE)
             for o in gl.static_range(N):
                 v = post[o] * row
                 for i in gl.static_range(N):
@@ -155,7 +165,7 @@ def combine_project_kernel(f, h_post, x, h_res, phi, norm_weight, out, h_part, s
                 new = v.to(gl.bfloat16)
                 gl.store(out_at + o * C, new, mask=mask)
                 # A thread reads of x what it overwrites, and nothing else.
-                streams.slice(o * BLOCK_M, BLOCK_M, 0).store(new)
+                x_s[o].index(turn).slice(0, TOKENS, 0).store(new)
                 v = new.to(gl.float32)
                 terms = gl.fma(v, v, terms)
             squares_chunk += gl.sum(terms, axis=1)
@@ -163,7 +173,7 @@ def combine_project_kernel(f, h_post, x, h_res, phi, norm_weight, out, h_part, s
             small = gl.zeros([BLOCK_M, ROWS], gl.float32, MMA)
             large = gl.zeros([BLOCK_M, ROWS], gl.float32, MMA)
             for o in gl.static_range(N):
-                new = streams.slice(o * BLOCK_M, BLOCK_M, 0).load(LEFT)
+                new = x_s[o].index(turn).load(LEFT)
                 for part in gl.static_range(PARTS - 1, -1, -1):
                     right = phi_s[part].index(turn).slice(o * ROWS, ROWS, 0).permute((1, 0))
                     if part > 0:
@@ -179,7 +189,8 @@ def combine_project_kernel(f, h_post, x, h_res, phi, norm_weight, out, h_part, s
     async_copy.wait_group(0)
     tok_h = (gl.arange(0, BLOCK_M, gl.SliceLayout(1, MMA)).to(gl.int64) + tile)[:, None]
     k = gl.arange(0, ROWS, gl.SliceLayout(0, MMA))[None, :]
-    gl.store(h_part + (part_of * K + k).to(gl.int64) * tokens + tok_h, h, mask=(tok_h < tokens) & (k < K))
+    live_h = tok_h < gl.minimum(tokens, tile + TOKENS)
+    gl.store(h_part + (part_of * K + k).to(gl.int64) * tokens + tok_h, h, mask=live_h & (k < K))
     gl.store(squares_part + part_of.to(gl.int64) * tokens + tok, squares, mask=live)
 
 
@@ -203,8 +214,8 @@ def forward(
     tokens, n, width = x.shape
     rows = phi.shape[0]
     norm_weight = None if norm_weight is None else norm_weight.contiguous()
-    tiles, expected_tiles = cdiv(tokens, TOKENS), cdiv(expected(tokens), TOKENS)
-    blocks = cdiv(cdiv(width, COLUMNS), GROUPS)
+    expected_tiles = cdiv(expected(tokens), MANY.tokens)
+    blocks = cdiv(cdiv(width, MANY.columns), GROUPS)
     chunk = cdiv(blocks, CHUNKS)
     chunks = cdiv(blocks, chunk)
 
@@ -223,12 +234,14 @@ def forward(
     # As in `projection`: splitting phi once costs a launch, and pays where many programs need it.
     ahead = expected_tiles >= SPLIT_AHEAD_TILES
     weight = split_ahead(phi, norm_weight, parts, ROWS) if ahead else phi
+    few = each * chunk_blocks == 1 and cdiv(expected(tokens), FEW.tokens) * stored <= processors(x.device)
+    tile = FEW if few else MANY
     with on_device(x):
         launch(
-            combine_project_kernel, (tiles * stored,),
+            combine_project_kernel, (cdiv(tokens, tile.tokens) * stored,),
             f, h_post, x, h_res, weight, norm_weight, out, h, squares, tokens, width, weight.stride(-2),
             weight.stride(-1), stored, each, chunk_blocks, N=n, K=rows, PARTS=parts, ROWS=ROWS, AHEAD=ahead,
-            HAS_NORM=norm_weight is not None and not ahead, GROUPS=GROUPS, BLOCK_M=TOKENS, BLOCK_C=COLUMNS,
-            WARPS=WARPS, STAGES=STAGES, num_warps=WARPS,
+            HAS_NORM=norm_weight is not None and not ahead, GROUPS=GROUPS, TOKENS=tile.tokens, BLOCK_M=MANY.tokens,
+            BLOCK_C=tile.columns, WARPS=tile.warps, STAGES=tile.stages, num_warps=tile.warps,
         )  # fmt: skip
     return Partials(h, squares, stored, chunks // each, chunk // chunk_blocks)

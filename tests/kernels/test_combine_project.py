@@ -73,9 +73,12 @@ def test_sizes_that_it_is_not_for(n: int, width: int, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("width", [1280, 4096, 7168, 8192, 16384])
-@pytest.mark.parametrize("tokens", [1, 128, 129, 1000, 4000])
+@pytest.mark.parametrize("tokens", [1, 64, 128, 129, 1000, 4000])
 def test_what_is_stored(tokens: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every block of columns is in one partial sum, and the reader's unrolled loop has at most 32 loads."""
+    """Every block of columns is in one partial sum, and the reader's unrolled loop has at most 32 loads.
+
+    Programs have fewer tokens where that leaves no more of them than there are processors.
+    """
     programs: list[int] = []
     monkeypatch.setattr(combine_project, "launch", lambda kernel, grid, *args, **options: programs.append(grid[0]))
     monkeypatch.setattr(combine_project, "split_ahead", lambda phi, *args: phi)
@@ -85,10 +88,13 @@ def test_what_is_stored(tokens: int, width: int, monkeypatch: pytest.MonkeyPatch
     partials = combine_project.forward(f, gates[0], x, gates[1], torch.empty(8, 2 * width), None, x)
     assert partials.stored == combine_project.GROUPS * partials.group * partials.chunk
     assert partials.group * partials.chunk <= 32
-    tiles, blocks = -(-tokens // 64), -(-width // 64)
-    assert programs == [tiles * partials.stored]
+    blocks = -(-width // 64)
+    few = partials.group * partials.chunk == -(-blocks // 4) and -(-tokens // 32) * partials.stored <= 132
+    assert programs == [-(-tokens // (32 if few else 64)) * partials.stored]
     if tokens <= 128:
         assert partials.stored >= (blocks if blocks <= 128 else blocks // 8)
+    if tokens <= 64 and width <= 4096:
+        assert few
     if tokens == 4000:
         assert partials.stored == combine_project.GROUPS
 
