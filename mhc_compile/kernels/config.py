@@ -1,6 +1,7 @@
 """Tile sizes, measured on one H100 at n = 4 and 8 (docs/performance.md), and the rule for what was not measured.
 
-Nothing here depends on the number of tokens: a tile's shape decides a result's last bits.
+A tile's shape decides a result's last bits, so that it does not depend on the number of tokens; `projection.project`
+has the one exception.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ class Tile:
 
 TILES = {
     "project": Tile(128, 64, 8, 3),
+    "project_few": Tile(16, 64, 4, 3),
     "aggregate": Tile(8, 512, 4),
     "pre_gradient": Tile(16, 256, 4),
     # With dx beside it, 16 tokens would spill on sm_90.

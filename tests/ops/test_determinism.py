@@ -190,12 +190,17 @@ def test_operators_are_batch_invariant_on_cuda(n: int, width: int, dtype: torch.
 
 @pytest.mark.gpu
 @pytest.mark.large
-def test_many_tokens_are_batch_invariant_on_cuda() -> None:
-    """So many that partial sums are stored by groups, which for few tokens are left to the reader."""
-    t = tensors(4, 1280, torch.bfloat16, "cuda", tokens=20_000)
-    assert (
-        dependent(narrow_calls(t, 4) | wide_calls(t, 4), t, [slice(0, 1), slice(7, 107), slice(9_000, None)]) == set()
-    )
+@pytest.mark.parametrize(
+    ("n", "dtype"), [(4, torch.bfloat16), (4, torch.float32), (4, torch.float16), (8, torch.bfloat16)]
+)
+def test_many_tokens_are_batch_invariant_on_cuda(n: int, dtype: torch.dtype) -> None:
+    """So many that partial sums are stored by groups, which for few tokens are left to the reader.
+
+    And so few that tensor cores multiply them in smaller tiles.
+    """
+    t = tensors(n, 1280, dtype, "cuda", tokens=20_000)
+    slices = [slice(0, 1), slice(5, 60), slice(7, 107), slice(9_000, None)]
+    assert dependent(narrow_calls(t, n) | wide_calls(t, n), t, slices) == set()
 
 
 def sum_calls(t: dict[str, Tensor]) -> dict[str, Call]:
