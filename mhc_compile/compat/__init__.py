@@ -23,6 +23,7 @@ from mhc_compile.compat.graphs import (
 )
 from mhc_compile.compat.inductor import (
     as_list,
+    call_directly,
     compile_with_inductor,
     compiles_ahead_of_time,
     cpp_library,
@@ -36,6 +37,7 @@ from mhc_compile.compat.inductor import (
 )
 from mhc_compile.compat.launches import (
     analyse_once,
+    launcher,
 )
 from mhc_compile.compat.nodes import (
     AutogradFunction,
@@ -97,6 +99,7 @@ __all__ = [
     "autocast_state",
     "autograd_function",
     "below_autograd",
+    "call_directly",
     "changes_global_state",
     "common_fake_mode",
     "compile_id",
@@ -130,6 +133,7 @@ __all__ = [
     "is_made_here",
     "is_plain_call",
     "is_pure",
+    "launcher",
     "may_mutate",
     "no_autocast_cache",
     "on_dynamo_reset",

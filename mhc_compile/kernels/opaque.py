@@ -66,17 +66,29 @@ class Opaque:
         torch.ops.mhc._launch(launch, *([args[i] for i in at] for at in (written, read, sizes)))
 
 
+Start = Callable[[int, Sequence[Any]], None]
+
+
 class Launch:
     """One launch of an opaque kernel, again and again: after the first, past all that Triton asks of the arguments.
 
     places: where the tensors and sizes stand that it is called with; rest: the others in their places, and behind the
-    kernel's arguments the number of its programs.
+    kernel's arguments the number of its programs; launcher: of a compiled kernel and a device, gives what starts it
+    with so many programs and arguments, or None, and Triton does.
     """
 
-    def __init__(self, kernel: Opaque, places: Sequence[int], rest: Sequence[Any], options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        kernel: Opaque,
+        places: Sequence[int],
+        rest: Sequence[Any],
+        options: dict[str, Any],
+        launcher: Callable[[Any, torch.device], Start | None] = lambda compiled, device: None,
+    ) -> None:
         self._kernel, self._places, self._rest, self._options = kernel, places, list(rest), options
         self._constants = [options[name] for name in kernel.kernel.arg_names[len(rest) - 1 :]]
-        self._compiled: dict[Any, Any] = {}
+        self._launcher = launcher
+        self._starts: dict[Any, Start] = {}
 
     def __call__(self, tensors: Sequence[torch.Tensor], sizes: Sequence[int] = ()) -> None:
         args, misaligned = self._rest.copy(), 0
@@ -84,16 +96,20 @@ class Launch:
             args[place] = value
         for tensor in tensors:
             misaligned |= tensor.data_ptr() % 16
-        grid = (args.pop(), 1, 1)
+        programs = args.pop()
         given = self._kernel.aligned(args) if misaligned else args
         # The kernel does not care which sizes these are, the other numbers are those of this launch, and tensors are
         # aligned: their types are what is left.
         key = (tensors[0].device, *[tensor.dtype for tensor in tensors])
         with on_device(tensors[0]):
-            compiled = self._compiled.get(key)
-            if compiled is not None:
-                compiled[grid](*given, *self._constants)
+            start = self._starts.get(key)
+            if start is not None:
+                start(programs, given)
             else:
-                self._compiled[key] = self._kernel.kernel[grid](*given, **self._options)
+                compiled = self._kernel.kernel[programs, 1, 1](*given, **self._options)
+                self._starts[key] = self._launcher(compiled, tensors[0].device) or self._by_triton(compiled)
         if misaligned:
             self._kernel.put_back(args, given)
+
+    def _by_triton(self, compiled: Any) -> Start:
+        return lambda programs, given: compiled[programs, 1, 1](*given, *self._constants)

@@ -14,21 +14,23 @@ from typing import Any
 
 import torch
 
+from mhc_compile import compat
 from mhc_compile.ops._transforms import library
 
 
 @functools.cache
-def _read(launch: str) -> Any:
+def _read(text: str) -> Any:
     # Not at the top: operators work where Triton is missing.
     from mhc_compile.kernels.opaque import Launch
 
-    path, places, rest, options = json.loads(launch)
+    path, places, rest, options = json.loads(text)
     module, name = path.rsplit(".", 1)
-    return Launch(getattr(importlib.import_module(module), name), places, rest, options)
+    return Launch(getattr(importlib.import_module(module), name), places, rest, options, compat.launcher)
 
 
-def _launch(launch: str, written: list[torch.Tensor], read: list[torch.Tensor], sizes: list[int]) -> None:
-    _read(launch)([*written, *read], sizes)
+def launch(text: str, written: list[torch.Tensor], read: list[torch.Tensor], sizes: list[int]) -> None:
+    """What the operator does; Inductor's code calls it itself."""
+    _read(text)([*written, *read], sizes)
 
 
 # With as little between call and kernel as torch allows: the time that a launch takes is the host's.
@@ -36,5 +38,5 @@ library.define(  # type: ignore[no-untyped-call]
     "_launch(str launch, Tensor(a!)[] written, Tensor[] read, SymInt[] sizes) -> ()",
     tags=(torch.Tag.needs_exact_strides,),
 )
-library.impl("_launch", _launch, "CUDA")  # type: ignore[no-untyped-call]
+library.impl("_launch", launch, "CUDA")  # type: ignore[no-untyped-call]
 torch.library.register_fake("mhc::_launch", lambda launch, written, read, sizes: None, lib=library)

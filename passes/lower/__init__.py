@@ -149,6 +149,7 @@ def _implementation(
 
     if torch.version.hip is not None or not all(value.is_cuda for value in values) or not supports(*values):
         return None, context
+    compat.call_directly("torch.ops.mhc._launch.default", "mhc_compile.ops._launch.launch")
     return functools.partial(KERNELS[name], in_place=in_place), common.recorded(embedded.record)
 
 

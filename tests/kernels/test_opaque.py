@@ -7,8 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from torch import Tensor
+from torch._inductor.runtime.static_triton_launcher import StaticallyLaunchedCudaKernel
+from triton.backends.compiler import GPUTarget
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
 
+from mhc_compile import compat
 from mhc_compile.kernels.opaque import Launch, Opaque
 
 
@@ -70,3 +77,57 @@ def test_triton_is_asked_once_for_the_same_types() -> None:
         launch([out, tensor])
         assert torch.equal(out, 5 * tensor)
     assert kernel.asked == 2
+
+
+def test_another_launcher_takes_over_after_the_first_time() -> None:
+    kernel, started = Kernel(), []
+
+    def launcher(compiled: Any, device: torch.device) -> Callable[[int, Any], None]:
+        assert (compiled[3, 1, 1], device) == (kernel._compiled, torch.device("cpu"))
+        return lambda programs, args: started.append((programs, len(args)))
+
+    launch = Launch(Opaque(kernel, ["out"]), [1, 0], [None, None, 5.0, 3], {"BLOCK": 8}, launcher)
+    x = torch.ones(7)
+    for _ in range(3):
+        launch([torch.empty(7), x])
+    assert kernel.asked == 1
+    assert started == [(3, 3)] * 2
+
+
+@gluon.jit
+def _scale(x, weight, out, count, stride, BLOCK: gl.constexpr):  # type: ignore[no-untyped-def]
+    at = gl.arange(0, BLOCK, gl.BlockedLayout([1], [32], [4], [0])) * stride
+    gl.store(out + at, gl.load(x + at, mask=at < count, other=0.0), mask=at < count)
+
+
+def test_torch_launches_with_what_a_compiled_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No argument that is None or was compiled in; the stream is that of the kernel's device."""
+    signature = {"x": "*bf16", "weight": "constexpr", "out": "*bf16", "count": "i32", "stride": "constexpr"}
+    constants = {"weight": None, "stride": 1, "BLOCK": 128}
+    source = GluonASTSource(_scale, signature | {"BLOCK": "constexpr"}, constants, {})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    compiled.function = 77
+    seen: list[Any] = []
+
+    class Torch:
+        @staticmethod
+        def _launch_kernel(*given: Any) -> None:
+            seen.append(given)
+
+    monkeypatch.setattr(StaticallyLaunchedCudaKernel, "C_impl", Torch)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 1000 + index, raising=False)
+    start = compat.launcher(compiled, torch.device("cuda", 2))
+    assert start is not None
+    x, out = torch.ones(5), torch.empty(5)
+    start(9, [x, None, out, 5, 1])
+    ((function, *grid, warps, shared, types, args, stream),) = seen
+    assert (function, grid, warps, shared, stream) == (77, [9, 1, 1], 4, compiled.metadata.shared, 1002)
+    assert types[:3] == "OOi"
+    assert args[:3] == (x, out, 5)
+    # What Triton keeps room for behind the arguments.
+    assert set(types[3:]) <= {"O"}
+    assert args[3:] == (None,) * (len(types) - 3)
+
+
+def test_triton_launches_what_torch_does_not() -> None:
+    assert compat.launcher(object(), torch.device("cuda", 0)) is None

@@ -2,35 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 from torch import Tensor, fx
 from torch._inductor import config
+from torch._inductor.codegen.custom_extern_kernel_codegen import CUSTOM_EXTERN_KERNEL_CODEGEN
+from torch._inductor.utils import run_and_get_code
 
-import mhc_compile.ops  # noqa: F401  (registers it)
+from mhc_compile import compat
+from mhc_compile.ops import _launch
+
+OPERATOR = "torch.ops.mhc._launch.default"
 
 
 @pytest.fixture
-def on_cpu() -> Iterator[None]:
-    """The operator doubles and adds where there are no kernels."""
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The operator, and the function that does its work, double and add where there are no kernels."""
 
-    def launch(text: str, written: list[Tensor], read: list[Tensor], sizes: list[int]) -> None:
-        assert (text, sizes) == ("text", [5])
-        written[0].copy_(2 * read[0])
-        written[1].add_(read[1])
+    def kernel(tensors: Sequence[Tensor], sizes: Sequence[int]) -> None:
+        out, changed, x, added = tensors
+        assert sizes == [5]
+        out.copy_(2 * x)
+        changed.add_(added)
 
+    monkeypatch.setattr(_launch, "_read", {"text": kernel}.__getitem__)
     library = torch.library.Library("mhc", "IMPL")  # type: ignore[no-untyped-call]
-    library.impl("_launch", launch, "CPU")  # type: ignore[no-untyped-call]
+    library.impl("_launch", _launch.launch, "CPU")  # type: ignore[no-untyped-call]
     yield
     library._destroy()  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.usefixtures("fresh_dynamo", "on_cpu")
-def test_inductor_orders_what_reads_after_what_writes() -> None:
-    """New memory, and memory of the graph's own that the launch reads as well."""
+@pytest.mark.parametrize("direct", [False, True])
+def test_inductor_orders_what_reads_after_what_writes(direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """New memory, and memory of the graph's own that the launch reads as well; called by torch, and directly."""
     aten = torch.ops.aten
+    monkeypatch.delitem(CUSTOM_EXTERN_KERNEL_CODEGEN, OPERATOR, raising=False)
+    if direct:
+        compat.call_directly(OPERATOR, "mhc_compile.ops._launch.launch")
 
     def insert(graph: fx.Graph) -> None:
         (sin,) = graph.find_nodes(op="call_function", target=aten.sin.default)
@@ -52,6 +63,8 @@ def test_inductor_orders_what_reads_after_what_writes() -> None:
     x = torch.randn(5, 7)
     # Patched as the module offers it: what pytest's monkeypatch undoes, it hides from everyone after.
     with config.patch(post_grad_custom_post_pass=insert):
-        total, reduced = torch.compile(function)(x)
+        (total, reduced), (code,) = run_and_get_code(torch.compile(function), x)
     torch.testing.assert_close(total, 2 * x + 2 * torch.cos(x))
     torch.testing.assert_close(reduced, (2 * torch.cos(x) + 1).sum())
+    assert (OPERATOR in code) is not direct
+    assert ("mhc_compile.ops._launch.launch('text'" in code) is direct
