@@ -54,11 +54,12 @@ def compiles_ahead_of_time() -> bool:
 def call_directly(operator: str, function: str) -> None:
     """Let Inductor's Python code call this function, named with its module, wherever it would call the operator.
 
-    It saves the dispatch, a third of what a small kernel's launch takes on the host. For operators that write
-    arguments and return nothing; where torch does not know how, it calls the operator.
+    It saves the dispatch, a third of what a small kernel's launch takes on the host. Where this torch does not know
+    how, the operator is called.
     """
     try:
         from torch._inductor.codegen.custom_extern_kernel_codegen import CUSTOM_EXTERN_KERNEL_CODEGEN, CustomCodegen
+        from torch._inductor.ir import NoneLayout
         from torch._inductor.virtualized import V
     except ImportError:
         return
@@ -68,7 +69,8 @@ def call_directly(operator: str, function: str) -> None:
         while hasattr(wrapper, "parent_wrapper"):
             wrapper = wrapper.parent_wrapper
         wrapper.add_import_once(f"import {function.rpartition('.')[0]}")
-        writeline(f"{function}({', '.join([*node.codegen_args(), *node.codegen_kwargs()])})")
+        result = "" if isinstance(node.layout, NoneLayout) else f"{node.get_name()} = "
+        writeline(f"{result}{function}({', '.join([*node.codegen_args(), *node.codegen_kwargs()])})")
 
     CUSTOM_EXTERN_KERNEL_CODEGEN[operator] = CustomCodegen(python=write)
 

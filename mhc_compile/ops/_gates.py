@@ -23,7 +23,7 @@ from mhc_compile.forms import RMS_MODES, Gates, Rms, Sinkhorn
 from mhc_compile.ops import _mix
 from mhc_compile.ops._checks import accumulation_dtype
 from mhc_compile.ops._input_norm import ARGUMENT, SCALAR, flags, input_norm
-from mhc_compile.ops._register import group, scalars, without_autocast
+from mhc_compile.ops._register import group, scalars
 from mhc_compile.ops._tensors import (
     fake_gradients,
     rows_of,
@@ -92,8 +92,10 @@ def _library(n: int) -> Any:
 
 def _loops(n: int, *tensors: Tensor, dtypes: Sequence[torch.dtype] = (torch.float32,)) -> Any:
     """The loops for n streams, None where they cannot read these, or there is nothing to read."""
-    suit = all(t.device.type == "cpu" and t.dtype in dtypes and t.is_contiguous() for t in tensors)
-    return _library(n) if suit and tensors[0].numel() > 0 else None
+    for t in tensors:
+        if t.dtype not in dtypes or not t.is_contiguous() or not t.is_cpu:
+            return None
+    return _library(n) if tensors[0].numel() > 0 else None
 
 
 def _is_bf16(tensor: Tensor | None) -> bool:
@@ -114,12 +116,14 @@ def _form_of_loops(library: Any, k: int, n: int, rms: Rms, gates: Gates, sinkhor
 
 
 def _plain(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.to(torch.float32).contiguous()
+    if tensor is None or (tensor.dtype == torch.float32 and tensor.is_contiguous()):
+        return tensor
+    return tensor.to(torch.float32).contiguous()
 
 
-def products(n: int, a: Tensor, b: Tensor) -> Tensor:
-    """out[..., i, o] = <a[..., i], b[..., o]>, accumulated in float32 (float64); n names the library."""
-    library = _loops(n, a, b, dtypes=_STREAMS)
+def _stream_products(a: Tensor, b: Tensor, n: int | None = None) -> Tensor:
+    """out[..., i, o] = <a[..., i], b[..., o]>, accumulated in float32 (float64); n is the library's, if not a's."""
+    library = _loops(n or a.shape[-2], a, b, dtypes=_STREAMS)
     shape, dtype = (*a.shape[:-1], b.shape[-2]), accumulation_dtype(a)
     if library is None:
         return settle(stream_products(tokens_of(a), tokens_of(b)), shape, dtype)
@@ -138,18 +142,21 @@ def _forms(given: frozenset[tuple[str, Any]]) -> dict[str, Any]:
     return group(_FORMS, defaults | dict(given))
 
 
-def _define(name: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def _define(name: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
     """As `_register.define`, without what only calls by users need, which is as long as the work itself: lowering has
-    every argument from an operator that checked it.
+    every argument from an operator that checked it. Returns what the operator does, for Inductor's code to call.
     """
 
     def run(*arguments: Any, **given: Any) -> Any:
-        with without_autocast(arguments):
+        if not torch.is_autocast_enabled("cpu"):
+            return implementation(*arguments, **given)
+        with torch.autocast("cpu", enabled=False):
             return implementation(*arguments, **given)
 
     library.define(name + schema)  # type: ignore[no-untyped-call]
     library.impl(name, run, "CPU")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"mhc::{name}", fake, lib=library)
+    return run
 
 
 def _forward(
@@ -206,7 +213,7 @@ def _backward(
         d_h_pre, du, d_weight = _mix.behind_norm(norm, d_layer_input, x, h, ms, scale, bias, needs[5], **forms)
         d_layer_input = None
     if d_layer_input is not None and _loops(n, x, d_layer_input, dtypes=_STREAMS) is None:
-        d_h_pre, d_layer_input = products(n, x, d_layer_input.unsqueeze(-2)).squeeze(-1), None
+        d_h_pre, d_layer_input = _stream_products(x, d_layer_input.unsqueeze(-2)).squeeze(-1), None
     h = h.contiguous()
     library = _loops(n, h) if dtype == torch.float32 else None
     form = _form_of_loops(library, k, n, **forms)
@@ -228,9 +235,11 @@ def _backward(
         tensors = [x, d_layer_input, h, *arguments, weight, h_pre, dh, dms, dscale, dbias, dx]
         sizes = (k, scale.numel() != k, x.shape[-1], tokens)
         _run(library.mix_backward, (form,), tensors, (_is_bf16(x), _is_bf16(d_layer_input), *sizes))
+    dphi = dnorm_weight = None
     wide_needs = (needs[0] and dx is None, needs[1], needs[4])
-    of_x, dphi, dnorm_weight = projection_gradients(dh, None, x, phi, norm_weight, wide_needs, dx_dtype=dtype)
-    dx = of_x if dx is None else dx
+    if any(wide_needs):
+        of_x, dphi, dnorm_weight = projection_gradients(dh, None, x, phi, norm_weight, wide_needs, dx_dtype=dtype)
+        dx = of_x if dx is None else dx
     return (
         dh.new_empty(0) if dx is None else dx.view(x.shape),
         h_pre,
@@ -256,13 +265,13 @@ def _fake_backward(*arguments: Any, **forms: Any) -> tuple[Tensor, ...]:
     return dx, x.new_empty(x.shape[:-1], dtype=dtype), ms.new_empty(ms.shape, dtype=dtype), *rest, du, d_weight
 
 
-_define(
+mix = _define(
     "_mix",
     f"({_mix.ARGUMENTS}=None, *, {scalars(*_FORMS)}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _forward,
     lambda x, phi, *narrow, **forms: _mix.fake_forward(x, phi),
 )
-_define(
+mix_backward = _define(
     "_mix_backward",
     "(Tensor? d_layer_input, Tensor? d_h_pre, Tensor? d_h_post, Tensor? d_h_res, Tensor? d_h, Tensor? d_ms,"
     f" {_mix.ARGUMENTS}, Tensor h, Tensor ms, bool[] needs, {ARGUMENT}, *, {scalars(*_FORMS)}, {SCALAR})"
@@ -270,9 +279,9 @@ _define(
     _backward,
     _fake_backward,
 )
-_define(
+products = _define(
     "_products",
     "(Tensor a, Tensor b, int? n=None) -> Tensor",
-    lambda a, b, n=None: products(n or a.shape[-2], a, b),
+    _stream_products,
     lambda a, b, n=None: a.new_empty((*a.shape[:-1], b.shape[-2]), dtype=accumulation_dtype(a)),
 )

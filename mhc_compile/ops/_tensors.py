@@ -30,11 +30,17 @@ def upcast(value: Tensor, dtype: torch.dtype) -> Tensor:
     return value if value.dtype == dtype else value.to(dtype)
 
 
+def _is_settled(value: Tensor, shape: Sequence[int], dtype: torch.dtype) -> bool:
+    """Whether value may be returned as it is."""
+    # A dimension of size 1 may have an odd stride, which a fake implementation cannot predict.
+    alike = value.dtype == dtype and tuple(value.shape) == tuple(shape) and 1 not in value.shape
+    return alike and value._base is None and value.is_contiguous()
+
+
 def settle(value: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A result: rounded to dtype, contiguous, and no view, which autograd would not let anyone change in place."""
     value = upcast(value, dtype)
-    # A dimension of size 1 may have an odd stride, which a fake implementation cannot predict.
-    if tuple(value.shape) == tuple(shape) and value._base is None and value.is_contiguous() and 1 not in value.shape:
+    if _is_settled(value, shape, dtype):
         return value
     return value.new_empty(shape).copy_(value.reshape(shape))
 
@@ -43,6 +49,8 @@ def settle_gradient(value: Tensor | None, like: Tensor | None, x: Tensor) -> Ten
     """A contiguous gradient in the shape and dtype of its argument; one that was not computed has no elements."""
     if value is None or like is None:
         return x.new_empty(0, dtype=x.dtype if like is None else like.dtype)
+    if _is_settled(value, like.shape, like.dtype):
+        return value
     # Unlike `contiguous`, this leaves no odd strides of dimensions of size 1.
     laid_out = upcast(value, like.dtype).reshape(-1).view(like.shape)
     # What looks contiguous may still be a part of a larger tensor.

@@ -28,6 +28,14 @@ log = logging.getLogger(__name__)
 _IN_PLACE = ("expand_combine_backward", "boundary_backward")  # whose first argument, d_x_new, can become the result dx
 _DX = 3
 
+# What Inductor's code calls as functions: for few tokens a dispatch takes as long as the work.
+_FUNCTIONS = {
+    "_launch": "mhc_compile.ops._launch.launch",
+    "_mix": "mhc_compile.ops._gates.mix",
+    "_mix_backward": "mhc_compile.ops._gates.mix_backward",
+    "_products": "mhc_compile.ops._gates.products",
+}
+
 Bodies = dict[Any, fx.GraphModule | None]
 
 
@@ -40,6 +48,8 @@ def lower(graph: fx.Graph) -> Counter[str]:
     counts: Counter[str] = Counter()
     bodies: Bodies = {}
     memory = Memory(graph)
+    for operator, function in _FUNCTIONS.items():
+        compat.call_directly(f"torch.ops.mhc.{operator}.default", function)
     for node in calls(graph):
         name = str(node.target._opname)  # type: ignore[union-attr]
         try:
@@ -149,7 +159,6 @@ def _implementation(
 
     if torch.version.hip is not None or not all(value.is_cuda for value in values) or not supports(*values):
         return None, context
-    compat.call_directly("torch.ops.mhc._launch.default", "mhc_compile.ops._launch.launch")
     return functools.partial(KERNELS[name], in_place=in_place), common.recorded(embedded.record)
 
 

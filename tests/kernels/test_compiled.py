@@ -63,7 +63,9 @@ def test_resources(compiled: tuple[int, list[dict[str, Any]]]) -> None:
         assert kernel["shared"] <= shared, kernel
         assert kernel["stack"] <= SPILLS[arch].get(name, 0), kernel
         if name in ("project_kernel", "products_kernel"):
-            assert kernel["mma"] == [instruction], kernel
+            # Hopper's own instruction takes 64 tokens, which few are not.
+            small = (arch, name, kernel["case"], kernel["warps"]) == (90, "project_kernel", "few", 4)
+            assert kernel["mma"] == ["mma.sync" if small else instruction], kernel
 
 
 def test_few_tokens_need_no_other_kernels(compiled: tuple[int, list[dict[str, Any]]]) -> None:
