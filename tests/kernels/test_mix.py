@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from mhc_compile.forms import Gates, Rms, Sinkhorn
-from mhc_compile.kernels import common, generate_mix, generate_mix_and_aggregate, head
+from mhc_compile.kernels import common, generate_mix, generate_mix_and_aggregate, head, projection
 from tests.kernels.cases import (
     DEVICE,
     FORMS,
@@ -327,3 +329,32 @@ def test_more_tiles_than_a_grid_axis_has() -> None:
     for s in (slice(0, 5), slice(tokens - 3, tokens)):
         for a, b in zip(run(s), whole, strict=True):
             assert torch.equal(a, b[s])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "n", "dtype", "arch", "tile"),
+    [
+        (1, 4, torch.bfloat16, 90, 16),
+        (64, 4, torch.float32, 90, 16),
+        (65, 4, torch.bfloat16, 90, 128),  # more programs than processors
+        (1, 4, torch.float16, 90, 128),  # whose bits would be others
+        (1, 2, torch.bfloat16, 90, 128),
+        (1, 8, torch.bfloat16, 90, 128),
+        (1, 4, torch.bfloat16, 100, 128),
+    ],
+)
+def test_tiles_of_the_projection(
+    tokens: int, n: int, dtype: torch.dtype, arch: int, tile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[tuple[int, int]] = []
+
+    def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        launched.append((grid[0], options["BLOCK_M"]))
+
+    monkeypatch.setattr(projection, "launch", launch)
+    monkeypatch.setattr(common, "gpu", lambda device: (arch, 132))
+    # As where kernels are compiled; the interpreter has smaller chunks.
+    monkeypatch.setattr(projection, "INTERPRETED", False)
+    x, phi = torch.empty(tokens, n, 4096, dtype=dtype), torch.empty(n * n + 2 * n, n * 4096)
+    partials = projection.project(x, phi, None)
+    assert launched == [(-(-tokens // tile) * partials.stored, tile)]
