@@ -89,6 +89,8 @@ class LowerPass(_Configured):
             report = passes.lower(graph)
             if last_report is not None:
                 last_report.add(report)
+        if compat.compiles_ahead_of_time():
+            passes.lowering.spell_out(graph)
 
 
 class _Chain(compat.CustomGraphPass):

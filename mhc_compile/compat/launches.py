@@ -57,10 +57,7 @@ def _kind(value: Any, constant: bool) -> Any:
     return getattr(value, "dtype", type(value))
 
 
-Start = Callable[[int, Sequence[Any]], None]
-
-
-def launcher(compiled: Any, device: torch.device) -> Start | None:
+def launcher(compiled: Any, device: torch.device) -> Callable[[int, Sequence[Any]], None] | None:
     """What starts a kernel, compiled and loaded by Triton, from torch's C++, given how many programs and the arguments.
 
     Triton's own way takes twice as long, in Python. None where torch has no such launcher, or not for this kernel.
@@ -68,21 +65,27 @@ def launcher(compiled: Any, device: torch.device) -> Start | None:
     try:
         from torch._inductor.runtime.static_triton_launcher import StaticallyLaunchedCudaKernel
 
-        metadata = compiled.metadata
+        metadata, source = compiled.metadata, compiled.src
         if getattr(metadata, "launch_pdl", False) or getattr(metadata, "launch_cooperative_grid", False):
             return None
-        compiled._cubin_path = None  # asked for, and used to load what is loaded here
+        # Where torch would load the kernel from, which Triton did.
+        compiled._cubin_path = None
         kernel = StaticallyLaunchedCudaKernel(compiled)
         kernel.function = compiled.function
-        signature = compiled.src.signature
-        taken = [i for i, name in enumerate(compiled.src.fn.arg_names) if signature[name] != "constexpr"]
-        assert len(taken) == len(kernel.arg_tys)
-    except (ImportError, AttributeError, KeyError, AssertionError, NotImplementedError):
+        taken = [i for i, name in enumerate(source.fn.arg_names) if source.signature[name] != "constexpr"]
+    except (
+        ImportError,
+        AttributeError,
+        LookupError,
+        ValueError,
+        RuntimeError,
+    ):  # the last for what it does not support
+        return None
+    if kernel.function is None or len(taken) != len(kernel.arg_tys):
         return None
     run, pick, stream = kernel.run, itemgetter(*taken), torch._C._cuda_getCurrentRawStream
-    index = torch.cuda.current_device() if device.index is None else device.index
 
     def start(programs: int, args: Sequence[Any]) -> None:
-        run(programs, 1, 1, stream(index), *pick(args))
+        run(programs, 1, 1, stream(device.index), *pick(args))
 
     return start

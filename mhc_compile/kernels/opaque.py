@@ -1,8 +1,8 @@
 """Kernels that Inductor cannot put into its graphs: those written in Gluon.
 
 Inductor compiles a user's Triton kernel from its source, and knows no other language. In a graph such a kernel is a
-call of the operator `mhc::_launch`, which launches it as the host does. Inductor plans its memory all the same, because
-what it makes are arguments that it writes.
+call of the operator `mhc::_launch`, for which Inductor's code calls what launches the kernel (`ops._launch`). Inductor
+plans its memory all the same, because what it makes are arguments that it writes.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Launch:
         places: Sequence[int],
         rest: Sequence[Any],
         options: dict[str, Any],
-        launcher: Callable[[Any, torch.device], Start | None] = lambda compiled, device: None,
+        launcher: Callable[[Any, torch.device], Start | None] | None = None,
     ) -> None:
         self._kernel, self._places, self._rest, self._options = kernel, places, list(rest), options
         self._constants = [options[name] for name in kernel.kernel.arg_names[len(rest) - 1 :]]
@@ -107,7 +107,8 @@ class Launch:
                 start(programs, given)
             else:
                 compiled = self._kernel.kernel[programs, 1, 1](*given, **self._options)
-                self._starts[key] = self._launcher(compiled, tensors[0].device) or self._by_triton(compiled)
+                start = None if self._launcher is None else self._launcher(compiled, tensors[0].device)
+                self._starts[key] = start or self._by_triton(compiled)
         if misaligned:
             self._kernel.put_back(args, given)
 

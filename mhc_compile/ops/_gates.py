@@ -241,7 +241,7 @@ def _backward(
         of_x, dphi, dnorm_weight = projection_gradients(dh, None, x, phi, norm_weight, wide_needs, dx_dtype=dtype)
         dx = of_x if dx is None else dx
     return (
-        dh.new_empty(0) if dx is None else dx.view(x.shape),
+        dh.new_empty(0) if dx is None else dx if dx.shape == x.shape else dx.view(x.shape),
         h_pre,
         dms.view(ms.shape),
         settle_gradient(dphi, phi, x),

@@ -31,10 +31,11 @@ def upcast(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _is_settled(value: Tensor, shape: Sequence[int], dtype: torch.dtype) -> bool:
-    """Whether value may be returned as it is."""
+    """Whether value may be returned as it is: of this shape and dtype, contiguous, and no view."""
     # A dimension of size 1 may have an odd stride, which a fake implementation cannot predict.
     alike = value.dtype == dtype and tuple(value.shape) == tuple(shape) and 1 not in value.shape
-    return alike and value._base is None and value.is_contiguous()
+    # In inference mode a view has no base.
+    return alike and value._base is None and value.storage_offset() == 0 and value.is_contiguous()
 
 
 def settle(value: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -49,10 +50,11 @@ def settle_gradient(value: Tensor | None, like: Tensor | None, x: Tensor) -> Ten
     """A contiguous gradient in the shape and dtype of its argument; one that was not computed has no elements."""
     if value is None or like is None:
         return x.new_empty(0, dtype=x.dtype if like is None else like.dtype)
+    value = upcast(value, like.dtype)
     if _is_settled(value, like.shape, like.dtype):
         return value
     # Unlike `contiguous`, this leaves no odd strides of dimensions of size 1.
-    laid_out = upcast(value, like.dtype).reshape(-1).view(like.shape)
+    laid_out = value.reshape(-1).view(like.shape)
     # What looks contiguous may still be a part of a larger tensor.
     return laid_out.clone() if laid_out.storage_offset() else laid_out
 

@@ -70,6 +70,17 @@ def lower(graph: fx.Graph) -> Counter[str]:
     return +counts
 
 
+def spell_out(graph: fx.Graph) -> None:
+    """Give operators the integers that they would have by default, in place.
+
+    AOTInductor's C++ passes those as well, to a description of the call that has only what was given (torch 2.13).
+    """
+    for node in calls(graph):
+        schema = node.target._schema.arguments  # type: ignore[union-attr]
+        integers = {arg.name: arg.default_value for arg in schema if arg.kwarg_only and str(arg.type) == "int"}
+        node.kwargs = integers | node.kwargs
+
+
 class Memory:
     """Which nodes of a graph may share memory, and until when it is read."""
 

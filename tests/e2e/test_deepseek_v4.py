@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4DecoderLayer
 
 import mhc_compile
-from mhc_compile import passes
+from mhc_compile import backend, passes
 from mhc_compile.testing import capture, graph_text
 from mhc_compile.testing.float64 import Float64Reference
 from mhc_compile.testing.judging import Errors, judge
@@ -75,10 +76,17 @@ return %1.1, %3.1, %3.3, %3.2, %2.0, %0.0, %2.5, %2.6, %2.7""",
     )
 
 
-def test_training_is_as_accurate_as_eager() -> None:
-    """Outputs, loss and every gradient, through Inductor, against a float64 evaluation of the same model."""
-    model = deepseek(layers=1)
+@pytest.mark.parametrize("regions", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_training_is_as_accurate_as_eager(regions: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs, loss and every gradient, through Inductor, against a float64 evaluation of the same model.
+
+    regions: with layers that are compiled once and called twice.
+    """
+    model = deepseek(layers=2 if regions else 1)
     reference = Float64Reference(model)
+    if regions:
+        region = torch.compiler.nested_compile_region(DeepseekV4DecoderLayer.forward)
+        monkeypatch.setattr(DeepseekV4DecoderLayer, "forward", region)
     runs = {"eager": model, "mhc": torch.compile(model, backend="mhc")}
     errors = {run: Errors() for run in runs}
     for _ in range(20):
@@ -86,6 +94,9 @@ def test_training_is_as_accurate_as_eager() -> None:
         exact = _step(reference, reference.module, ids)
         for run, call in runs.items():
             errors[run].add(_step(call, model, ids), exact)
+    assert backend.last_report is not None
+    assert len(backend.last_report.rewritten) == 5
+    assert backend.last_report.declined == []
     gradients = [name for name in errors["mhc"].numbers if name not in ("logits", "loss")]
     findings = judge(errors["eager"], errors["mhc"], ["logits", "loss"], "outputs")
     findings += judge(errors["eager"], errors["mhc"], gradients, "gradients")

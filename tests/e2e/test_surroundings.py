@@ -170,6 +170,18 @@ def test_export_and_ahead_of_time_compilation(tmp_path: Path, dynamic: bool) -> 
             _close(loaded(given), model(given))
 
 
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated:FutureWarning")
+@pytest.mark.parametrize("lower", [True, pytest.param(False, marks=pytest.mark.thorough)])
+def test_defaults_under_ahead_of_time_compilation(lower: bool, tmp_path: Path) -> None:
+    """Numbers that operators have by default and a call does not name: DeepSeek's 39 half-steps."""
+    model, x = Stack(depth=1).eval(), torch.randn(2, 3, 32)
+    with torch.no_grad():
+        exported = torch.export.export(model, (x,))
+        with mhc_compile.enable({"mhc.lower": lower}):
+            path = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "model.pt2"))
+        _close(torch._inductor.aoti_load_package(path)(x), model(x))
+
+
 def test_an_exported_program_is_compiled_like_any_module() -> None:
     model, x = _sublayer().eval(), torch.randn(SHAPE)
     with torch.no_grad():

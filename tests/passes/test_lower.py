@@ -72,6 +72,14 @@ def test_kernels_in_gluon_are_launched_by_an_operator(fakes: FakeTensorMode) -> 
     assert len(launches(graph)) == 6
 
 
+def test_what_is_called_as_a_function_is_there() -> None:
+    """Otherwise generated code would find out."""
+    for operator, path in passes.lowering._FUNCTIONS.items():
+        module, _, name = path.rpartition(".")
+        assert callable(getattr(importlib.import_module(module), name))
+        assert hasattr(torch.ops.mhc, operator)
+
+
 def test_launches_get_the_strides_that_they_were_given(fakes: FakeTensorMode) -> None:
     values = arguments(fakes)
     with fakes:
