@@ -73,13 +73,7 @@ def launcher(compiled: Any, device: torch.device) -> Callable[[int, Sequence[Any
         kernel = StaticallyLaunchedCudaKernel(compiled)
         kernel.function = compiled.function
         taken = [i for i, name in enumerate(source.fn.arg_names) if source.signature[name] != "constexpr"]
-    except (
-        ImportError,
-        AttributeError,
-        LookupError,
-        ValueError,
-        RuntimeError,
-    ):  # the last for what it does not support
+    except (ImportError, AttributeError, LookupError, ValueError, RuntimeError):  # what it does not support, or know
         return None
     if kernel.function is None or len(taken) != len(kernel.arg_tys):
         return None
