@@ -331,7 +331,7 @@ def project(x: torch.Tensor, phi: torch.Tensor, norm_weight: torch.Tensor | None
     each = cut.group if expected_tiles * groups >= processors(x.device) else 1
     stored = cdiv(cut.total, each)
     if _is_few(x, rows, stored):
-        tile = tile_for("project_few", n, x.element_size())
+        tile = TILES["project_few"]
     h = torch.empty(stored, rows, tokens, dtype=torch.float32, device=x.device)
     squares = torch.empty(stored, tokens, dtype=torch.float32, device=x.device)
     parts = parts_of(x, phi, norm_weight)

@@ -23,7 +23,7 @@ from mhc_compile.forms import RMS_MODES, Gates, Rms, Sinkhorn
 from mhc_compile.ops import _mix
 from mhc_compile.ops._checks import accumulation_dtype
 from mhc_compile.ops._input_norm import ARGUMENT, SCALAR, flags, input_norm
-from mhc_compile.ops._register import group, scalars
+from mhc_compile.ops._register import autocast_off, group, scalars
 from mhc_compile.ops._tensors import (
     fake_gradients,
     rows_of,
@@ -148,9 +148,7 @@ def _define(name: str, schema: str, implementation: Callable[..., Any], fake: Ca
     """
 
     def run(*arguments: Any, **given: Any) -> Any:
-        if not torch.is_autocast_enabled("cpu"):
-            return implementation(*arguments, **given)
-        with torch.autocast("cpu", enabled=False):
+        with autocast_off("cpu"):
             return implementation(*arguments, **given)
 
     library.define(name + schema)  # type: ignore[no-untyped-call]

@@ -59,7 +59,11 @@ def group(forms: Sequence[str], flat: Scalars, *, prefixed: bool = True) -> Scal
 
 def without_autocast(tensors: Sequence[Any]) -> AbstractContextManager[Any]:
     """Keep float32 internals under torch.autocast, which would reach into the reference's matmuls."""
-    device = next(tensor.device.type for tensor in tensors if isinstance(tensor, Tensor))
+    return autocast_off(next(tensor.device.type for tensor in tensors if isinstance(tensor, Tensor)))
+
+
+def autocast_off(device: str) -> AbstractContextManager[Any]:
+    """`without_autocast` for tensors of this type of device."""
     if torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return nullcontext()

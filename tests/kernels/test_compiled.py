@@ -69,7 +69,9 @@ def test_resources(compiled: tuple[int, list[dict[str, Any]]]) -> None:
 
 
 def test_few_tokens_need_no_other_kernels(compiled: tuple[int, list[dict[str, Any]]]) -> None:
-    """A new token count compiles nothing, but for the two ways to split phi and the three to read partial sums."""
+    """A new token count compiles nothing, but for the two ways to split phi, the three to read partial sums, and the
+    tiles for few tokens.
+    """
     other = {kernel["kernel"] for kernel in compiled[1] if kernel["case"] == "few"}
     assert other <= {"project_kernel", "mix_kernel", "collect_kernel", "combine_project_kernel"}
 
