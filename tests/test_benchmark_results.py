@@ -103,9 +103,10 @@ def test_other_files_are_not_results(tmp_path: Path) -> None:
         report.load(path)
 
 
+@pytest.mark.parametrize("tokens", [units.MANY_TOKENS // 2, units.MANY_TOKENS])
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_units_are_what_the_kernels_are_given(n: int) -> None:
-    assert count(n) == {operator: units.units(operator, n) for operator in units.OPERATORS}
+def test_units_are_what_the_kernels_are_given(n: int, tokens: int) -> None:
+    assert count(n, tokens) == {operator: units.units(operator, n, tokens) for operator in units.OPERATORS}
 
 
 def test_units_are_those_of_the_documentation() -> None:

@@ -7,10 +7,16 @@ from collections.abc import Sequence
 import torch
 
 from mhc_compile.forms import Gates, Rms, Sinkhorn
-from mhc_compile.kernels import boundary_gradients, combine_project, expand_combine, generate_mix_and_aggregate
+from mhc_compile.kernels import (
+    boundary_gradients,
+    boundary_pass,
+    combine_project,
+    expand_combine,
+    generate_mix_and_aggregate,
+)
 from mhc_compile.kernels.common import empty_gradient, nothing, token_view, wanted
 from mhc_compile.kernels.input_norm import input_norm
-from mhc_compile.kernels.mix import backward_gates
+from mhc_compile.kernels.mix import backward_gates, forward_mix
 from mhc_compile.kernels.products import reduce_parameters
 
 
@@ -34,10 +40,22 @@ def forward(
     out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """(x_new [..., n, C], layer_input [..., C], the next h_post and h_res, h [..., K], ms [...])."""
-    partials = None
-    if streams_dtype in (None, x.dtype) and h_res is not None and combine_project.fits(f, layer_bias, x, h_res, phi):
+    as_x = streams_dtype in (None, x.dtype)
+    if as_x and h_res is not None and input_norm_eps is None and boundary_pass.fits(f, layer_bias, x, h_res, phi):
+        x_new, layer_input = torch.empty_like(x), torch.empty_like(f, dtype=out_dtype)
+        partials = boundary_pass.forward(
+            token_view(f, 1), token_view(h_post, 1).contiguous(), token_view(x, 2), token_view(h_res, 2).contiguous(),
+            phi, scale, bias, norm_weight, token_view(x_new, 2), token_view(layer_input, 1), rms=rms, gates=gates,
+        )  # fmt: skip
+        rest = forward_mix(
+            x_new, phi, scale, bias, norm_weight, rms=rms, gates=gates, sinkhorn=sinkhorn, aggregate=False,
+            partials=partials,
+        )  # fmt: skip
+        return x_new, layer_input, rest.h_post, rest.h_res, rest.h, rest.ms
+    projected = None
+    if as_x and h_res is not None and combine_project.fits(f, layer_bias, x, h_res, phi):
         x_new = torch.empty_like(x)
-        partials = combine_project.forward(
+        projected = combine_project.forward(
             token_view(f, 1), token_view(h_post, 1).contiguous(), token_view(x, 2), token_view(h_res, 2).contiguous(),
             phi, norm_weight, token_view(x_new, 2),
         )  # fmt: skip
@@ -45,7 +63,7 @@ def forward(
         x_new = expand_combine.forward(f, layer_bias, h_post, x, h_res, out_dtype=streams_dtype)
     mix = generate_mix_and_aggregate.forward(
         x_new, phi, scale, bias, norm_weight, input_norm_weight, rms=rms, gates=gates, sinkhorn=sinkhorn,
-        input_norm_eps=input_norm_eps, out_dtype=out_dtype, partials=partials,
+        input_norm_eps=input_norm_eps, out_dtype=out_dtype, partials=projected,
     )  # fmt: skip
     return x_new, *mix
 

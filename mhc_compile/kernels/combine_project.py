@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from mhc_compile.kernels import one_pass
 from mhc_compile.kernels.common import cdiv, expected, launch, on_device, processors
 from mhc_compile.kernels.config import Tile
-from mhc_compile.kernels.one_pass import ROWS, barrier
+from mhc_compile.kernels.one_pass import ROWS, barrier, combined
 from mhc_compile.kernels.opaque import opaque
 from mhc_compile.kernels.projection import GROUPS, SPLIT_AHEAD_TILES, Partials, parts_of, split_ahead
 
@@ -127,9 +127,9 @@ def combine_project_kernel(f, h_post, x, h_res, phi, norm_weight, out, h_part, s
     post = ()
     res = ()
     for o in gl.static_range(N):
-        post = post + (gl.load(h_post + tok * N + o, mask=live, other=0.0).to(gl.float32)[:, None],)
+        post = post + (gl.load(h_post + tok * N + o, mask=live, other=0.0).to(gl.float32),)
     for both in gl.static_range(N * N):
-        res = res + (gl.load(h_res + tok * (N * N) + both, mask=live, other=0.0).to(gl.float32)[:, None],)
+        res = res + (gl.load(h_res + tok * (N * N) + both, mask=live, other=0.0).to(gl.float32),)
     h = gl.zeros([BLOCK_M, ROWS], gl.float32, MMA)
     squares = gl.zeros([TOKENS], gl.float32, TOKEN)
     turn = 0
@@ -158,11 +158,7 @@ def combine_project_kernel(f, h_post, x, h_res, phi, norm_weight, out, h_part, s
                 old = old + (x_s[i].index(turn).slice(0, TOKENS, 0).load(TILE),)
             terms = gl.zeros([TOKENS, BLOCK_C], gl.float32, TILE)
             for o in gl.static_range(N):
-                v = post[o] * row
-                for i in gl.static_range(N):
-                    # Rounded as in `expand_combine`, to the bit.
-                    v = gl.fma(res[i * N + o], old[i].to(gl.float32), v)
-                new = v.to(gl.bfloat16)
+                new = combined(post, res, row, old, o, N).to(gl.bfloat16)
                 gl.store(out_at + o * C, new, mask=mask)
                 # A thread reads of x what it overwrites, and nothing else.
                 x_s[o].index(turn).slice(0, TOKENS, 0).store(new)

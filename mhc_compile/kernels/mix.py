@@ -287,7 +287,7 @@ def forward_mix(
     with on_device(x):
         launch(
             mix_kernel, (mix_programs + aggregate_programs,),
-            partials.h, partials.squares, scale, bias, flat, out, pre, post, res, h, ms,
+            partials.h, partials.squares, scale, bias, flat if aggregate else None, out, pre, post, res, h, ms,
             None if norm is None else norm.weight, tokens, width, flat.stride(0), flat.stride(1), flat.stride(2),
             partials.stored, mix_programs, column_parts, blocks, 1.0 / (n * width),
             None if norm is None else 1.0 / width, rms.eps, gates.pre_eps, gates.post_mult, gates.post_eps, form.eps,

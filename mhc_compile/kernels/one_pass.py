@@ -1,10 +1,12 @@
-"""What the kernels share that go through a boundary's streams once, `combine_project` and `boundary_gradients`."""
+"""What the kernels share that go through a boundary's streams once: `combine_project`, `boundary_pass` and
+`boundary_gradients`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from mhc_compile.kernels.common import capability
@@ -13,6 +15,15 @@ from mhc_compile.kernels.common import capability
 ROWS = 32
 
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # triton 3.7 and 3.6
+
+
+@gluon.jit
+def combined(post, res, f, old, o: gl.constexpr, N: gl.constexpr):
+    """Row o of x', in float32: rounded as in `expand_combine`, to the bit. Coefficients have an element for a token."""
+    v = post[o][:, None] * f
+    for i in gl.static_range(N):
+        v = gl.fma(res[i * N + o][:, None], old[i].to(gl.float32), v)
+    return v
 
 
 def fits(streams: Sequence[torch.Tensor | None], phi: torch.Tensor, *capabilities: int) -> bool:

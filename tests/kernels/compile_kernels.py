@@ -28,6 +28,7 @@ from mhc_compile.forms import Gates, Rms, Sinkhorn
 from mhc_compile.kernels import (
     aggregate,
     boundary_gradients,
+    boundary_pass,
     combine_project,
     common,
     expand_combine,
@@ -40,7 +41,9 @@ from mhc_compile.kernels import (
     sinkhorn,
 )
 
-TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64"}
+# Kernels that use instructions of Hopper's alone.
+HOPPER = ("combine_project_kernel", "boundary_pass_kernel")
 
 
 def _calls(n: int, width: int, tokens: int, dtype: torch.dtype) -> None:
@@ -78,6 +81,17 @@ def _few(n: int, width: int, dtype: torch.dtype) -> None:
     arch, _ = common.gpu(torch.device("cpu"))
     with mock.patch.object(common, "gpu", return_value=(arch, 132)):
         _calls(n, width, 1, dtype)
+
+
+def _pass(n: int, width: int, tokens: int) -> None:
+    """The kernel whose programs, as many as a GPU runs at once, work together."""
+    rows = n * n + 2 * n
+    x, f = torch.empty(tokens, n, width, dtype=torch.bfloat16), torch.empty(tokens, width, dtype=torch.bfloat16)
+    post, res, phi = torch.empty(tokens, n), torch.empty(tokens, n, n), torch.empty(rows, n * width)
+    parameters = phi, torch.empty(3), torch.empty(rows), None
+    arch, _ = common.gpu(torch.device("cpu"))
+    with mock.patch.object(common, "gpu", return_value=(arch, 132)):
+        boundary_pass.forward(f, post, x, res, *parameters, x, f, rms=Rms(), gates=Gates())
 
 
 def _tf32(n: int, width: int, tokens: int) -> None:
@@ -124,6 +138,7 @@ def _starts() -> None:
 CASES: dict[str, Callable[[], None]] = {
     "bf16": lambda: _calls(4, 4096, 512, torch.bfloat16),
     "few": lambda: _few(4, 4096, torch.bfloat16),
+    "pass": lambda: _pass(4, 4096, 512),
     "tf32": lambda: _tf32(4, 4096, 512),
     "starts": _starts,
     "gates": lambda: _bf16_gates(4, 4096, 512),
@@ -141,7 +156,8 @@ def _recorded(case: Callable[[], None]) -> Iterator[tuple[JITFunction[Any], dict
     launches: list[tuple[JITFunction[Any], dict[str, Any], dict[str, Any]]] = []
 
     def record(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        options = {key: kwargs.pop(key) for key in ("num_warps", "num_stages") if key in kwargs}
+        options = {key: kwargs.pop(key) for key in ("num_warps", "num_stages", "maxnreg") if key in kwargs}
+        kwargs.pop("launch_cooperative_grid", None)  # how it is launched, not what it is
         names = [p.name for p in kernel.params]
         launches.append((kernel, dict(zip(names, args, strict=False)) | kwargs, options))
 
@@ -193,7 +209,7 @@ def compile_cases(arch: int, names: list[str]) -> Iterator[dict[str, Any]]:
     seen: set[str] = set()
     for case in names:
         for kernel, bound, options in _recorded(CASES[case]):
-            if kernel.__name__ == "combine_project_kernel" and arch != 90:
+            if kernel.__name__ in HOPPER and arch != 90:
                 continue
             source = _source(kernel, bound)
             key = source.hash() + str(options)

@@ -16,6 +16,8 @@ from mhc_compile.forms import Gates, Rms, Sinkhorn
 from mhc_compile.kernels import (
     aggregate,
     boundary,
+    boundary_pass,
+    common,
     expand_combine,
     generate_mix_and_aggregate,
     head,
@@ -28,9 +30,14 @@ from tests.kernels.compile_kernels import _recorded
 TOKENS, WIDTH = 8192, 4096
 
 
-def count(n: int) -> dict[str, float]:
-    """C-units by operator, for n bfloat16 streams and all gradients but that of a norm weight."""
-    with mock.patch.object(one_pass, "runs_on", return_value=True):
+def count(n: int, tokens: int) -> dict[str, float]:
+    """C-units by operator, for n bfloat16 streams and all gradients but that of a norm weight.
+
+    Counted for TOKENS, with kernels as for so many tokens on a GPU of 132 processors.
+    """
+    many = mock.patch.object(boundary_pass, "FEWEST_TOKENS", boundary_pass.FEWEST_TOKENS * TOKENS // tokens)
+    gpu = mock.patch.object(common, "gpu", return_value=(90, 132))
+    with many, gpu, mock.patch.object(one_pass, "runs_on", return_value=True):
         return {name: sum(_units(bound) for _, bound, _ in _recorded(call)) for name, call in _calls(n).items()}
 
 

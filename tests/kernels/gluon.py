@@ -93,4 +93,37 @@ def _combine_project(
     squares_part.zero_()[0] = flat.square().sum(1)
 
 
-_REPLACEMENTS = {"boundary_gradients_kernel": _boundary_gradients, "combine_project_kernel": _combine_project}
+def _boundary_pass(
+    f: Tensor,
+    h_post: Tensor,
+    x: Tensor,
+    h_res: Tensor,
+    phi: Tensor,
+    norm_weight: Tensor | None,
+    scale: Tensor,
+    bias: Tensor,
+    out: Tensor,
+    layer_input: Tensor,
+    h: Tensor,
+    squares: Tensor,
+    parts: Tensor,
+    flags: Tensor,
+    *_: Any,
+    **options: Any,
+) -> None:
+    """In float64; the gates' RMS factor is that of mode "inside"."""
+    assert options["RMS_MODE"] == "inside"
+    assert not flags.any()
+    _combine_project(f, h_post, x, h_res, phi, norm_weight, out, h, squares, AHEAD=False)
+    n = x.shape[1]
+    r = (squares[0].double() / out[0].numel() + 1e-6).rsqrt()[:, None]
+    factors = scale[:1] if options["GROUPED"] else scale[:n]
+    gates = torch.sigmoid(r * h[0, :n].double().t() * factors.double() + bias[:n].double()) + 1e-6
+    layer_input.copy_(torch.einsum("to,toc->tc", gates, out.double()))
+
+
+_REPLACEMENTS = {
+    "boundary_gradients_kernel": _boundary_gradients,
+    "boundary_pass_kernel": _boundary_pass,
+    "combine_project_kernel": _combine_project,
+}

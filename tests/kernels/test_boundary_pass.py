@@ -1,0 +1,161 @@
+"""The forward of boundary in one pass: on a CPU the pass is what it computes, on a GPU it is that of two kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mhc_compile.kernels import boundary, boundary_pass, common, one_pass
+from tests.kernels.cases import FORMS, MARKS, USUAL, draw, keywords, mix_case
+from tests.kernels.gluon import GPU
+from tests.kernels.test_boundary import before, check
+
+pytestmark = MARKS
+BF16 = torch.bfloat16
+KERNEL = "boundary_pass_kernel"
+
+
+@pytest.fixture
+def any_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boundary_pass, "FEWEST_TOKENS", 1)
+
+
+@pytest.mark.usefixtures("any_tokens")
+@pytest.mark.parametrize(("tokens", "width", "norm"), [(70, 80, True), (33, 64, False), (1, 128, True)])
+def test_shapes(tokens: int, width: int, norm: bool, launched: list[str]) -> None:
+    case = mix_case(tokens, 4, width, dtype=BF16, norm=norm)
+    check(before(tokens, 4, width, BF16, bias=False), case)
+    assert KERNEL in launched
+
+
+@pytest.mark.usefixtures("any_tokens")
+def test_an_input_norm_takes_whole_rows(launched: list[str]) -> None:
+    """Which no program of the pass has."""
+    case = mix_case(5, 4, 64, dtype=BF16)
+    args = before(5, 4, 64, BF16, bias=False)
+    boundary.forward(*args, *case.parameters[1:], **keywords(FORMS[USUAL]), input_norm_eps=1e-6)
+    assert launched == ["combine_project_kernel"]
+
+
+def _fits(
+    tokens: int = 4096, n: int = 4, width: int = 4096, rows: int | None = None, dtype: torch.dtype = BF16
+) -> bool:
+    f, x = (torch.empty(*shape, dtype=dtype, device="meta") for shape in ((tokens, width), (tokens, n, width)))
+    phi = torch.empty(n * (n + 2) if rows is None else rows, n * width, device="meta")
+    return boundary_pass.fits(f, None, x, torch.empty(tokens, n, n, device="meta"), phi)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one_pass, "runs_on", lambda device, *capabilities: 90 in capabilities)
+    monkeypatch.setattr(common, "gpu", lambda device: (90, 132))
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    "case",
+    [{"tokens": 4095}, {"n": 2}, {"rows": 8}, {"width": 6144}, {"width": 32768}, {"dtype": torch.float16}],
+    ids=str,
+)
+def test_what_it_is_not_for(case: dict[str, Any]) -> None:
+    """6,144 columns leave a quarter of the GPU idle, and 32,768 are more than it has room for."""
+    assert _fits()
+    assert not _fits(**case)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_not_beside_communication(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    assert not _fits()
+
+
+def _case(tokens: int, width: int, seed: int = 0, *, norm: bool = False, rows: int = 3) -> list[Tensor | None]:
+    torch.manual_seed(seed)
+    x, f = draw(tokens, 4, width, dtype=BF16), draw(tokens, width, dtype=BF16)
+    gates = draw(tokens, 4), draw(tokens, 4, 4, scale=0.5)
+    phi, weight = draw(24, 4 * width, scale=0.1), draw(4 * width) if norm else None
+    return [f, None, gates[0], x, gates[1], phi, draw(rows), draw(24), weight]
+
+
+def _apart(monkeypatch: pytest.MonkeyPatch, run: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    with monkeypatch.context() as patch:
+        patch.setattr(boundary_pass, "fits", lambda *args: False)
+        return run()
+
+
+@GPU
+@pytest.mark.parametrize("form", ["deepseek", "megatron", "columns_first_exp"])
+@pytest.mark.parametrize(
+    ("tokens", "width", "options"),
+    [
+        (8192, 4096, {}),
+        (4097, 7168, {"norm": True}),
+        (5000, 2560, {"rows": 24}),
+        (4100, 1296, {}),
+        (4096, 144, {}),
+        (20000, 1024, {}),
+    ],
+    ids=str,
+)
+def test_to_the_bits_of_two_kernels(
+    tokens: int, width: int, options: dict[str, Any], form: str, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which are tested against float64, and whose bits do not depend on the number of tokens."""
+    args = _case(tokens, width, **options)
+
+    def run() -> tuple[Tensor, ...]:
+        return boundary.forward(*args, **keywords(FORMS[form]))  # type: ignore[arg-type]
+
+    for value, apart in zip(run(), _apart(monkeypatch, run), strict=True):
+        assert torch.equal(value, apart)
+    assert launched == [KERNEL, "combine_project_kernel"]
+
+
+@GPU
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_other_dtypes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """phi of these, bfloat16 gates, and a layer input of another dtype."""
+    f, bias, post, x, res, phi, *rest = _case(4096, 1024)
+    assert post is not None
+    assert res is not None
+    assert phi is not None
+
+    def run() -> tuple[Tensor, ...]:
+        args = f, bias, post.to(BF16), x, res.to(BF16), phi.to(dtype), *rest
+        return boundary.forward(*args, **keywords(FORMS[USUAL]), out_dtype=dtype)  # type: ignore[arg-type]
+
+    for value, apart in zip(run(), _apart(monkeypatch, run), strict=True):
+        assert value.dtype == apart.dtype
+        assert torch.equal(value, apart)
+
+
+@GPU
+def test_several_at_once_and_in_a_graph() -> None:
+    """Programs wait for each other: each launch has to have all of its own on the GPU, whatever else is to run."""
+    cases = [_case(8192, 4096, seed) for seed in range(3)]
+    form = keywords(FORMS[USUAL])
+    expected = [boundary.forward(*case, **form) for case in cases]  # type: ignore[arg-type]
+    streams = [torch.cuda.Stream() for _ in cases]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        found = []
+        for stream, case in zip(streams, cases, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(boundary.forward(*case, **form))  # type: ignore[arg-type]
+                torch.mm(torch.ones(2048, 2048, device="cuda"), torch.ones(2048, 2048, device="cuda"))
+        torch.cuda.synchronize()
+        for values, wanted in zip(found, expected, strict=True):
+            assert all(map(torch.equal, values, wanted))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        values = boundary.forward(*cases[0], **form)  # type: ignore[arg-type]
+    for _ in range(3):
+        for value in values:
+            value.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(map(torch.equal, values, expected[0]))
