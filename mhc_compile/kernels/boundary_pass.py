@@ -71,7 +71,6 @@ _UNTIL_TAGGED = gl.constexpr(
             ),
             "setp.eq.u32 %all, %wrong, 0;",
             "@%all bra done;",
-            "nanosleep.u32 20;",
             *(f"ld.relaxed.gpu.global.b64 %both{i}, [${8 + i}];" for i in range(4)),
             "bra again;",
             "done:",
@@ -87,7 +86,7 @@ again:
 ld.acquire.gpu.global.b64 $0, [$1];
 setp.ge.s64 %all, $0, $2;
 @%all bra done;
-nanosleep.u32 100;
+nanosleep.u32 20;
 bra again;
 done:
 }"""
@@ -202,7 +201,6 @@ def _stream(f, h_post, x, h_res, out, layer_input, parts, gates, stored, x_s, f_
             terms = gl.zeros([BLOCK_M, BLOCK_C], gl.float32, TILE)
             for o in gl.static_range(N):
                 new = combined(post, res, f_row, old, o, N).to(gl.bfloat16)
-                gl.store(out_at + o * C, new, mask=mask)
                 # A thread reads of x what it copied, and overwrites it.
                 x_s[o].index(stage).store(new)
                 v = new.to(gl.float32)
@@ -225,6 +223,9 @@ def _stream(f, h_post, x, h_res, out, layer_input, parts, gates, stored, x_s, f_
             gl.store(at_part + row_h * ROWS + k_last, large_last + small_last)
             barrier()
             mbarrier.arrive(stored.index(turn % STAGES), count=1)
+            # Last, since others wait for the sums.
+            for o in gl.static_range(N):
+                gl.store(out_at + o * C, x_s[o].index(stage).load(TILE), mask=mask)
         if turn >= LAG:
             tok_then = row + (team + (turn - LAG) * teams).to(gl.int64) * BLOCK_M
             tag = gl.zeros_like(row) + (turn - LAG + 1)
@@ -423,6 +424,6 @@ def forward(
             1.0 / (n * width), rms.eps, gates.pre_eps, N=n, K=rows, PARTS=max(2, parts_of(x, phi, norm_weight)),
             ROWS=ROWS, HAS_NORM=norm_weight is not None, RMS_MODE=rms.mode, GROUPED=group_scale(scale, rows),
             GROUPS=GROUPS, CHUNKS=chunks, CHUNK=chunk, OWN=cdiv(TOKENS, ranks), BLOCK_M=TOKENS, BLOCK_C=COLUMNS,
-            LAG=LAG, WARPS=WARPS, REGISTERS=88, num_warps=WARPS, maxnreg=REGISTERS, launch_cooperative_grid=True,
+            LAG=LAG, WARPS=WARPS, REGISTERS=104, num_warps=WARPS, maxnreg=REGISTERS, launch_cooperative_grid=True,
         )  # fmt: skip
     return Partials(h, squares, 1, 1)
