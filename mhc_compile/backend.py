@@ -92,6 +92,13 @@ class LowerPass(_Configured):
         if compat.compiles_ahead_of_time():
             passes.lowering.spell_out(graph)
 
+    def uuid(self) -> Any:
+        """With what kernels are chosen by, and cut for: Inductor knows of a GPU its name alone."""
+        communicates = torch.distributed.is_available() and torch.distributed.is_initialized()
+        count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
+        processors = [torch.cuda.get_device_properties(i).multi_processor_count for i in range(count)]
+        return (super().uuid(), communicates, *processors)
+
 
 class _Chain(compat.CustomGraphPass):
     """A user's own pass, then ours. What Inductor tells passes that ask for it, whether gradients follow, goes on."""

@@ -2,10 +2,10 @@
 
     x'[o] = h_post[o] f + sum_i h_res[i, o] x[i]     h = x' phi^T     layer_input = sum_o h_pre[o](h) x'[o]
 
-h_pre needs all columns of a token, which are too many for one processor. So 64 columns each belong to programs of a
-team that works on the same tokens, and keeps them: a program combines its columns, stores its part of h, and goes on to
-the next tokens; LAG tiles later their gates are there, and it weighs x' from shared memory. In C-units of n = 4 that is
-10, where `combine_project` and the aggregate move 14.
+h_pre needs all columns of a token, which are too many for one processor. So a team of programs works on the same tile
+of tokens, each on 64 columns: it combines them, stores its part of h, keeps x' in shared memory and goes on to the
+next tile. LAG tiles later the gates are there, and it weighs x'. In C-units of n = 4 that is 10, where
+`combine_project` and the aggregate move 14.
 
 Who does what, in a program:
 - `_stream`: combines, projects, and aggregates; waits for a tile's gates, each a number and the tile's tag in 8 bytes.
@@ -14,8 +14,9 @@ Who does what, in a program:
   `projection.partial_sum` and so to its last bit, and hands out the gates.
 
 Programs wait for each other, so all must run at once: the launch is cooperative, which a GPU begins when there is room
-for all, and not before. Nobody overwrites what may still be read: a program stores its part of tile t + LAG + 1 in the
-place of tile t's after it had the gates of tile t, for which all parts of it had been read.
+for all, and not before. Nobody overwrites what may still be read. A program stores its part of tile t + LAG + 1 in the
+place of tile t's after it had the gates of tile t, which are sums of all parts of it; the gates of t + LAG + 1 take the
+place of those of t after all programs have stored their parts of it, each when all its threads had the gates of t.
 """
 
 # mypy: disable-error-code="assignment,var-annotated"
@@ -39,7 +40,8 @@ from mhc_compile.kernels.projection import GROUPS, Partials, parts_of
 # For n = 4; two programs share a processor, its registers and its shared memory.
 STREAMS = 4
 TOKENS, COLUMNS, WARPS = 32, 64, 4
-PROGRAMS_EACH, REGISTERS = 2, 128
+# Registers of a thread: 104 for those that add up, for which the others have 152 of their 128.
+PROGRAMS_EACH, REGISTERS, REGISTERS_TO_ADD = 2, 128, 104
 # Tiles between a tile's combine and its aggregate, while its parts of h come and go. With 1 it takes an eighth more.
 LAG = 2
 # With fewer tokens, what a program does once takes more time than a second pass.
@@ -183,7 +185,7 @@ def _stream(f, h_post, x, h_res, out, layer_input, parts, gates, stored, x_s, f_
         # Asked for now, since the answer takes a while.
         at = (gates + ((turn + 1) % SLOTS * BLOCK_M + row) * N).to(gl.int64)
         at_gates = (at, at + 8, at + 16, at + 24)
-        gates_then = gl.inline_asm_elementwise(_LOAD_LONGS, "=l,=l,=l,=l,l,l,l,l", at_gates, _FOUR_LONGS,
+        gates_then = gl.inline_asm_elementwise(_LOAD_LONGS, "=&l,=&l,=&l,=&l,l,l,l,l", at_gates, _FOUR_LONGS,
                                                is_pure=False, pack=1)  # fmt: skip
         if turn < mine:
             first = (team + turn * teams).to(gl.int64) * BLOCK_M
@@ -296,7 +298,8 @@ def _add_up(parts, gates, counts, scale, bias, h, squares, team, teams, rank, ra
                         r = 1.0 / gl.maximum(gl.sqrt(mean), rms_eps)
                     gate = 1.0 / (1.0 + gl.exp(-(r * total * gate_scale + gate_bias))) + pre_eps
                     at_gates = gates + (turn % SLOTS * BLOCK_M + t) * N + k
-                    # An exchange, because a store that others may see half done would not do.
+                    # An exchange, because a store that others may see half done would not do. It needs no fence: what
+                    # it hands out is made of all that this warp has read, so that it cannot come before the reads.
                     gl.atomic_xchg(at_gates, _tagged(gate, gl.zeros_like(k) + (turn + 1)), mask=k < N, sem="relaxed",
                                    scope="gpu")  # fmt: skip
                     tok = tile.to(gl.int64) * BLOCK_M + t
@@ -311,11 +314,11 @@ def boundary_pass_kernel(f, h_post, x, h_res, phi, norm_weight, scale, bias, out
                          K: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr, HAS_NORM: gl.constexpr,
                          RMS_MODE: gl.constexpr, GROUPED: gl.constexpr, GROUPS: gl.constexpr, CHUNKS: gl.constexpr,
                          CHUNK: gl.constexpr, OWN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_C: gl.constexpr,
-                         LAG: gl.constexpr, WARPS: gl.constexpr, REGISTERS: gl.constexpr):  # fmt: skip
+                         LAG: gl.constexpr, WARPS: gl.constexpr, REGISTERS_TO_ADD: gl.constexpr):  # fmt: skip
     """out [M, n, C], layer_input [M, C], h [1, K, M] and squares [1, M].
 
-    parts [teams, LAG + 1, ranks, BLOCK_M, ROWS]: of h, and in column K of the squares. flags, zero at first: gates
-    [teams, LAG + 1, BLOCK_M, n], and for each tile how many programs have stored their part.
+    parts [teams, LAG + 1, ranks, BLOCK_M, ROWS]: of h, in column K of the squares, and then nothing. flags, zero at
+    first: gates [teams, LAG + 1, BLOCK_M, n], and for each tile how many programs have stored their part.
     """
     LANES: gl.constexpr = BLOCK_C // 8
     TILE: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
@@ -338,7 +341,7 @@ def boundary_pass_kernel(f, h_post, x, h_res, phi, norm_weight, scale, bias, out
     for _ in gl.static_range(PARTS):
         first_phi = first_phi + (gl.allocate_shared_memory(gl.bfloat16, [N * 16, BLOCK_C], WIDE),)
         last_phi = last_phi + (gl.allocate_shared_memory(gl.bfloat16, [N * 8, BLOCK_C], WIDE),)
-    # One for each tile that `_stream` can be ahead of `_announce`.
+    # More than the tiles, LAG + 1, that `_stream` can be ahead of `_announce`.
     stored = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(stored.index(stage), count=1)
@@ -359,7 +362,7 @@ def boundary_pass_kernel(f, h_post, x, h_res, phi, norm_weight, scale, bias, out
                        BLOCK_M, SLOTS)),
         ],
         [1, 1],
-        [REGISTERS, REGISTERS],
+        [REGISTERS_TO_ADD, REGISTERS_TO_ADD],
     )  # fmt: skip
 
 
@@ -384,8 +387,8 @@ def fits(
         return False
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return False
-    # A fifth of the GPU idle is what the second pass costs.
-    return 5 * _teams(x) * cdiv(width, COLUMNS) >= 4 * PROGRAMS_EACH * processors(x.device)
+    # A fifth of the GPU idle is what the second pass costs; a single team has not been measured.
+    return _teams(x) > 1 and 5 * _teams(x) * cdiv(width, COLUMNS) >= 4 * PROGRAMS_EACH * processors(x.device)
 
 
 def forward(
@@ -424,6 +427,7 @@ def forward(
             1.0 / (n * width), rms.eps, gates.pre_eps, N=n, K=rows, PARTS=max(2, parts_of(x, phi, norm_weight)),
             ROWS=ROWS, HAS_NORM=norm_weight is not None, RMS_MODE=rms.mode, GROUPED=group_scale(scale, rows),
             GROUPS=GROUPS, CHUNKS=chunks, CHUNK=chunk, OWN=cdiv(TOKENS, ranks), BLOCK_M=TOKENS, BLOCK_C=COLUMNS,
-            LAG=LAG, WARPS=WARPS, REGISTERS=104, num_warps=WARPS, maxnreg=REGISTERS, launch_cooperative_grid=True,
+            LAG=LAG, WARPS=WARPS, REGISTERS_TO_ADD=REGISTERS_TO_ADD, num_warps=WARPS, maxnreg=REGISTERS,
+            launch_cooperative_grid=True,
         )  # fmt: skip
     return Partials(h, squares, 1, 1)

@@ -42,7 +42,7 @@ class Opaque:
 
     def aligned(self, args: Sequence[Any]) -> list[Any]:
         """The arguments with copies of those tensors that begin elsewhere."""
-        return [a.clone() if isinstance(a, torch.Tensor) and a.data_ptr() % 16 else a for a in args]
+        return [_copy(a) if isinstance(a, torch.Tensor) and a.data_ptr() % 16 else a for a in args]
 
     def put_back(self, args: Sequence[Any], given: Sequence[Any]) -> None:
         """Copy what was written into copies."""
@@ -64,6 +64,13 @@ class Opaque:
         path = f"{self.kernel.__module__}.{self.kernel.__name__}"
         launch = json.dumps([path, [*written, *read, *sizes], rest, options])
         torch.ops.mhc._launch(launch, *([args[i] for i in at] for at in (written, read, sizes)))
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the strides of the original, which a kernel has been told; a clone of a part of rows has others."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = tensor.as_strided((last + 1 if tensor.numel() else 0,), (1,))
+    return memory.clone().as_strided(tensor.shape, tensor.stride())
 
 
 Start = Callable[[int, Sequence[Any]], None]

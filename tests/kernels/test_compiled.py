@@ -70,6 +70,14 @@ def test_resources(compiled: tuple[int, list[dict[str, Any]]]) -> None:
             assert kernel["mma"] == ["mma.sync" if small else instruction], kernel
 
 
+def test_two_programs_of_the_pass_share_a_processor(compiled: tuple[int, list[dict[str, Any]]]) -> None:
+    """It would not start otherwise: all run at once."""
+    for kernel in compiled[1]:
+        if kernel["kernel"] == "boundary_pass_kernel":
+            assert 2 * (kernel["shared"] + 1024) <= 228 << 10
+            assert 2 * kernel["registers"] * 32 * 2 * kernel["warps"] <= 1 << 16
+
+
 def test_few_tokens_need_no_other_kernels(compiled: tuple[int, list[dict[str, Any]]]) -> None:
     """A new token count compiles nothing, but for the two ways to split phi, the three to read partial sums, and the
     tiles for few tokens.

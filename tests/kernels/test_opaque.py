@@ -69,6 +69,24 @@ def test_what_is_read_may_be_what_is_written() -> None:
     assert torch.equal(x, torch.full((7,), 10.0))
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        torch.arange(40.0).view(4, 10)[:, 1:9],
+        torch.arange(40.0).view(4, 10)[:, 1:9].t(),
+        torch.arange(9.0)[1:].expand(3, 8),
+        torch.arange(9.0)[1:1],
+    ],
+    ids=["rows", "columns", "expanded", "none"],
+)
+def test_copies_lie_as_the_original(part: Tensor) -> None:
+    """The kernel is given the strides as well."""
+    (copy,) = Opaque(Kernel(), []).aligned([part])
+    assert (copy.data_ptr() % 16 == 0, copy.stride()) == (True, part.stride())
+    assert torch.equal(copy, part)
+    assert part.numel() == 0 or copy.data_ptr() != part.data_ptr()
+
+
 def test_triton_is_asked_once_for_the_same_types() -> None:
     kernel = Kernel()
     launch = Launch(Opaque(kernel, ["out"]), [1, 0], [None, None, 5.0, 3], {"BLOCK": 8})

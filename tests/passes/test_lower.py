@@ -332,6 +332,22 @@ def test_tokens_on_cpu_do_not_depend_on_each_other(tokens: int, dtype: torch.dty
     assert torch.equal(compiled(x[:tokens].clone())[0], whole[:tokens])
 
 
+def test_what_kernels_are_chosen_by_is_in_the_cache_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that Inductor has on disk was lowered for so many processors, and where nothing was communicated."""
+    alone = backend.LowerPass().uuid()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    assert backend.LowerPass().uuid() != alone
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    keys = []
+    for processors in (132, 114):
+        properties = type("Properties", (), {"multi_processor_count": processors})
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=properties: found)
+        keys.append(backend.LowerPass().uuid())
+    assert keys[0] != keys[1]
+
+
 def test_option() -> None:
     assert backend.LowerPass().uuid() != backend.LowerPass({"mhc.lower": False}).uuid()
     with pytest.raises(Exception, match=r"'mhc.lower' is 'no'; expected True or False"):
