@@ -9,6 +9,10 @@ from torch import nn
 
 from tests.zoo.common import STREAMS, WIDTH, CheapLayer, Tensors, random_parameter, stream_embedding
 
+# einops remembers the types that it has met, and Dynamo compiles anew when there is another.
+for _met in (torch.ones(1), nn.Parameter(torch.ones(1))):
+    rearrange(_met, "a -> a")
+
 
 def l1_sinkhorn(logits: torch.Tensor, iterations: int) -> torch.Tensor:
     m = (logits - logits.amax(dim=-2, keepdim=True).detach()).exp()
