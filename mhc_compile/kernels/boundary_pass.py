@@ -44,7 +44,7 @@ TOKENS, COLUMNS, WARPS = 32, 64, 4
 PROGRAMS_EACH, REGISTERS, REGISTERS_TO_ADD = 2, 128, 104
 # Tiles between a tile's combine and its aggregate, while its parts of h come and go. With 1 it takes an eighth more.
 LAG = 2
-# With fewer tokens, what a program does once takes more time than a second pass.
+# With few tokens, what a program does once takes more time than a second pass.
 FEWEST_TOKENS = 4096
 
 _FOUR_FLOATS = gl.constexpr((gl.float32,) * 4)
