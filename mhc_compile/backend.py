@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 import mhc_compile.ops  # noqa: F401  (registers the operators that the passes insert)
-from mhc_compile import compat, passes, records
+from mhc_compile import compat, kernels, passes, records
 from mhc_compile.passes.fuse import FUSIONS, check_layers
 from mhc_compile.passes.report import Report
 
@@ -94,10 +94,9 @@ class LowerPass(_Configured):
 
     def uuid(self) -> Any:
         """With what kernels are chosen by, and cut for: Inductor knows of a GPU its name alone."""
-        communicates = torch.distributed.is_available() and torch.distributed.is_initialized()
         count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
         processors = [torch.cuda.get_device_properties(i).multi_processor_count for i in range(count)]
-        return (super().uuid(), communicates, *processors)
+        return (super().uuid(), kernels.communicates(), *processors)
 
 
 class _Chain(compat.CustomGraphPass):

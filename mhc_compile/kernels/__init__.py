@@ -15,6 +15,11 @@ import torch
 STREAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+def communicates() -> bool:
+    """Whether kernels of torch.distributed may run beside ours."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 @functools.cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None

@@ -20,6 +20,14 @@ from mhc_compile.kernels.mix import backward_gates, forward_mix
 from mhc_compile.kernels.products import reduce_parameters
 
 
+def _rows(
+    f: torch.Tensor, h_post: torch.Tensor, x: torch.Tensor, h_res: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What the kernels of one pass combine, token by token."""
+    assert h_res is not None
+    return token_view(f, 1), token_view(h_post, 1).contiguous(), token_view(x, 2), token_view(h_res, 2).contiguous()
+
+
 def forward(
     f: torch.Tensor,
     layer_bias: torch.Tensor | None,
@@ -41,11 +49,11 @@ def forward(
 ) -> tuple[torch.Tensor, ...]:
     """(x_new [..., n, C], layer_input [..., C], the next h_post and h_res, h [..., K], ms [...])."""
     as_x = streams_dtype in (None, x.dtype)
-    if as_x and h_res is not None and input_norm_eps is None and boundary_pass.fits(f, layer_bias, x, h_res, phi):
+    if as_x and input_norm_eps is None and boundary_pass.fits(f, layer_bias, x, h_res, phi):
         x_new, layer_input = torch.empty_like(x), torch.empty_like(f, dtype=out_dtype)
         partials = boundary_pass.forward(
-            token_view(f, 1), token_view(h_post, 1).contiguous(), token_view(x, 2), token_view(h_res, 2).contiguous(),
-            phi, scale, bias, norm_weight, token_view(x_new, 2), token_view(layer_input, 1), rms=rms, gates=gates,
+            *_rows(f, h_post, x, h_res), phi, scale, bias, norm_weight, token_view(x_new, 2),
+            token_view(layer_input, 1), rms=rms, gates=gates,
         )  # fmt: skip
         rest = forward_mix(
             x_new, phi, scale, bias, norm_weight, rms=rms, gates=gates, sinkhorn=sinkhorn, aggregate=False,
@@ -53,12 +61,9 @@ def forward(
         )  # fmt: skip
         return x_new, layer_input, rest.h_post, rest.h_res, rest.h, rest.ms
     projected = None
-    if as_x and h_res is not None and combine_project.fits(f, layer_bias, x, h_res, phi):
+    if as_x and combine_project.fits(f, layer_bias, x, h_res, phi):
         x_new = torch.empty_like(x)
-        projected = combine_project.forward(
-            token_view(f, 1), token_view(h_post, 1).contiguous(), token_view(x, 2), token_view(h_res, 2).contiguous(),
-            phi, norm_weight, token_view(x_new, 2),
-        )  # fmt: skip
+        projected = combine_project.forward(*_rows(f, h_post, x, h_res), phi, norm_weight, token_view(x_new, 2))
     else:
         x_new = expand_combine.forward(f, layer_bias, h_post, x, h_res, out_dtype=streams_dtype)
     mix = generate_mix_and_aggregate.forward(

@@ -30,16 +30,18 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mhc_compile.forms import Gates, Rms
-from mhc_compile.kernels import one_pass
-from mhc_compile.kernels.combine_project import CHUNKS
+from mhc_compile.kernels import combine_project, communicates
 from mhc_compile.kernels.common import cdiv, group_scale, launch, on_device, processors
-from mhc_compile.kernels.one_pass import ROWS, barrier, combined
+from mhc_compile.kernels.gates import affine, rms_factor
+from mhc_compile.kernels.one_pass import ROWS, barrier, combined, copy_rows, split_phi
 from mhc_compile.kernels.opaque import opaque
 from mhc_compile.kernels.projection import GROUPS, Partials, parts_of
 
 # For n = 4; two programs share a processor, its registers and its shared memory.
 STREAMS = 4
-TOKENS, COLUMNS, WARPS = 32, 64, 4
+TOKENS, WARPS = 32, 4
+# As there, since the order of sums is that of its blocks.
+COLUMNS = combine_project.MANY.columns
 # Registers of a thread: 104 for those that add up, for which the others have 152 of their 128.
 PROGRAMS_EACH, REGISTERS, REGISTERS_TO_ADD = 2, 128, 104
 # Tiles between a tile's combine and its aggregate, while its parts of h come and go. With 1 it takes an eighth more.
@@ -102,30 +104,8 @@ def _fetch(x_s, f_s, turn, x, f, tile, start, M, C, N: gl.constexpr, STAGES: gl.
     c = (start + gl.arange(0, BLOCK_C, gl.SliceLayout(0, TILE)))[None, :]
     tok = gl.arange(0, BLOCK_M, gl.SliceLayout(1, TILE)).to(gl.int64)[:, None] + tile
     mask = (tok < M) & (c < C)
-    for i in gl.static_range(N):
-        rows = x_s[i].index(turn % STAGES)
-        async_copy.async_copy_global_to_shared(rows, x + tok * (N * C) + i * C + c, mask=mask)
-    async_copy.async_copy_global_to_shared(f_s.index(turn % F_STAGES), f + tok * C + c, mask=mask)
+    copy_rows(x_s, f_s, turn % STAGES, turn % F_STAGES, x, f, tok, c, mask, C, N, BLOCK_M)
     async_copy.commit_group()
-
-
-@gluon.jit
-def _split(phi_s, first, phi, norm_weight, phi_k, phi_c, start, C, N: gl.constexpr, PARTS: gl.constexpr,
-           ROWS: gl.constexpr, HAS_NORM: gl.constexpr, BLOCK_C: gl.constexpr, TILE: gl.constexpr):  # fmt: skip
-    """Put the bf16 parts of ROWS rows of phi * norm_weight, from `first` on, into shared memory, the largest first."""
-    c = (start + gl.arange(0, BLOCK_C, gl.SliceLayout(0, TILE)))[None, :]
-    k = first + gl.arange(0, ROWS, gl.SliceLayout(1, TILE))[:, None]
-    weights = ()
-    for o in gl.static_range(N):
-        w = gl.load(phi + k * phi_k + (o * C + c) * phi_c, mask=c < C, other=0.0).to(gl.float32)
-        if HAS_NORM:
-            w = w * gl.load(norm_weight + o * C + c, mask=c < C, other=0.0).to(gl.float32)
-        weights = weights + (w,)
-    for o in gl.static_range(N):
-        rest = weights[o]
-        for part in gl.static_range(PARTS):
-            phi_s[part].slice(o * ROWS, ROWS, 0).store(rest.to(gl.bfloat16))
-            rest = rest - rest.to(gl.bfloat16).to(gl.float32)
 
 
 @gluon.jit
@@ -262,8 +242,7 @@ def _add_up(parts, gates, counts, scale, bias, h, squares, team, teams, rank, ra
     group = gl.arange(0, GROUPS, gl.SliceLayout(1, SUMS))[:, None]
     column = gl.arange(0, ROWS, gl.SliceLayout(0, SUMS))[None, :]
     k = gl.arange(0, ROWS, gl.SliceLayout(0, WHOLE))
-    gate_scale = gl.load(scale + (k * 0 if GROUPED else k), mask=k < N, other=0.0).to(gl.float32)
-    gate_bias = gl.load(bias + k, mask=k < N, other=0.0).to(gl.float32)
+    gate_scale, gate_bias = affine(scale, bias, k, k < N, 0, GROUPED)
     # Where there are more programs than tokens in a tile, they take turns.
     rounds = gl.maximum(ranks // BLOCK_M, 1)
     for turn in range(mine):
@@ -289,13 +268,8 @@ def _add_up(parts, gates, counts, scale, bias, h, squares, team, teams, rank, ra
                         of_groups += of_chunk
                     total = gl.sum(gl.convert_layout(of_groups, WHOLE), axis=0)
                     mean = gl.sum(gl.where(k == K, total, 0.0), axis=0) * inverse_columns
-                    # As in `gates.rms_factor` and `mix`, to the bit.
-                    if RMS_MODE == "inside":
-                        r = 1.0 / gl.sqrt(mean + rms_eps)
-                    elif RMS_MODE == "outside":
-                        r = 1.0 / (gl.sqrt(mean) + rms_eps)
-                    else:
-                        r = 1.0 / gl.maximum(gl.sqrt(mean), rms_eps)
+                    r = rms_factor(mean, rms_eps, RMS_MODE)
+                    # As in `mix`, to the bit.
                     gate = 1.0 / (1.0 + gl.exp(-(r * total * gate_scale + gate_bias))) + pre_eps
                     at_gates = gates + (turn % SLOTS * BLOCK_M + t) * N + k
                     # An exchange, because a store that others may see half done would not do. It needs no fence: what
@@ -347,8 +321,8 @@ def boundary_pass_kernel(f, h_post, x, h_res, phi, norm_weight, scale, bias, out
         mbarrier.init(stored.index(stage), count=1)
     _fetch(x_s, f_s, 0, x, f, team.to(gl.int64) * BLOCK_M, rank * BLOCK_C, tokens, C, N, STAGES, 2, BLOCK_M, BLOCK_C,
            TILE)  # fmt: skip
-    _split(first_phi, 0, phi, norm_weight, phi_k, phi_c, rank * BLOCK_C, C, N, PARTS, 16, HAS_NORM, BLOCK_C, TILE)
-    _split(last_phi, 16, phi, norm_weight, phi_k, phi_c, rank * BLOCK_C, C, N, PARTS, 8, HAS_NORM, BLOCK_C, TILE)
+    split_phi(first_phi, 0, phi, norm_weight, phi_k, phi_c, rank * BLOCK_C, C, N, K, PARTS, 16, HAS_NORM, BLOCK_C, TILE)
+    split_phi(last_phi, 16, phi, norm_weight, phi_k, phi_c, rank * BLOCK_C, C, N, K, PARTS, 8, HAS_NORM, BLOCK_C, TILE)
     gates = flags + team * (SLOTS * BLOCK_M * N)
     counts = flags + teams * (SLOTS * BLOCK_M * N)
     parts += team.to(gl.int64) * (SLOTS * ranks * BLOCK_M * ROWS)
@@ -383,9 +357,7 @@ def fits(
     tokens = f.numel() // max(1, width)
     if n != STREAMS or phi.shape[0] != n * (n + 2) or not isinstance(tokens, int) or tokens < FEWEST_TOKENS:
         return False
-    if layer_bias is not None or h_res is None or not one_pass.fits((f, x), phi, 90):
-        return False
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if communicates() or not combine_project.fits(f, layer_bias, x, h_res, phi):
         return False
     # A fifth of the GPU idle is what the second pass costs; a single team has not been measured.
     return _teams(x) > 1 and 5 * _teams(x) * cdiv(width, COLUMNS) >= 4 * PROGRAMS_EACH * processors(x.device)
@@ -410,9 +382,7 @@ def forward(
     tokens, n, width = x.shape
     rows = phi.shape[0]
     ranks, tiles, teams = cdiv(width, COLUMNS), cdiv(tokens, TOKENS), _teams(x)
-    # Of the blocks of a group, as in `combine_project`.
-    chunk = cdiv(cdiv(ranks, GROUPS), CHUNKS)
-    chunks = cdiv(cdiv(ranks, GROUPS), chunk)
+    chunks, chunk = combine_project.cut(width)
     slots = teams * (LAG + 1) * TOKENS
     h = torch.empty(1, rows, tokens, dtype=torch.float32, device=x.device)
     squares = torch.empty(1, tokens, dtype=torch.float32, device=x.device)

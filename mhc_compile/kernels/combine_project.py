@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from mhc_compile.kernels import one_pass
 from mhc_compile.kernels.common import cdiv, expected, launch, on_device, processors
 from mhc_compile.kernels.config import Tile
-from mhc_compile.kernels.one_pass import ROWS, barrier, combined
+from mhc_compile.kernels.one_pass import ROWS, barrier, combined, copy_rows, split_phi
 from mhc_compile.kernels.opaque import opaque
 from mhc_compile.kernels.projection import GROUPS, SPLIT_AHEAD_TILES, Partials, parts_of, split_ahead
 
@@ -46,36 +46,13 @@ def _fetch(x_s, f_s, phi_s, stage, x, f, phi, tile, start, bound, M, C, N: gl.co
     c = (start + gl.arange(0, BLOCK_C, gl.SliceLayout(0, TILE)))[None, :]
     tok = gl.arange(0, TOKENS, gl.SliceLayout(1, TILE)).to(gl.int64)[:, None] + tile
     mask = (tok < M) & (c < bound)
-    for i in gl.static_range(N):
-        rows = x_s[i].index(stage).slice(0, TOKENS, 0)
-        async_copy.async_copy_global_to_shared(rows, x + tok * (N * C) + i * C + c, mask=mask)
-    async_copy.async_copy_global_to_shared(f_s.index(stage), f + tok * C + c, mask=mask)
+    copy_rows(x_s, f_s, stage, stage, x, f, tok, c, mask, C, N, TOKENS)
     if AHEAD:
         k = gl.arange(0, N * ROWS, gl.SliceLayout(1, TILE))[:, None]
         for part in gl.static_range(PARTS):
             phi_at = phi + (part * ROWS + k % ROWS) * (N * C) + (k // ROWS) * C + c
             async_copy.async_copy_global_to_shared(phi_s[part].index(stage), phi_at, mask=c < bound)
     async_copy.commit_group()
-
-
-@gluon.jit
-def _split(phi_s, stage, phi, norm_weight, phi_k, phi_c, start, C, N: gl.constexpr, K: gl.constexpr,
-           PARTS: gl.constexpr, ROWS: gl.constexpr, HAS_NORM: gl.constexpr, BLOCK_C: gl.constexpr,
-           TILE: gl.constexpr):  # fmt: skip
-    """Put the parts of phi * norm_weight where `_fetch` would have copied them to."""
-    c = (start + gl.arange(0, BLOCK_C, gl.SliceLayout(0, TILE)))[None, :]
-    k = gl.arange(0, ROWS, gl.SliceLayout(1, TILE))[:, None]
-    weights = ()
-    for o in gl.static_range(N):
-        w = gl.load(phi + k * phi_k + (o * C + c) * phi_c, mask=(k < K) & (c < C), other=0.0).to(gl.float32)
-        if HAS_NORM:
-            w = w * gl.load(norm_weight + o * C + c, mask=c < C, other=0.0).to(gl.float32)
-        weights = weights + (w,)
-    for o in gl.static_range(N):
-        rest = weights[o]
-        for part in gl.static_range(PARTS):
-            phi_s[part].index(stage).slice(o * ROWS, ROWS, 0).store(rest.to(gl.bfloat16))
-            rest = rest - rest.to(gl.bfloat16).to(gl.float32)
 
 
 @opaque("out", "h_part", "squares_part")
@@ -139,8 +116,11 @@ def combine_project_kernel(f, h_post, x, h_res, phi, norm_weight, out, h_part, s
         for within in range(chunk_blocks):
             start = ((first + chunk * chunk_blocks + within) * GROUPS + group) * BLOCK_C
             if not AHEAD:
-                _split(phi_s, turn, phi, norm_weight, phi_k, phi_c, start, C, N, K, PARTS, ROWS, HAS_NORM, BLOCK_C,
-                       TILE)  # fmt: skip
+                parts = ()
+                for part in gl.static_range(PARTS):
+                    parts = parts + (phi_s[part].index(turn),)
+                split_phi(parts, 0, phi, norm_weight, phi_k, phi_c, start, C, N, K, PARTS, ROWS, HAS_NORM, BLOCK_C,
+                          TILE)  # fmt: skip
             async_copy.wait_group(FILLED - 1)
             # Tensor cores read shared memory past the threads that filled it.
             fence_async_shared()
@@ -197,6 +177,13 @@ def fits(
     return layer_bias is None and h_res is not None and one_pass.fits((f, x), phi, 90)
 
 
+def cut(width: int) -> tuple[int, int]:
+    """The chunks that the blocks of a group are cut into, and the blocks of each."""
+    blocks = cdiv(cdiv(width, MANY.columns), GROUPS)
+    chunk = cdiv(blocks, CHUNKS)
+    return cdiv(blocks, chunk), chunk
+
+
 def forward(
     f: torch.Tensor,
     h_post: torch.Tensor,
@@ -211,9 +198,7 @@ def forward(
     rows = phi.shape[0]
     norm_weight = None if norm_weight is None else norm_weight.contiguous()
     expected_tiles = cdiv(expected(tokens), MANY.tokens)
-    blocks = cdiv(cdiv(width, MANY.columns), GROUPS)
-    chunk = cdiv(blocks, CHUNKS)
-    chunks = cdiv(blocks, chunk)
+    chunks, chunk = cut(width)
 
     def rounds(cut: tuple[int, int]) -> int:
         """Blocks that a processor goes through, one program after the other, of which each costs one to begin."""

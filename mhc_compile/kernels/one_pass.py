@@ -1,6 +1,8 @@
 """What the kernels share that go through a boundary's streams once: `combine_project`, `boundary_pass` and
 `boundary_gradients`."""
 
+# mypy: disable-error-code="assignment,var-annotated"
+# (A tuple that a kernel builds up one by one changes its type each time.)
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -8,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from mhc_compile.kernels.common import capability
 
@@ -15,6 +18,35 @@ from mhc_compile.kernels.common import capability
 ROWS = 32
 
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # triton 3.7 and 3.6
+
+
+@gluon.jit
+def copy_rows(x_s, f_s, stage, f_stage, x, f, tok, c, mask, C, N: gl.constexpr, TOKENS: gl.constexpr):
+    """Start copying columns c of the tokens, of x one stream after the other, and of f."""
+    for i in gl.static_range(N):
+        rows = x_s[i].index(stage).slice(0, TOKENS, 0)
+        async_copy.async_copy_global_to_shared(rows, x + tok * (N * C) + i * C + c, mask=mask)
+    async_copy.async_copy_global_to_shared(f_s.index(f_stage), f + tok * C + c, mask=mask)
+
+
+@gluon.jit
+def split_phi(phi_s, first, phi, norm_weight, phi_k, phi_c, start, C, N: gl.constexpr, K: gl.constexpr,
+              PARTS: gl.constexpr, ROWS: gl.constexpr, HAS_NORM: gl.constexpr, BLOCK_C: gl.constexpr,
+              TILE: gl.constexpr):  # fmt: skip
+    """Put the bf16 parts of ROWS rows of phi * norm_weight, from `first` on, into shared memory, the largest first."""
+    c = (start + gl.arange(0, BLOCK_C, gl.SliceLayout(0, TILE)))[None, :]
+    k = first + gl.arange(0, ROWS, gl.SliceLayout(1, TILE))[:, None]
+    weights = ()
+    for o in gl.static_range(N):
+        w = gl.load(phi + k * phi_k + (o * C + c) * phi_c, mask=(k < K) & (c < C), other=0.0).to(gl.float32)
+        if HAS_NORM:
+            w = w * gl.load(norm_weight + o * C + c, mask=c < C, other=0.0).to(gl.float32)
+        weights = weights + (w,)
+    for o in gl.static_range(N):
+        rest = weights[o]
+        for part in gl.static_range(PARTS):
+            phi_s[part].slice(o * ROWS, ROWS, 0).store(rest.to(gl.bfloat16))
+            rest = rest - rest.to(gl.bfloat16).to(gl.float32)
 
 
 @gluon.jit
