@@ -16,7 +16,7 @@ from mhc_compile.kernels import (
 )
 from mhc_compile.kernels.common import empty_gradient, nothing, token_view, wanted
 from mhc_compile.kernels.input_norm import input_norm
-from mhc_compile.kernels.mix import backward_gates, forward_mix
+from mhc_compile.kernels.mix import backward_gates, empty_gates
 from mhc_compile.kernels.products import reduce_parameters
 
 
@@ -51,15 +51,12 @@ def forward(
     as_x = streams_dtype in (None, x.dtype)
     if as_x and input_norm_eps is None and boundary_pass.fits(f, layer_bias, x, h_res, phi):
         x_new, layer_input = torch.empty_like(x), torch.empty_like(f, dtype=out_dtype)
-        partials = boundary_pass.forward(
+        gates_made = empty_gates(x, phi.shape[0])
+        boundary_pass.forward(
             *_rows(f, h_post, x, h_res), phi, scale, bias, norm_weight, token_view(x_new, 2),
-            token_view(layer_input, 1), rms=rms, gates=gates,
+            token_view(layer_input, 1), gates_made, rms=rms, gates=gates, sinkhorn=sinkhorn,
         )  # fmt: skip
-        rest = forward_mix(
-            x_new, phi, scale, bias, norm_weight, rms=rms, gates=gates, sinkhorn=sinkhorn, aggregate=False,
-            partials=partials,
-        )  # fmt: skip
-        return x_new, layer_input, rest.h_post, rest.h_res, rest.h, rest.ms
+        return x_new, layer_input, *gates_made
     projected = None
     if as_x and combine_project.fits(f, layer_bias, x, h_res, phi):
         x_new = torch.empty_like(x)

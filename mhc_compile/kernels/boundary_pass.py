@@ -11,7 +11,8 @@ Who does what, in a program:
 - `_stream`: combines, projects, and aggregates; waits for a tile's gates, each a number and the tile's tag in 8 bytes.
 - `_announce`: counts the program in when its part of h can be read by others.
 - `_add_up`: when all are counted, adds up the parts of a token (tokens are dealt out among the team), in the order of
-  `projection.partial_sum` and so to its last bit, and hands out the gates.
+  `projection.partial_sum` and so to its last bit, and hands out the gates. What only the next sublayer's end needs,
+  h_post and h_res, it makes of 32 tokens at a time, one a thread, as `mix` does.
 
 Programs wait for each other, so all must run at once: the launch is cooperative, which a GPU begins when there is room
 for all, and not before. Nobody overwrites what may still be read. A program stores its part of tile t + LAG + 1 in the
@@ -29,59 +30,98 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from mhc_compile.forms import Gates, Rms
+from mhc_compile.forms import Gates, Rms, Sinkhorn
 from mhc_compile.kernels import combine_project, communicates
-from mhc_compile.kernels.common import cdiv, group_scale, launch, on_device, processors
+from mhc_compile.kernels.common import cdiv, group_scale, launch, next_power_of_2, on_device, processors
 from mhc_compile.kernels.gates import affine, rms_factor
-from mhc_compile.kernels.one_pass import ROWS, barrier, combined, copy_rows, split_phi
+from mhc_compile.kernels.mix import store_post, store_res, stream_logits
+from mhc_compile.kernels.one_pass import barrier, combined, copy_rows, split_phi
 from mhc_compile.kernels.opaque import opaque
-from mhc_compile.kernels.projection import GROUPS, Partials, parts_of
+from mhc_compile.kernels.projection import GROUPS, parts_of
 
-# For n = 4; two programs share a processor, its registers and its shared memory.
-STREAMS = 4
+# Two programs share a processor, its registers and its shared memory.
 TOKENS, WARPS = 32, 4
 # As there, since the order of sums is that of its blocks.
 COLUMNS = combine_project.MANY.columns
 # Registers of a thread: 104 for those that add up, for which the others have 152 of their 128.
 PROGRAMS_EACH, REGISTERS, REGISTERS_TO_ADD = 2, 128, 104
-# Tiles between a tile's combine and its aggregate, while its parts of h come and go. With 1 it takes an eighth more.
-LAG = 2
-# With few tokens, what a program does once takes more time than a second pass.
-FEWEST_TOKENS = 4096
+# Tiles between a tile's combine and its aggregate, while its parts of h come and go, by streams. With 1 it takes an
+# eighth more, and for more there is no room.
+LAGS = {2: 3, 4: 2}
+# Numbers of f: with fewer, what a program does once, and the host's longer launch, take more time than a second pass.
+FEWEST = 1 << 23
 
-_FOUR_FLOATS = gl.constexpr((gl.float32,) * 4)
-_FOUR_LONGS = gl.constexpr((gl.int64,) * 4)
-_LOAD_FLOATS = gl.constexpr("ld.global.nc.v4.f32 {$0, $1, $2, $3}, [$4];")
-_LOAD_LONGS = gl.constexpr("\n".join(f"ld.relaxed.gpu.global.b64 ${i}, [${4 + i}];" for i in range(4)))
-# $0 to $3: the numbers of $4 to $7, which are loaded again from $8 to $11 until all have the tag $12.
-_UNTIL_TAGGED = gl.constexpr(
-    "\n".join(
+
+@gluon.constexpr_function
+def _pieces(rows: int) -> int:
+    """Into how many pieces phi's rows are cut, since tiles are powers of two: 24 rows into 16 and 8."""
+    return rows.bit_count()
+
+
+@gluon.constexpr_function
+def _rows_of(piece: int, rows: int) -> int:
+    """How many rows of phi a piece has."""
+    return [1 << i for i in reversed(range(rows.bit_length())) if rows >> i & 1][piece]
+
+
+@gluon.constexpr_function
+def _rows_before(piece: int, rows: int) -> int:
+    return sum(_rows_of(i, rows) for i in range(piece))
+
+
+@gluon.constexpr_function
+def _load_floats(n: int) -> str:
+    return f"ld.global.nc.v{n}.f32 {{{', '.join(f'${i}' for i in range(n))}}}, [${n}];"
+
+
+@gluon.constexpr_function
+def _load_longs(n: int) -> str:
+    return "\n".join(f"ld.relaxed.gpu.global.b64 ${i}, [${n + i}];" for i in range(n))
+
+
+@gluon.constexpr_function
+def _until_tagged(n: int) -> str:
+    """From $0 on n numbers, of those with tags behind them, which are loaded again from what comes next until all have
+    the tag that comes last."""
+    return "\n".join(
         [
             "{",
             ".reg .pred %all;",
             ".reg .b32 %tag, %wrong;",
-            *(f".reg .b64 %both{i};" for i in range(4)),
-            *(f"mov.b64 %both{i}, ${4 + i};" for i in range(4)),
+            *(f".reg .b64 %both{i};" for i in range(n)),
+            *(f"mov.b64 %both{i}, ${n + i};" for i in range(n)),
             "again:",
             "mov.b32 %wrong, 0;",
             *(
                 line
-                for i in range(4)
+                for i in range(n)
                 for line in (
                     f"mov.b64 {{${i}, %tag}}, %both{i};",
-                    "xor.b32 %tag, %tag, $12;",
+                    f"xor.b32 %tag, %tag, ${3 * n};",
                     "or.b32 %wrong, %wrong, %tag;",
                 )
             ),
             "setp.eq.u32 %all, %wrong, 0;",
             "@%all bra done;",
-            *(f"ld.relaxed.gpu.global.b64 %both{i}, [${8 + i}];" for i in range(4)),
+            *(f"ld.relaxed.gpu.global.b64 %both{i}, [${2 * n + i}];" for i in range(n)),
             "bra again;",
             "done:",
             "}",
         ]
     )
-)
+
+
+@gluon.constexpr_function
+def _types(dtype: gl.dtype, n: int) -> tuple[gl.dtype, ...]:
+    return (dtype,) * n
+
+
+@gluon.constexpr_function
+def _operands(kind: str, written: int, longs: int, words: int = 0) -> str:
+    """Those of an inline assembly: what it writes, all of a kind, and how many of 64 and of 32 bits it reads."""
+    return ",".join([kind] * written + ["l"] * longs + ["r"] * words)
+
+
 # $0: what is at $1, once it is not less than $2.
 _UNTIL_COUNTED = gl.constexpr(
     """{
@@ -109,15 +149,17 @@ def _fetch(x_s, f_s, turn, x, f, tile, start, M, C, N: gl.constexpr, STAGES: gl.
 
 
 @gluon.jit
-def _coefficients(h_post, h_res, tok, tokens):
-    """The 4 + 16 of each token; for tokens that are not there those of the last."""
+def _coefficients(h_post, h_res, tok, tokens, N: gl.constexpr):
+    """The n + n * n of each token; for tokens that are not there those of the last."""
     tok = gl.minimum(tok, tokens - 1)
-    at = [(h_post + tok * 4).to(gl.int64)]
-    post = gl.inline_asm_elementwise(_LOAD_FLOATS, "=f,=f,=f,=f,l", at, _FOUR_FLOATS, is_pure=True, pack=1)
+    LOAD: gl.constexpr = _load_floats(N)
+    USES: gl.constexpr = _operands("=f", N, 1)
+    FLOATS: gl.constexpr = _types(gl.float32, N)
+    post = gl.inline_asm_elementwise(LOAD, USES, [(h_post + tok * N).to(gl.int64)], FLOATS, is_pure=True, pack=1)
     res = ()
-    for i in gl.static_range(4):
-        at = [(h_res + tok * 16 + 4 * i).to(gl.int64)]
-        res = res + gl.inline_asm_elementwise(_LOAD_FLOATS, "=f,=f,=f,=f,l", at, _FOUR_FLOATS, is_pure=True, pack=1)
+    for i in gl.static_range(N):
+        at = [(h_res + tok * (N * N) + N * i).to(gl.int64)]
+        res = res + gl.inline_asm_elementwise(LOAD, USES, at, FLOATS, is_pure=True, pack=1)
     return post, res
 
 
@@ -128,10 +170,10 @@ def _tagged(value, tag):
 
 
 @gluon.jit
-def _dot(left, phi_s, o, small, large, PARTS: gl.constexpr, ROWS: gl.constexpr, RIGHT: gl.constexpr):
-    """Add the products of a stream to those with the small parts of phi, and with the large one."""
+def _dot(left, phi_s, o, small, large, PARTS: gl.constexpr, COUNT: gl.constexpr, RIGHT: gl.constexpr):
+    """Add the products of a stream to those with the small parts of COUNT rows of phi, and with the large one."""
     for part in gl.static_range(PARTS - 1, -1, -1):
-        right = phi_s[part].slice(o * ROWS, ROWS, 0).permute((1, 0)).load(RIGHT)
+        right = phi_s[part].slice(o * COUNT, COUNT, 0).permute((1, 0)).load(RIGHT)
         if part > 0:
             small = mma_v2(left, right, small)
         else:
@@ -140,8 +182,8 @@ def _dot(left, phi_s, o, small, large, PARTS: gl.constexpr, ROWS: gl.constexpr, 
 
 
 @gluon.jit
-def _stream(f, h_post, x, h_res, out, layer_input, parts, gates, stored, x_s, f_s, first_phi, last_phi, team, teams,
-            rank, ranks, mine, tokens, C, N: gl.constexpr, K: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr,
+def _stream(f, h_post, x, h_res, out, layer_input, parts, gates, stored, x_s, f_s, phi_s, team, teams, rank, ranks,
+            mine, tokens, C, N: gl.constexpr, K: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr,
             BLOCK_M: gl.constexpr, BLOCK_C: gl.constexpr, LAG: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
     """Combine, project, and LAG tiles later aggregate the columns of this program, tile by tile."""
     LANES: gl.constexpr = BLOCK_C // 8
@@ -159,14 +201,20 @@ def _stream(f, h_post, x, h_res, out, layer_input, parts, gates, stored, x_s, f_
     row_h = gl.arange(0, BLOCK_M, gl.SliceLayout(1, MMA))[:, None]
     c = (start + gl.arange(0, BLOCK_C, gl.SliceLayout(0, TILE)))[None, :]
     inside = c < C
-    post, res = _coefficients(h_post, h_res, row + team.to(gl.int64) * BLOCK_M, tokens)
+    LOAD: gl.constexpr = _load_longs(N)
+    LOAD_USES: gl.constexpr = _operands("=&l", N, N)
+    LONGS: gl.constexpr = _types(gl.int64, N)
+    WAIT: gl.constexpr = _until_tagged(N)
+    WAIT_USES: gl.constexpr = _operands("=&r", N, 2 * N, 1)
+    FLOATS: gl.constexpr = _types(gl.float32, N)
+    post, res = _coefficients(h_post, h_res, row + team.to(gl.int64) * BLOCK_M, tokens, N)
     for turn in range(mine + LAG):
         stage = turn % STAGES
         # Asked for now, since the answer takes a while.
-        at = (gates + ((turn + 1) % SLOTS * BLOCK_M + row) * N).to(gl.int64)
-        at_gates = (at, at + 8, at + 16, at + 24)
-        gates_then = gl.inline_asm_elementwise(_LOAD_LONGS, "=&l,=&l,=&l,=&l,l,l,l,l", at_gates, _FOUR_LONGS,
-                                               is_pure=False, pack=1)  # fmt: skip
+        at_gates = ()
+        for o in gl.static_range(N):
+            at_gates = at_gates + ((gates + ((turn + 1) % SLOTS * BLOCK_M + row) * N + o).to(gl.int64),)
+        gates_then = gl.inline_asm_elementwise(LOAD, LOAD_USES, at_gates, LONGS, is_pure=False, pack=1)
         if turn < mine:
             first = (team + turn * teams).to(gl.int64) * BLOCK_M
             tok = row + first
@@ -189,20 +237,23 @@ def _stream(f, h_post, x, h_res, out, layer_input, parts, gates, stored, x_s, f_
                 terms = gl.fma(v, v, terms)
             at_part = parts + (turn % SLOTS * ranks + rank) * SLOT
             gl.store(at_part + row * ROWS + K, gl.sum(terms, axis=1))
-            post, res = _coefficients(h_post, h_res, tok + teams * BLOCK_M, tokens)
+            post, res = _coefficients(h_post, h_res, tok + teams * BLOCK_M, tokens, N)
             barrier()
-            small = gl.zeros([BLOCK_M, 16], gl.float32, MMA)
-            large = gl.zeros([BLOCK_M, 16], gl.float32, MMA)
-            small_last = gl.zeros([BLOCK_M, 8], gl.float32, MMA)
-            large_last = gl.zeros([BLOCK_M, 8], gl.float32, MMA)
+            sums = ()
+            for piece in gl.static_range(_pieces(K)):
+                zero = gl.zeros([BLOCK_M, _rows_of(piece, K)], gl.float32, MMA)
+                sums = sums + ((zero, zero),)
             for o in gl.static_range(N):
                 left = x_s[o].index(stage).load(LEFT)
-                small, large = _dot(left, first_phi, o, small, large, PARTS, 16, RIGHT)
-                small_last, large_last = _dot(left, last_phi, o, small_last, large_last, PARTS, 8, RIGHT)
-            k = gl.arange(0, 16, gl.SliceLayout(0, MMA))[None, :]
-            gl.store(at_part + row_h * ROWS + k, large + small)
-            k_last = 16 + gl.arange(0, 8, gl.SliceLayout(0, MMA))[None, :]
-            gl.store(at_part + row_h * ROWS + k_last, large_last + small_last)
+                more = ()
+                for piece in gl.static_range(_pieces(K)):
+                    small, large = sums[piece]
+                    more = more + (_dot(left, phi_s[piece], o, small, large, PARTS, _rows_of(piece, K), RIGHT),)
+                sums = more
+            for piece in gl.static_range(_pieces(K)):
+                small, large = sums[piece]
+                k = _rows_before(piece, K) + gl.arange(0, _rows_of(piece, K), gl.SliceLayout(0, MMA))[None, :]
+                gl.store(at_part + row_h * ROWS + k, large + small)
             barrier()
             mbarrier.arrive(stored.index(turn % STAGES), count=1)
             # Last, since others wait for the sums.
@@ -211,8 +262,7 @@ def _stream(f, h_post, x, h_res, out, layer_input, parts, gates, stored, x_s, f_
         if turn >= LAG:
             tok_then = row + (team + (turn - LAG) * teams).to(gl.int64) * BLOCK_M
             tag = gl.zeros_like(row) + (turn - LAG + 1)
-            h_pre = gl.inline_asm_elementwise(_UNTIL_TAGGED, "=&r,=&r,=&r,=&r,l,l,l,l,l,l,l,l,r",
-                                              gates_then + at_gates + (tag,), _FOUR_FLOATS, is_pure=False,
+            h_pre = gl.inline_asm_elementwise(WAIT, WAIT_USES, gates_then + at_gates + (tag,), FLOATS, is_pure=False,
                                               pack=1)  # fmt: skip
             acc = gl.zeros([BLOCK_M, BLOCK_C], gl.float32, TILE)
             for o in gl.static_range(N):
@@ -231,65 +281,113 @@ def _announce(stored, counts, team, teams, mine, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _add_up(parts, gates, counts, scale, bias, h, squares, team, teams, rank, ranks, mine, tokens, inverse_columns,
-            rms_eps, pre_eps, N: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr, RMS_MODE: gl.constexpr,
-            GROUPED: gl.constexpr, GROUPS: gl.constexpr, CHUNKS: gl.constexpr, CHUNK: gl.constexpr,
-            OWN: gl.constexpr, BLOCK_M: gl.constexpr, SLOTS: gl.constexpr):  # fmt: skip
-    """h and squares of the tokens that are this program's, and the gates of them for the team."""
-    SUMS: gl.constexpr = gl.BlockedLayout([1, 4], [GROUPS, 32 // GROUPS], [1, 1], [1, 0])
+def _other_gates(h, r, scale, bias, next_post, next_res, tile, apart, tiles, t, tokens, post_mult, post_eps,
+                 sinkhorn_eps, start_eps, pairs, N: gl.constexpr, K: gl.constexpr, START: gl.constexpr,
+                 FIRST: gl.constexpr, CLAMP: gl.constexpr, LOG: gl.constexpr, ODD: gl.constexpr,
+                 GROUPED: gl.constexpr, BLOCK_M: gl.constexpr):  # fmt: skip
+    """h_post and h_res of token t of each of a warp's 32 tiles, `apart` from each other and below `tiles`."""
+    # As in `mix`, a token is one thread's.
+    ALL: gl.constexpr = gl.BlockedLayout([N, N, 1], [1, 1, 32], [1, 1, 1], [2, 1, 0])
+    ROW: gl.constexpr = gl.BlockedLayout([N, 1], [1, 32], [1, 1], [1, 0])
+    TILES: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, ALL))
+    of = (tile + gl.arange(0, 32, gl.SliceLayout(0, ROW)) * apart).to(gl.int64)[None, :]
+    tok = of * BLOCK_M + t
+    live = (of < tiles) & (t < BLOCK_M) & (tok < tokens)
+    i = gl.arange(0, N, gl.SliceLayout(1, ROW))[:, None]
+    r_of = gl.convert_layout(r, gl.SliceLayout(0, ROW))[None, :]
+    store_post(h, r_of, scale, bias, next_post, i, tok, live, post_mult, post_eps, N, K, GROUPED)
+    of3 = (tile + gl.arange(0, 32, TILES) * apart).to(gl.int64)[None, None, :]
+    tok3 = of3 * BLOCK_M + t
+    live3 = (of3 < tiles) & (t < BLOCK_M) & (tok3 < tokens)
+    i3 = gl.arange(0, N, gl.SliceLayout(1, gl.SliceLayout(2, ALL)))[:, None, None]
+    o3 = gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(2, ALL)))[None, :, None]
+    r_of = gl.convert_layout(r, TILES)[None, None, :]
+    logits = stream_logits(h, r_of, scale, bias, i3, o3, tok3, live3, N, K, GROUPED)
+    store_res(logits, next_res, i3, o3, tok3, live3, tokens, sinkhorn_eps, start_eps, pairs, N, START, FIRST, CLAMP,
+              LOG, ODD)  # fmt: skip
+
+
+@gluon.jit
+def _add_up(parts, gates, counts, scale, bias, h, ms, next_post, next_res, team, teams, rank, ranks, mine, tokens,
+            inverse_columns, rms_eps, pre_eps, post_mult, post_eps, sinkhorn_eps, start_eps, pairs, N: gl.constexpr,
+            K: gl.constexpr, ROWS: gl.constexpr, RMS_MODE: gl.constexpr, START: gl.constexpr, FIRST: gl.constexpr,
+            CLAMP: gl.constexpr, LOG: gl.constexpr, ODD: gl.constexpr, GROUPED: gl.constexpr, GROUPS: gl.constexpr,
+            CHUNKS: gl.constexpr, CHUNK: gl.constexpr, OWN: gl.constexpr, BLOCK_M: gl.constexpr,
+            SLOTS: gl.constexpr):  # fmt: skip
+    """h, ms and the gates of the tokens that are this program's: h_pre, for the team, at once, the others 32 by 32."""
+    SUMS: gl.constexpr = gl.BlockedLayout([1, ROWS * GROUPS // 32], [GROUPS, 32 // GROUPS], [1, 1], [1, 0])
     WHOLE: gl.constexpr = gl.BlockedLayout([GROUPS, 1], [1, 32], [1, 1], [1, 0])
     SLOT: gl.constexpr = BLOCK_M * ROWS
     group = gl.arange(0, GROUPS, gl.SliceLayout(1, SUMS))[:, None]
     column = gl.arange(0, ROWS, gl.SliceLayout(0, SUMS))[None, :]
     k = gl.arange(0, ROWS, gl.SliceLayout(0, WHOLE))
     gate_scale, gate_bias = affine(scale, bias, k, k < N, 0, GROUPED)
-    # Where there are more programs than tokens in a tile, they take turns.
+    # A tile's tokens are dealt out; where there are more programs than these, they take turns.
     rounds = gl.maximum(ranks // BLOCK_M, 1)
-    for turn in range(mine):
-        tile = team + turn * teams
-        mine_first = (rank - turn % rounds) // rounds
-        if ((rank - turn % rounds) % rounds == 0) & (mine_first < BLOCK_M):
+    mine_first = rank // rounds
+    lane = gl.arange(0, 32, gl.SliceLayout(0, WHOLE))
+    r_of = ()
+    for _ in gl.static_range(OWN):
+        r_of = r_of + (gl.zeros([32], gl.float32, gl.SliceLayout(0, WHOLE)),)
+    if mine_first < BLOCK_M:
+        for turn in range(rank % rounds, mine, rounds):
+            tile = team + turn * teams
+            done = turn // rounds % 32
             at_count = gl.zeros_like(k).to(gl.int64) + (counts + tile).to(gl.int64)
             gl.inline_asm_elementwise(_UNTIL_COUNTED, "=&l,l,l", [at_count, gl.zeros_like(k).to(gl.int64) + ranks],
                                       gl.int64, is_pure=False, pack=1)  # fmt: skip
+            r_now = ()
             for own in gl.static_range(OWN):
                 t = mine_first + own * ranks
-                if t < BLOCK_M:
-                    blocks = ()
-                    for block in gl.static_range(CHUNKS * CHUNK):
-                        of = block * GROUPS + group
-                        at = parts + (turn % SLOTS * ranks + of) * SLOT + t * ROWS + column
-                        blocks = blocks + (gl.load(at, mask=of < ranks, other=0.0, cache_modifier=".cg"),)
-                    of_groups = gl.zeros([GROUPS, ROWS], gl.float32, SUMS)
-                    for chunk in gl.static_range(CHUNKS):
-                        of_chunk = blocks[chunk * CHUNK]
-                        for block in gl.static_range(1, CHUNK):
-                            of_chunk += blocks[chunk * CHUNK + block]
-                        of_groups += of_chunk
-                    total = gl.sum(gl.convert_layout(of_groups, WHOLE), axis=0)
-                    mean = gl.sum(gl.where(k == K, total, 0.0), axis=0) * inverse_columns
-                    r = rms_factor(mean, rms_eps, RMS_MODE)
-                    # As in `mix`, to the bit.
-                    gate = 1.0 / (1.0 + gl.exp(-(r * total * gate_scale + gate_bias))) + pre_eps
-                    at_gates = gates + (turn % SLOTS * BLOCK_M + t) * N + k
-                    # An exchange, because a store that others may see half done would not do. It needs no fence: what
-                    # it hands out is made of all that this warp has read, so that it cannot come before the reads.
-                    gl.atomic_xchg(at_gates, _tagged(gate, gl.zeros_like(k) + (turn + 1)), mask=k < N, sem="relaxed",
-                                   scope="gpu")  # fmt: skip
-                    tok = tile.to(gl.int64) * BLOCK_M + t
-                    gl.store(h + k.to(gl.int64) * tokens + tok, total, mask=(k < K) & (tok < tokens))
-                    gl.store(squares + tok + k * 0, total, mask=(k == K) & (tok < tokens))
+                ours = t < BLOCK_M
+                blocks = ()
+                for block in gl.static_range(CHUNKS * CHUNK):
+                    of = block * GROUPS + group
+                    at = parts + (turn % SLOTS * ranks + of) * SLOT + t * ROWS + column
+                    blocks = blocks + (gl.load(at, mask=(of < ranks) & ours, other=0.0, cache_modifier=".cg"),)
+                of_groups = gl.zeros([GROUPS, ROWS], gl.float32, SUMS)
+                for chunk in gl.static_range(CHUNKS):
+                    of_chunk = blocks[chunk * CHUNK]
+                    for block in gl.static_range(1, CHUNK):
+                        of_chunk += blocks[chunk * CHUNK + block]
+                    of_groups += of_chunk
+                total = gl.sum(gl.convert_layout(of_groups, WHOLE), axis=0)
+                mean = gl.sum(gl.where(k == K, total, 0.0), axis=0) * inverse_columns
+                r = rms_factor(mean, rms_eps, RMS_MODE)
+                # As in `mix`, to the bit.
+                gate = 1.0 / (1.0 + gl.exp(-(r * total * gate_scale + gate_bias))) + pre_eps
+                at_gates = gates + (turn % SLOTS * BLOCK_M + t) * N + k
+                # An exchange, because a store that others may see half done would not do. It needs no fence: what it
+                # hands out is made of all that this warp has read, so that it cannot come before the reads.
+                gl.atomic_xchg(at_gates, _tagged(gate, gl.zeros_like(k) + (turn + 1)), mask=(k < N) & ours,
+                               sem="relaxed", scope="gpu")  # fmt: skip
+                tok = tile.to(gl.int64) * BLOCK_M + t
+                gl.store(h + tok * K + k, total, mask=(k < K) & ours & (tok < tokens))
+                gl.store(ms + tok, mean, mask=ours & (tok < tokens))
+                # Not made again of ms: a compiler may have put the product for ms and the sum with eps into one.
+                r_now = r_now + (gl.where(lane == done, r, r_of[own]),)
+            r_of = r_now
+            if (done == 31) | (turn + rounds >= mine):
+                # Threads read what others stored.
+                barrier()
+                for own in gl.static_range(OWN):
+                    t = mine_first + own * ranks
+                    _other_gates(h, r_of[own], scale, bias, next_post, next_res, tile - done * rounds * teams,
+                                 rounds * teams, tile + 1, t, tokens, post_mult, post_eps, sinkhorn_eps, start_eps,
+                                 pairs, N, K, START, FIRST, CLAMP, LOG, ODD, GROUPED, BLOCK_M)  # fmt: skip
 
 
-@opaque("out", "layer_input", "h", "squares", "parts", "flags")
-@gluon.jit(do_not_specialize=["M"])
-def boundary_pass_kernel(f, h_post, x, h_res, phi, norm_weight, scale, bias, out, layer_input, h, squares, parts,
-                         flags, M, C, phi_k, phi_c, teams, inverse_columns, rms_eps, pre_eps, N: gl.constexpr,
-                         K: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr, HAS_NORM: gl.constexpr,
-                         RMS_MODE: gl.constexpr, GROUPED: gl.constexpr, GROUPS: gl.constexpr, CHUNKS: gl.constexpr,
+@opaque("out", "layer_input", "next_post", "next_res", "h", "ms", "parts", "flags")
+@gluon.jit(do_not_specialize=["M", "pairs"])
+def boundary_pass_kernel(f, h_post, x, h_res, phi, norm_weight, scale, bias, out, layer_input, next_post, next_res, h,
+                         ms, parts, flags, M, C, phi_k, phi_c, teams, inverse_columns, rms_eps, pre_eps, post_mult,
+                         post_eps, sinkhorn_eps, start_eps, pairs, N: gl.constexpr, K: gl.constexpr,
+                         PARTS: gl.constexpr, ROWS: gl.constexpr, HAS_NORM: gl.constexpr, RMS_MODE: gl.constexpr,
+                         START: gl.constexpr, FIRST: gl.constexpr, CLAMP: gl.constexpr, LOG: gl.constexpr,
+                         ODD: gl.constexpr, GROUPED: gl.constexpr, GROUPS: gl.constexpr, CHUNKS: gl.constexpr,
                          CHUNK: gl.constexpr, OWN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_C: gl.constexpr,
                          LAG: gl.constexpr, WARPS: gl.constexpr, REGISTERS_TO_ADD: gl.constexpr):  # fmt: skip
-    """out [M, n, C], layer_input [M, C], h [1, K, M] and squares [1, M].
+    """out [M, n, C], layer_input [M, C], next_post [M, n], next_res [M, n, n], h [M, K] and ms [M].
 
     parts [teams, LAG + 1, ranks, BLOCK_M, ROWS]: of h, in column K of the squares, and then nothing. flags, zero at
     first: gates [teams, LAG + 1, BLOCK_M, n], and for each tile how many programs have stored their part.
@@ -299,8 +397,6 @@ def boundary_pass_kernel(f, h_post, x, h_res, phi, norm_weight, scale, bias, out
     WIDE: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     STAGES: gl.constexpr = LAG + 2
     SLOTS: gl.constexpr = LAG + 1
-    # K is 24: sixteen rows of phi and eight, since tiles are powers of two.
-    gl.static_assert(K == 24)
     tokens = M.to(gl.int64)
     ranks = (C + BLOCK_C - 1) // BLOCK_C
     team = gl.program_id(0) // ranks
@@ -310,29 +406,32 @@ def boundary_pass_kernel(f, h_post, x, h_res, phi, norm_weight, scale, bias, out
     for _ in gl.static_range(N):
         x_s = x_s + (gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_M, BLOCK_C], WIDE),)
     f_s = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_M, BLOCK_C], WIDE)
-    first_phi = ()
-    last_phi = ()
-    for _ in gl.static_range(PARTS):
-        first_phi = first_phi + (gl.allocate_shared_memory(gl.bfloat16, [N * 16, BLOCK_C], WIDE),)
-        last_phi = last_phi + (gl.allocate_shared_memory(gl.bfloat16, [N * 8, BLOCK_C], WIDE),)
+    phi_s = ()
+    for piece in gl.static_range(_pieces(K)):
+        parts_s = ()
+        for _ in gl.static_range(PARTS):
+            parts_s = parts_s + (gl.allocate_shared_memory(gl.bfloat16, [N * _rows_of(piece, K), BLOCK_C], WIDE),)
+        phi_s = phi_s + (parts_s,)
     # More than the tiles, LAG + 1, that `_stream` can be ahead of `_announce`.
     stored = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(stored.index(stage), count=1)
     _fetch(x_s, f_s, 0, x, f, team.to(gl.int64) * BLOCK_M, rank * BLOCK_C, tokens, C, N, STAGES, 2, BLOCK_M, BLOCK_C,
            TILE)  # fmt: skip
-    split_phi(first_phi, 0, phi, norm_weight, phi_k, phi_c, rank * BLOCK_C, C, N, K, PARTS, 16, HAS_NORM, BLOCK_C, TILE)
-    split_phi(last_phi, 16, phi, norm_weight, phi_k, phi_c, rank * BLOCK_C, C, N, K, PARTS, 8, HAS_NORM, BLOCK_C, TILE)
+    for piece in gl.static_range(_pieces(K)):
+        split_phi(phi_s[piece], _rows_before(piece, K), phi, norm_weight, phi_k, phi_c, rank * BLOCK_C, C, N, K, PARTS,
+                  _rows_of(piece, K), HAS_NORM, BLOCK_C, TILE)  # fmt: skip
     gates = flags + team * (SLOTS * BLOCK_M * N)
     counts = flags + teams * (SLOTS * BLOCK_M * N)
     parts += team.to(gl.int64) * (SLOTS * ranks * BLOCK_M * ROWS)
     gl.warp_specialize(
         [
-            (_stream, (f, h_post, x, h_res, out, layer_input, parts, gates, stored, x_s, f_s, first_phi, last_phi, team,
-                       teams, rank, ranks, mine, tokens, C, N, K, PARTS, ROWS, BLOCK_M, BLOCK_C, LAG, WARPS)),
+            (_stream, (f, h_post, x, h_res, out, layer_input, parts, gates, stored, x_s, f_s, phi_s, team, teams, rank,
+                       ranks, mine, tokens, C, N, K, PARTS, ROWS, BLOCK_M, BLOCK_C, LAG, WARPS)),
             (_announce, (stored, counts, team, teams, mine, STAGES)),
-            (_add_up, (parts, gates, counts, scale, bias, h, squares, team, teams, rank, ranks, mine, tokens,
-                       inverse_columns, rms_eps, pre_eps, N, K, ROWS, RMS_MODE, GROUPED, GROUPS, CHUNKS, CHUNK, OWN,
+            (_add_up, (parts, gates, counts, scale, bias, h, ms, next_post, next_res, team, teams, rank, ranks, mine,
+                       tokens, inverse_columns, rms_eps, pre_eps, post_mult, post_eps, sinkhorn_eps, start_eps, pairs,
+                       N, K, ROWS, RMS_MODE, START, FIRST, CLAMP, LOG, ODD, GROUPED, GROUPS, CHUNKS, CHUNK, OWN,
                        BLOCK_M, SLOTS)),
         ],
         [1, 1],
@@ -348,14 +447,13 @@ def _teams(x: torch.Tensor) -> int:
 def fits(
     f: torch.Tensor, layer_bias: torch.Tensor | None, x: torch.Tensor, h_res: torch.Tensor | None, phi: torch.Tensor
 ) -> bool:
-    """Whether the kernel is for f [..., C] and x [..., 4, C] (x' of x's dtype), and faster than two on their device.
+    """Whether the kernel is for f [..., C] and x [..., n, C] (x' of x's dtype), and faster than two on their device.
 
     Not with torch.distributed: all of the GPU has to be free for it to begin, and so it would wait for communication
     that other kernels run beside.
     """
     n, width = x.shape[-2:]
-    tokens = f.numel() // max(1, width)
-    if n != STREAMS or phi.shape[0] != n * (n + 2) or not isinstance(tokens, int) or tokens < FEWEST_TOKENS:
+    if n not in LAGS or phi.shape[0] != n * (n + 2) or not isinstance(f.numel(), int) or f.numel() < FEWEST:
         return False
     if communicates() or not combine_project.fits(f, layer_bias, x, h_res, phi):
         return False
@@ -374,30 +472,34 @@ def forward(
     norm_weight: torch.Tensor | None,
     out: torch.Tensor,
     layer_input: torch.Tensor,
+    gates_made: tuple[torch.Tensor, ...],
     *,
     rms: Rms,
     gates: Gates,
-) -> Partials:
-    """Fill out with x' [M, n, C] and layer_input [M, C]; the sums are those of the projection of x'."""
+    sinkhorn: Sinkhorn,
+) -> None:
+    """Fill out with x' [M, n, C] and layer_input [M, C], and with the next h_post [M, n], h_res [M, n, n], h [M, K]
+    and ms [M] those four."""
     tokens, n, width = x.shape
     rows = phi.shape[0]
     ranks, tiles, teams = cdiv(width, COLUMNS), cdiv(tokens, TOKENS), _teams(x)
     chunks, chunk = combine_project.cut(width)
-    slots = teams * (LAG + 1) * TOKENS
-    h = torch.empty(1, rows, tokens, dtype=torch.float32, device=x.device)
-    squares = torch.empty(1, tokens, dtype=torch.float32, device=x.device)
-    parts = torch.empty(slots * ranks * ROWS, dtype=torch.float32, device=x.device)
+    slots = teams * (LAGS[n] + 1) * TOKENS
+    # A column more for the squares.
+    row = next_power_of_2(rows + 1)
+    parts = torch.empty(slots * ranks * row, dtype=torch.float32, device=x.device)
     flags = torch.zeros(slots * n + tiles, dtype=torch.int64, device=x.device)
     norm_weight = None if norm_weight is None else norm_weight.contiguous()
     with on_device(x):
         launch(
             boundary_pass_kernel, (teams * ranks,),
             f, h_post.float(), x, h_res.float(), phi, norm_weight, scale.contiguous(), bias.contiguous(), out,
-            layer_input, h, squares, parts, flags, tokens, width, phi.stride(0), phi.stride(1), teams,
-            1.0 / (n * width), rms.eps, gates.pre_eps, N=n, K=rows, PARTS=max(2, parts_of(x, phi, norm_weight)),
-            ROWS=ROWS, HAS_NORM=norm_weight is not None, RMS_MODE=rms.mode, GROUPED=group_scale(scale, rows),
-            GROUPS=GROUPS, CHUNKS=chunks, CHUNK=chunk, OWN=cdiv(TOKENS, ranks), BLOCK_M=TOKENS, BLOCK_C=COLUMNS,
-            LAG=LAG, WARPS=WARPS, REGISTERS_TO_ADD=REGISTERS_TO_ADD, num_warps=WARPS, maxnreg=REGISTERS,
-            launch_cooperative_grid=True,
+            layer_input, *gates_made, parts, flags, tokens, width, phi.stride(0), phi.stride(1), teams,
+            1.0 / (n * width), rms.eps, gates.pre_eps, gates.post_mult, gates.post_eps, sinkhorn.eps,
+            sinkhorn.start_eps, sinkhorn.steps // 2, N=n, K=rows, PARTS=max(2, parts_of(x, phi, norm_weight)),
+            ROWS=row, HAS_NORM=norm_weight is not None, RMS_MODE=rms.mode, START=sinkhorn.start, FIRST=sinkhorn.first,
+            CLAMP=sinkhorn.clamp, LOG=sinkhorn.log_domain, ODD=sinkhorn.steps % 2 == 1,
+            GROUPED=group_scale(scale, rows), GROUPS=GROUPS, CHUNKS=chunks, CHUNK=chunk, OWN=cdiv(TOKENS, ranks),
+            BLOCK_M=TOKENS, BLOCK_C=COLUMNS, LAG=LAGS[n], WARPS=WARPS, REGISTERS_TO_ADD=REGISTERS_TO_ADD,
+            num_warps=WARPS, maxnreg=REGISTERS, launch_cooperative_grid=True,
         )  # fmt: skip
-    return Partials(h, squares, 1, 1)

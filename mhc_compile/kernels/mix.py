@@ -4,6 +4,8 @@ Forward is one launch with two kinds of programs. Some turn the partial sums of 
 the gates (Sinkhorn in registers). The others need h_pre alone: they compute it again for their tokens and aggregate.
 """
 
+# mypy: disable-error-code="assignment,misc"
+# (A tuple that a kernel builds up one by one changes its type each time.)
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -35,9 +37,64 @@ from mhc_compile.kernels.input_norm import InputNorm, norm_backward, normed_rows
 from mhc_compile.kernels.products import Affine, backward_products, dh_parts, no_tokens, store_gradient
 from mhc_compile.kernels.projection import Partials, partial_sum, project, store_sums, tokens_to_add
 
+# Of larger matrices threads share one (`gate_tokens`).
+_MOST_JOINED = tl.constexpr(4)
+
 
 @triton.jit
-def _mix_tile(h_part, squares_part, scale, bias, h_pre, h_post, h_res, h, ms, history, first, tokens, stored,
+def store_post(h, r, scale, bias, h_post, i, tok, live, post_mult, post_eps, N: tl.constexpr, K: tl.constexpr,
+               GROUPED: tl.constexpr):  # fmt: skip
+    """h_post [M, n] from h [M, K], for i [NP, 1] and r, tok, live [1, T]."""
+    mask = live & (i < N)
+    v = tl.load(h + tok * K + N + i, mask=mask, other=0.0)
+    s, b = affine(scale, bias, N + i, i < N, 1, GROUPED)
+    tl.store(h_post + tok * N + i, post_mult * tl.sigmoid(r * v * s + b) + post_eps, mask=mask)
+
+
+@triton.jit
+def stream_logits(h, r, scale, bias, i, o, tok, live, N: tl.constexpr, K: tl.constexpr, GROUPED: tl.constexpr):
+    """The logits of h_res from h [M, K] for any i, o, tok and live of one shape; -inf where padded."""
+    valid = (i < N) & (o < N)
+    k = 2 * N + i * N + o
+    v = tl.load(h + tok * K + k, mask=valid & live, other=0.0)
+    s, b = affine(scale, bias, k, valid, 2, GROUPED)
+    return tl.where(valid, r * v * s + b, float("-inf"))
+
+
+@triton.jit
+def _threads_own(h, r, scale, bias, tok, live, N: tl.constexpr, NP: tl.constexpr, K: tl.constexpr,
+                 GROUPED: tl.constexpr):  # fmt: skip
+    """`stream_logits` [NP, NP, T] of tokens [T], each of which is in one thread, whatever Triton's layout for loads."""
+    o = tl.arange(0, NP)[None, :]
+    rows = ()
+    for i in tl.static_range(NP):
+        rows = rows + (stream_logits(h, r[:, None], scale, bias, o * 0 + i, o, tok[:, None], live[:, None], N, K,
+                                     GROUPED),)  # fmt: skip
+    for _ in tl.static_range(2):
+        if len(rows) > 1:
+            joined = ()
+            for i in tl.static_range(len(rows) // 2):
+                # The first axis that is joined is the highest bit.
+                joined = joined + (tl.join(rows[i], rows[i + len(rows) // 2]),)
+            rows = joined
+    return tl.permute(tl.reshape(rows[0], [tok.shape[0], NP, NP]), 2, 1, 0)
+
+
+@triton.jit
+def store_res(logits, h_res, i, o, tok, live, tokens, sinkhorn_eps, start_eps, pairs, N: tl.constexpr,
+              START: tl.constexpr, FIRST: tl.constexpr, CLAMP: tl.constexpr, LOG: tl.constexpr,
+              ODD: tl.constexpr):  # fmt: skip
+    """h_res [M, n, n] of logits [NP, NP, T], for i [NP, 1, 1], o [1, NP, 1] and tok, live [1, 1, T]."""
+    mask = (i < N) & (o < N) & live
+    p = sinkhorn(logits, i, o, sinkhorn_eps, start_eps, pairs, h_res, tok, mask, tokens, N, START, FIRST, CLAMP, LOG,
+                 ODD, False)  # fmt: skip
+    if LOG:
+        p = tl.exp(p)
+    tl.store(h_res + tok * (N * N) + i * N + o, p, mask=mask)
+
+
+@triton.jit
+def _mix_tile(h_part, squares_part, scale, bias, h_pre, h_post, h_res, h, ms, first, tokens, stored,
               inverse_columns, rms_eps, pre_eps, post_mult, post_eps, sinkhorn_eps, start_eps, pairs,
               N: tl.constexpr, NP: tl.constexpr, K: tl.constexpr, RMS_MODE: tl.constexpr, START: tl.constexpr,
               FIRST: tl.constexpr, CLAMP: tl.constexpr, LOG: tl.constexpr, ODD: tl.constexpr,
@@ -47,13 +104,8 @@ def _mix_tile(h_part, squares_part, scale, bias, h_pre, h_post, h_res, h, ms, hi
     tok = first + tl.arange(0, BLOCK_T)
     live = (tok < tokens) & (tl.arange(0, BLOCK_T) < LIVE)
     i = tl.arange(0, NP)[:, None]
-    row_live = live[None, :] & (i < N)
     i3 = tl.arange(0, NP)[:, None, None]
     o3 = tl.arange(0, NP)[None, :, None]
-    tok3 = tok[None, None, :]
-    valid = (i3 < N) & (o3 < N)
-    live3 = valid & live[None, None, :]
-    k3 = 2 * N + i3 * N + o3
     # Every thread adds up some rows of h, and reads those of its own token when all are there.
     store_sums(h_part, h, first + tl.arange(0, LIVE), tokens, stored, K, KP, GROUP, CHUNK)
     mean = partial_sum(squares_part + tok, live, stored, tokens, GROUP, CHUNK) * inverse_columns
@@ -61,23 +113,22 @@ def _mix_tile(h_part, squares_part, scale, bias, h_pre, h_post, h_res, h, ms, hi
     tl.store(ms + tok, mean, mask=live)
     tl.debug_barrier()
     if STORE_PRE:
+        row_live = live[None, :] & (i < N)
         v = tl.load(h + tok[None, :] * K + i, mask=row_live, other=0.0)
         s, b = affine(scale, bias, i, i < N, 0, GROUPED)
         tl.store(h_pre + tok[None, :] * N + i, tl.sigmoid(r[None, :] * v * s + b) + pre_eps, mask=row_live)
     if K > N:
-        v = tl.load(h + tok[None, :] * K + N + i, mask=row_live, other=0.0)
-        s, b = affine(scale, bias, N + i, i < N, 1, GROUPED)
-        gate = post_mult * tl.sigmoid(r[None, :] * v * s + b) + post_eps
-        tl.store(h_post + tok[None, :] * N + i, gate, mask=row_live)
+        store_post(h, r[None, :], scale, bias, h_post, i, tok[None, :], live[None, :], post_mult, post_eps, N, K,
+                   GROUPED)  # fmt: skip
     if K > 2 * N:
-        v = tl.load(h + tok3 * K + k3, mask=live3, other=0.0)
-        s, b = affine(scale, bias, k3, valid, 2, GROUPED)
-        logits = tl.where(valid, r[None, None, :] * v * s + b, float("-inf"))
-        p = sinkhorn(logits, i3, o3, sinkhorn_eps, start_eps, pairs, history, tok3, live3, tokens, N, START,
-                     FIRST, CLAMP, LOG, ODD, False)  # fmt: skip
-        if LOG:
-            p = tl.exp(p)
-        tl.store(h_res + tok3 * (N * N) + i3 * N + o3, p, mask=live3)
+        tok3 = tok[None, None, :]
+        live3 = live[None, None, :]
+        if NP <= _MOST_JOINED:
+            logits = _threads_own(h, r, scale, bias, tok, live, N, NP, K, GROUPED)
+        else:
+            logits = stream_logits(h, r[None, None, :], scale, bias, i3, o3, tok3, live3, N, K, GROUPED)
+        store_res(logits, h_res, i3, o3, tok3, live3, tokens, sinkhorn_eps, start_eps, pairs, N, START, FIRST, CLAMP,
+                  LOG, ODD)  # fmt: skip
 
 
 @triton.jit
@@ -121,7 +172,7 @@ def mix_kernel(h_part, squares_part, scale, bias, x, out, h_pre, h_post, h_res, 
     tokens = M.to(tl.int64)
     if pid < mix_programs:
         first = pid.to(tl.int64) * LIVE
-        _mix_tile(h_part, squares_part, scale, bias, h_pre, h_post, h_res, h, ms, h, first, tokens, stored,
+        _mix_tile(h_part, squares_part, scale, bias, h_pre, h_post, h_res, h, ms, first, tokens, stored,
                   inverse_columns, rms_eps, pre_eps, post_mult, post_eps, sinkhorn_eps, start_eps, pairs, N,
                   NP, K, RMS_MODE, START, FIRST, CLAMP, LOG, ODD, GROUPED, not AGGREGATE, GROUP, CHUNK, KP, LIVE,
                   BLOCK_T)  # fmt: skip
@@ -238,6 +289,16 @@ class Mix:
     ms: torch.Tensor
 
 
+def empty_gates(x: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Room for h_post [..., n], h_res [..., n, n], h [..., K] and ms [...] of x [..., n, C], as far as K rows of phi
+    make them."""
+    n = x.shape[-2]
+    side = n if rows > 2 * n else 0
+    sizes = ((n if rows > n else 0,), (side, side), (rows,), ())
+    post, res, h, ms = (torch.empty((*x.shape[:-2], *s), dtype=torch.float32, device=x.device) for s in sizes)
+    return post, res, h, ms
+
+
 def forward_mix(
     x: torch.Tensor,
     phi: torch.Tensor,
@@ -263,15 +324,9 @@ def forward_mix(
     flat = token_view(x, 2)
     tokens = flat.shape[0]
     scale, bias = scale.contiguous(), bias.contiguous()
-
-    def gate(*shape: int) -> torch.Tensor:
-        return torch.empty((*lead, *shape), dtype=torch.float32, device=x.device)
-
     out = torch.empty((*lead, width), dtype=out_dtype or x.dtype, device=x.device) if aggregate else nothing(x)
-    pre = nothing(x) if aggregate else gate(n)
-    post = gate(n if rows > n else 0)
-    res = gate(n, n) if rows > 2 * n else gate(0, 0)
-    h, ms = gate(rows), gate()
+    pre = nothing(x) if aggregate else torch.empty((*lead, n), dtype=torch.float32, device=x.device)
+    post, res, h, ms = empty_gates(x, rows)
     result = Mix(out, pre, post, res, h, ms)
     if tokens == 0:
         return result

@@ -35,7 +35,7 @@ def count(n: int, tokens: int) -> dict[str, float]:
 
     Counted for TOKENS, with kernels as for so many tokens on a GPU of 132 processors.
     """
-    many = mock.patch.object(boundary_pass, "FEWEST_TOKENS", boundary_pass.FEWEST_TOKENS * TOKENS // tokens)
+    many = mock.patch.object(boundary_pass, "FEWEST", boundary_pass.FEWEST * TOKENS // tokens)
     gpu = mock.patch.object(common, "gpu", return_value=(90, 132))
     with many, gpu, mock.patch.object(one_pass, "runs_on", return_value=True):
         return {name: sum(_units(bound) for _, bound, _ in _recorded(call)) for name, call in _calls(n).items()}

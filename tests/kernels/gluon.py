@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from mhc_compile.forms import Gates, Rms, Sinkhorn
 from mhc_compile.kernels import one_pass
 from mhc_compile.kernels.common import recorded
 from mhc_compile.kernels.opaque import Opaque
-from tests.kernels.cases import DEVICE
+from tests.kernels.cases import DEVICE, combine, mix
 
 GPU = pytest.mark.skipif(DEVICE == "cpu", reason="Gluon has no interpreter")
 
@@ -104,22 +105,27 @@ def _boundary_pass(
     bias: Tensor,
     out: Tensor,
     layer_input: Tensor,
+    next_post: Tensor,
+    next_res: Tensor,
     h: Tensor,
-    squares: Tensor,
-    parts: Tensor,
+    ms: Tensor,
     flags: Tensor,
-    *_: Any,
-    **options: Any,
+    **rest: Any,
 ) -> None:
-    """In float64; the gates' RMS factor is that of mode "inside"."""
-    assert options["RMS_MODE"] == "inside"
+    """In float64."""
     assert not flags.any()
-    _combine_project(f, h_post, x, h_res, phi, norm_weight, out, h, squares, AHEAD=False)
-    n = x.shape[1]
-    r = (squares[0].double() / out[0].numel() + 1e-6).rsqrt()[:, None]
-    factors = scale[:1] if options["GROUPED"] else scale[:n]
-    gates = torch.sigmoid(r * h[0, :n].double().t() * factors.double() + bias[:n].double()) + 1e-6
-    layer_input.copy_(torch.einsum("to,toc->tc", gates, out.double()))
+    out.copy_(combine(f.double(), None, h_post.double(), x.double(), h_res.double()))
+    form = (
+        Rms(rest["rms_eps"], rest["RMS_MODE"]),
+        Gates(rest["pre_eps"], rest["post_mult"], rest["post_eps"]),
+        Sinkhorn(
+            2 * rest["pairs"] + rest["ODD"], rest["START"], rest["FIRST"], rest["sinkhorn_eps"], rest["start_eps"],
+            rest["CLAMP"],
+        ),
+    )  # fmt: skip
+    given = (None if t is None else t.double() for t in (out, phi, scale, bias, norm_weight))
+    for made, value in zip((layer_input, next_post, next_res, h, ms), mix(*given, form)[1:], strict=True):  # type: ignore[arg-type]
+        made.copy_(value.view(made.shape))
 
 
 _REPLACEMENTS = {

@@ -21,17 +21,25 @@ KERNEL = "boundary_pass_kernel"
 
 @pytest.fixture
 def any_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(boundary_pass, "FEWEST_TOKENS", 1)
+    monkeypatch.setattr(boundary_pass, "FEWEST", 1)
     if DEVICE == "cpu":
         monkeypatch.setattr(boundary_pass, "processors", lambda device: 132)
 
 
 @pytest.mark.usefixtures("any_tokens")
+@pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize(("tokens", "width", "norm"), [(70, 80, True), (33, 64, False), (1, 128, True)])
-def test_shapes(tokens: int, width: int, norm: bool, launched: list[str]) -> None:
-    case = mix_case(tokens, 4, width, dtype=BF16, norm=norm)
-    check(before(tokens, 4, width, BF16, bias=False), case)
+def test_shapes(tokens: int, width: int, norm: bool, n: int, launched: list[str]) -> None:
+    case = mix_case(tokens, n, width, dtype=BF16, norm=norm)
+    check(before(tokens, n, width, BF16, bias=False), case)
     assert KERNEL in launched
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="what torch computes in the kernel's place")
+@pytest.mark.usefixtures("any_tokens")
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_reaches_it(form: str) -> None:
+    check(before(3, 4, 64, BF16, bias=False), mix_case(3, 4, 64, dtype=BF16, grouped=False), form)
 
 
 @pytest.mark.usefixtures("any_tokens")
@@ -44,7 +52,7 @@ def test_an_input_norm_takes_whole_rows(launched: list[str]) -> None:
 
 
 def _fits(
-    tokens: int = 4096, n: int = 4, width: int = 4096, rows: int | None = None, dtype: torch.dtype = BF16
+    tokens: int = 2048, n: int = 4, width: int = 4096, rows: int | None = None, dtype: torch.dtype = BF16
 ) -> bool:
     f, x = (torch.empty(*shape, dtype=dtype, device="meta") for shape in ((tokens, width), (tokens, n, width)))
     phi = torch.empty(n * (n + 2) if rows is None else rows, n * width, device="meta")
@@ -60,7 +68,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
     "case",
-    [{"tokens": 4095}, {"n": 2}, {"rows": 8}, {"width": 6144}, {"width": 16384}, {"dtype": torch.float16}],
+    [{"tokens": 2047}, {"n": 8}, {"rows": 8}, {"width": 6144}, {"width": 16384}, {"dtype": torch.float16}],
     ids=str,
 )
 def test_what_it_is_not_for(case: dict[str, Any]) -> None:
@@ -75,12 +83,15 @@ def test_not_beside_communication(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not _fits()
 
 
-def _case(tokens: int, width: int, seed: int = 0, *, norm: bool = False, rows: int = 3) -> list[Tensor | None]:
+def _case(
+    tokens: int, width: int, seed: int = 0, *, n: int = 4, norm: bool = False, grouped: bool = True
+) -> list[Tensor | None]:
     torch.manual_seed(seed)
-    x, f = draw(tokens, 4, width, dtype=BF16), draw(tokens, width, dtype=BF16)
-    gates = draw(tokens, 4), draw(tokens, 4, 4, scale=0.5)
-    phi, weight = draw(24, 4 * width, scale=0.1), draw(4 * width) if norm else None
-    return [f, None, gates[0], x, gates[1], phi, draw(rows), draw(24), weight]
+    rows = n * (n + 2)
+    x, f = draw(tokens, n, width, dtype=BF16), draw(tokens, width, dtype=BF16)
+    gates = draw(tokens, n), draw(tokens, n, n, scale=0.5)
+    phi, weight = draw(rows, n * width, scale=0.1), draw(n * width) if norm else None
+    return [f, None, gates[0], x, gates[1], phi, draw(3 if grouped else rows), draw(rows), weight]
 
 
 def _apart(monkeypatch: pytest.MonkeyPatch, run: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -90,16 +101,21 @@ def _apart(monkeypatch: pytest.MonkeyPatch, run: Callable[[], tuple[Tensor, ...]
 
 
 @GPU
-@pytest.mark.parametrize("form", ["deepseek", "megatron", "columns_first_exp"])
+@pytest.mark.usefixtures("any_tokens")
+@pytest.mark.parametrize("form", ["deepseek", "transformer_engine", "megatron", "columns_first_exp", "plain_exp"])
 @pytest.mark.parametrize(
     ("tokens", "width", "options"),
     [
         (8192, 4096, {}),
         (4097, 7168, {"norm": True}),
-        (5000, 2560, {"rows": 24}),
+        (5000, 2560, {"grouped": False}),
         (4100, 1296, {}),
         (4096, 144, {}),
         (20000, 1024, {}),
+        (8192, 4096, {"n": 2}),
+        (5000, 7168, {"n": 2, "norm": True}),
+        (4100, 1296, {"n": 2, "grouped": False}),
+        (30000, 144, {"n": 2}),
     ],
     ids=str,
 )
@@ -118,6 +134,7 @@ def test_to_the_bits_of_two_kernels(
 
 
 @GPU
+@pytest.mark.usefixtures("any_tokens")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_other_dtypes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """phi of these, bfloat16 gates, and a layer input of another dtype."""
