@@ -33,6 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from mhc_compile.forms import Gates, Rms, Sinkhorn
 from mhc_compile.kernels import combine_project, communicates
 from mhc_compile.kernels.common import cdiv, group_scale, launch, next_power_of_2, on_device, processors
+from mhc_compile.kernels.exchange import answer, ask, count_in, hand_out, load_floats, wait_for
 from mhc_compile.kernels.gates import affine, rms_factor
 from mhc_compile.kernels.mix import store_post, store_res, stream_logits
 from mhc_compile.kernels.one_pass import barrier, combined, copy_rows, split_phi
@@ -69,74 +70,6 @@ def _rows_before(piece: int, rows: int) -> int:
     return sum(_rows_of(i, rows) for i in range(piece))
 
 
-@gluon.constexpr_function
-def _load_floats(n: int) -> str:
-    return f"ld.global.nc.v{n}.f32 {{{', '.join(f'${i}' for i in range(n))}}}, [${n}];"
-
-
-@gluon.constexpr_function
-def _load_longs(n: int) -> str:
-    return "\n".join(f"ld.relaxed.gpu.global.b64 ${i}, [${n + i}];" for i in range(n))
-
-
-@gluon.constexpr_function
-def _until_tagged(n: int) -> str:
-    """From $0 on n numbers, of those with tags behind them, which are loaded again from what comes next until all have
-    the tag that comes last."""
-    return "\n".join(
-        [
-            "{",
-            ".reg .pred %all;",
-            ".reg .b32 %tag, %wrong;",
-            *(f".reg .b64 %both{i};" for i in range(n)),
-            *(f"mov.b64 %both{i}, ${n + i};" for i in range(n)),
-            "again:",
-            "mov.b32 %wrong, 0;",
-            *(
-                line
-                for i in range(n)
-                for line in (
-                    f"mov.b64 {{${i}, %tag}}, %both{i};",
-                    f"xor.b32 %tag, %tag, ${3 * n};",
-                    "or.b32 %wrong, %wrong, %tag;",
-                )
-            ),
-            "setp.eq.u32 %all, %wrong, 0;",
-            "@%all bra done;",
-            *(f"ld.relaxed.gpu.global.b64 %both{i}, [${2 * n + i}];" for i in range(n)),
-            "bra again;",
-            "done:",
-            "}",
-        ]
-    )
-
-
-@gluon.constexpr_function
-def _types(dtype: gl.dtype, n: int) -> tuple[gl.dtype, ...]:
-    return (dtype,) * n
-
-
-@gluon.constexpr_function
-def _operands(kind: str, written: int, longs: int, words: int = 0) -> str:
-    """Those of an inline assembly: what it writes, all of a kind, and how many of 64 and of 32 bits it reads."""
-    return ",".join([kind] * written + ["l"] * longs + ["r"] * words)
-
-
-# $0: what is at $1, once it is not less than $2.
-_UNTIL_COUNTED = gl.constexpr(
-    """{
-.reg .pred %all;
-again:
-ld.acquire.gpu.global.b64 $0, [$1];
-setp.ge.s64 %all, $0, $2;
-@%all bra done;
-nanosleep.u32 20;
-bra again;
-done:
-}"""
-)
-
-
 @gluon.jit
 def _fetch(x_s, f_s, turn, x, f, tile, start, M, C, N: gl.constexpr, STAGES: gl.constexpr, F_STAGES: gl.constexpr,
            BLOCK_M: gl.constexpr, BLOCK_C: gl.constexpr, TILE: gl.constexpr):  # fmt: skip
@@ -152,21 +85,10 @@ def _fetch(x_s, f_s, turn, x, f, tile, start, M, C, N: gl.constexpr, STAGES: gl.
 def _coefficients(h_post, h_res, tok, tokens, N: gl.constexpr):
     """The n + n * n of each token; for tokens that are not there those of the last."""
     tok = gl.minimum(tok, tokens - 1)
-    LOAD: gl.constexpr = _load_floats(N)
-    USES: gl.constexpr = _operands("=f", N, 1)
-    FLOATS: gl.constexpr = _types(gl.float32, N)
-    post = gl.inline_asm_elementwise(LOAD, USES, [(h_post + tok * N).to(gl.int64)], FLOATS, is_pure=True, pack=1)
     res = ()
     for i in gl.static_range(N):
-        at = [(h_res + tok * (N * N) + N * i).to(gl.int64)]
-        res = res + gl.inline_asm_elementwise(LOAD, USES, at, FLOATS, is_pure=True, pack=1)
-    return post, res
-
-
-@gluon.jit
-def _tagged(value, tag):
-    """A float32 and the tag of its tile as one number, which is stored and loaded whole."""
-    return (value.to(gl.int32, bitcast=True).to(gl.int64) & 0xFFFFFFFF) | (tag.to(gl.int64) << 32)
+        res = res + load_floats(h_res + tok * (N * N) + N * i, N)
+    return load_floats(h_post + tok * N, N), res
 
 
 @gluon.jit
@@ -201,20 +123,11 @@ def _stream(f, h_post, x, h_res, out, layer_input, parts, gates, stored, x_s, f_
     row_h = gl.arange(0, BLOCK_M, gl.SliceLayout(1, MMA))[:, None]
     c = (start + gl.arange(0, BLOCK_C, gl.SliceLayout(0, TILE)))[None, :]
     inside = c < C
-    LOAD: gl.constexpr = _load_longs(N)
-    LOAD_USES: gl.constexpr = _operands("=&l", N, N)
-    LONGS: gl.constexpr = _types(gl.int64, N)
-    WAIT: gl.constexpr = _until_tagged(N)
-    WAIT_USES: gl.constexpr = _operands("=&r", N, 2 * N, 1)
-    FLOATS: gl.constexpr = _types(gl.float32, N)
     post, res = _coefficients(h_post, h_res, row + team.to(gl.int64) * BLOCK_M, tokens, N)
     for turn in range(mine + LAG):
         stage = turn % STAGES
         # Asked for now, since the answer takes a while.
-        at_gates = ()
-        for o in gl.static_range(N):
-            at_gates = at_gates + ((gates + ((turn + 1) % SLOTS * BLOCK_M + row) * N + o).to(gl.int64),)
-        gates_then = gl.inline_asm_elementwise(LOAD, LOAD_USES, at_gates, LONGS, is_pure=False, pack=1)
+        gates_then = ask(gates + ((turn + 1) % SLOTS * BLOCK_M + row) * N, N)
         if turn < mine:
             first = (team + turn * teams).to(gl.int64) * BLOCK_M
             tok = row + first
@@ -262,8 +175,7 @@ def _stream(f, h_post, x, h_res, out, layer_input, parts, gates, stored, x_s, f_
         if turn >= LAG:
             tok_then = row + (team + (turn - LAG) * teams).to(gl.int64) * BLOCK_M
             tag = gl.zeros_like(row) + (turn - LAG + 1)
-            h_pre = gl.inline_asm_elementwise(WAIT, WAIT_USES, gates_then + at_gates + (tag,), FLOATS, is_pure=False,
-                                              pack=1)  # fmt: skip
+            h_pre = answer(gates_then, tag, N)
             acc = gl.zeros([BLOCK_M, BLOCK_C], gl.float32, TILE)
             for o in gl.static_range(N):
                 acc += h_pre[o][:, None] * x_s[o].index((turn - LAG) % STAGES).load(TILE).to(gl.float32)
@@ -277,7 +189,7 @@ def _announce(stored, counts, team, teams, mine, STAGES: gl.constexpr):
     """Count this program in for each of its tiles, when all of its part has been stored."""
     for turn in range(mine):
         mbarrier.wait(stored.index(turn % STAGES), turn // STAGES & 1)
-        gl.atomic_add(counts + (team + turn * teams), 1, sem="release", scope="gpu")
+        count_in(counts + (team + turn * teams))
 
 
 @gluon.jit
@@ -333,9 +245,7 @@ def _add_up(parts, gates, counts, scale, bias, h, ms, next_post, next_res, team,
         for turn in range(rank % rounds, mine, rounds):
             tile = team + turn * teams
             done = turn // rounds % 32
-            at_count = gl.zeros_like(k).to(gl.int64) + (counts + tile).to(gl.int64)
-            gl.inline_asm_elementwise(_UNTIL_COUNTED, "=&l,l,l", [at_count, gl.zeros_like(k).to(gl.int64) + ranks],
-                                      gl.int64, is_pure=False, pack=1)  # fmt: skip
+            wait_for(counts + tile, ranks, k)
             r_now = ()
             for own in gl.static_range(OWN):
                 t = mine_first + own * ranks
@@ -357,10 +267,7 @@ def _add_up(parts, gates, counts, scale, bias, h, ms, next_post, next_res, team,
                 # As in `mix`, to the bit.
                 gate = 1.0 / (1.0 + gl.exp(-(r * total * gate_scale + gate_bias))) + pre_eps
                 at_gates = gates + (turn % SLOTS * BLOCK_M + t) * N + k
-                # An exchange, because a store that others may see half done would not do. It needs no fence: what it
-                # hands out is made of all that this warp has read, so that it cannot come before the reads.
-                gl.atomic_xchg(at_gates, _tagged(gate, gl.zeros_like(k) + (turn + 1)), mask=(k < N) & ours,
-                               sem="relaxed", scope="gpu")  # fmt: skip
+                hand_out(at_gates, gate, gl.zeros_like(k) + (turn + 1), (k < N) & ours)
                 tok = tile.to(gl.int64) * BLOCK_M + t
                 gl.store(h + tok * K + k, total, mask=(k < K) & ours & (tok < tokens))
                 gl.store(ms + tok, mean, mask=ours & (tok < tokens))
