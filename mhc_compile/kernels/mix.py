@@ -213,6 +213,38 @@ def mix_backward_kernel(h, ms, scale, bias, d_pre, d_post, d_res, d_h, d_ms, dh,
     r1 = rms_factor(mean, rms_eps, RMS_MODE)
     affine_at = affine_part + tile.to(tl.int64) * (2 * K)
 
+    # The longest first: what the others keep would be in its way.
+    dr = tl.zeros([BLOCK_T], tl.float32)
+    if K > 2 * N:
+        i3 = tl.arange(0, NP)[:, None, None]
+        o3 = tl.arange(0, NP)[None, :, None]
+        tok3 = tok1[None, None, :]
+        r3 = r1[None, None, :]
+        valid = (i3 < N) & (o3 < N)
+        mask3 = valid & live1[None, None, :]
+        k3 = 2 * N + i3 * N + o3
+        v3 = tl.load(h + tok3 * K + k3, mask=mask3, other=0.0)
+        s3, b3 = affine(scale, bias, k3, valid, 2, GROUPED)
+        dl3 = tl.zeros([NP, NP, BLOCK_T], tl.float32)
+        if HAS_RES:
+            if NP <= _MOST_JOINED:
+                logits = _threads_own(h, r1, scale, bias, tok1, live1, N, NP, K, GROUPED)
+            else:
+                logits = tl.where(valid, r3 * v3 * s3 + b3, float("-inf"))
+            dp = tl.load(d_res + tok3 * res_m + i3 * res_i + o3 * res_o, mask=mask3, other=0.0).to(tl.float32)
+            dl3 = sinkhorn_backward(logits, dp, i3, o3, sinkhorn_eps, start_eps, pairs, history, tok3,
+                                    live1[None, None, :], tokens, N, START, FIRST, CLAMP, LOG,
+                                    ODD)  # fmt: skip
+            dl3 = tl.where(valid, dl3, 0.0)
+        part3 = _logit_gradient(dl3, v3, r3, s3, d_h, dh, tok3, tokens, k3, mask3, K, ROW, PARTS, HAS_DH)
+        dr += tl.sum(tl.sum(part3, axis=0), axis=0)
+        row = tl.arange(0, NP)[:, None]
+        column = tl.arange(0, NP)[None, :]
+        square = (row < N) & (column < N)
+        k2 = 2 * N + row * N + column
+        tl.store(affine_at + k2, tl.sum(dl3 * v3 * r3, axis=2), mask=square)
+        tl.store(affine_at + K + k2, tl.sum(dl3, axis=2), mask=square)
+
     tok = tok1[None, :]
     live = live1[None, :]
     r = r1[None, :]
@@ -227,7 +259,7 @@ def mix_backward_kernel(h, ms, scale, bias, d_pre, d_post, d_res, d_h, d_ms, dh,
         for part in range(0, pre_parts):
             dl += tl.load(d_pre + part * pre_s + i * pre_i + tok * pre_m, mask=mask, other=0.0).to(tl.float32)
         dl = dl * gate * (1.0 - gate)
-    dr = tl.sum(_logit_gradient(dl, v, r, s, d_h, dh, tok, tokens, i, mask, K, ROW, PARTS, HAS_DH), axis=0)
+    dr += tl.sum(_logit_gradient(dl, v, r, s, d_h, dh, tok, tokens, i, mask, K, ROW, PARTS, HAS_DH), axis=0)
     edge = tl.arange(0, NP)
     tl.store(affine_at + edge, tl.sum(dl * v * r, axis=1), mask=edge < N)
     tl.store(affine_at + K + edge, tl.sum(dl, axis=1), mask=edge < N)
@@ -243,33 +275,6 @@ def mix_backward_kernel(h, ms, scale, bias, d_pre, d_post, d_res, d_h, d_ms, dh,
         dr += tl.sum(_logit_gradient(dl, v, r, s, d_h, dh, tok, tokens, N + i, mask, K, ROW, PARTS, HAS_DH), axis=0)
         tl.store(affine_at + N + edge, tl.sum(dl * v * r, axis=1), mask=edge < N)
         tl.store(affine_at + K + N + edge, tl.sum(dl, axis=1), mask=edge < N)
-
-    if K > 2 * N:
-        i3 = tl.arange(0, NP)[:, None, None]
-        o3 = tl.arange(0, NP)[None, :, None]
-        tok3 = tok1[None, None, :]
-        r3 = r1[None, None, :]
-        valid = (i3 < N) & (o3 < N)
-        mask3 = valid & live1[None, None, :]
-        k3 = 2 * N + i3 * N + o3
-        v3 = tl.load(h + tok3 * K + k3, mask=mask3, other=0.0)
-        s3, b3 = affine(scale, bias, k3, valid, 2, GROUPED)
-        dl3 = tl.zeros([NP, NP, BLOCK_T], tl.float32)
-        if HAS_RES:
-            logits = tl.where(valid, r3 * v3 * s3 + b3, float("-inf"))
-            dp = tl.load(d_res + tok3 * res_m + i3 * res_i + o3 * res_o, mask=mask3, other=0.0).to(tl.float32)
-            dl3 = sinkhorn_backward(logits, dp, i3, o3, sinkhorn_eps, start_eps, pairs, history, tok3,
-                                    live1[None, None, :], tokens, N, START, FIRST, CLAMP, LOG,
-                                    ODD)  # fmt: skip
-            dl3 = tl.where(valid, dl3, 0.0)
-        part3 = _logit_gradient(dl3, v3, r3, s3, d_h, dh, tok3, tokens, k3, mask3, K, ROW, PARTS, HAS_DH)
-        dr += tl.sum(tl.sum(part3, axis=0), axis=0)
-        row = tl.arange(0, NP)[:, None]
-        column = tl.arange(0, NP)[None, :]
-        square = (row < N) & (column < N)
-        k2 = 2 * N + row * N + column
-        tl.store(affine_at + k2, tl.sum(dl3 * v3 * r3, axis=2), mask=square)
-        tl.store(affine_at + K + k2, tl.sum(dl3, axis=2), mask=square)
 
     dms = rms_gradient(dr, mean, r1, rms_eps, RMS_MODE)
     if HAS_DMS:
