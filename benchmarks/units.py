@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 # The numbers of bfloat16 streams that a boundary goes through once, on the GPU that is measured.
 _IN_ONE_PASS = (2, 4)
-# From so many tokens on the new ones of 4 streams are not even read again.
-MANY_TOKENS = 4096
+# From so many numbers of a layer's output on, new streams are not even read again.
+MANY = 8 << 20
 
 # n: the number of streams. What one kernel reads and writes is in brackets.
 _UNITS: dict[str, Callable[[int], int]] = {
@@ -46,9 +46,12 @@ _FLOORS: dict[str, Callable[[int], int]] = {
 }
 
 
-def units(operator: str, n: int, tokens: int = 1) -> int:
-    """The C-units that the kernels of `operator` move for n streams; KeyError for one without a count."""
-    if operator == "boundary" and n == 4 and tokens >= MANY_TOKENS:
+def units(operator: str, n: int, numbers: int = 1) -> int:
+    """The C-units that the kernels of `operator` move for n streams, where a layer's output has so many numbers.
+
+    KeyError for an operator without a count.
+    """
+    if operator == "boundary" and n in _IN_ONE_PASS and numbers >= MANY:
         return n + 1 + n + 1
     return _UNITS[operator](n)
 

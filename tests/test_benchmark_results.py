@@ -103,10 +103,10 @@ def test_other_files_are_not_results(tmp_path: Path) -> None:
         report.load(path)
 
 
-@pytest.mark.parametrize("tokens", [units.MANY_TOKENS // 2, units.MANY_TOKENS])
+@pytest.mark.parametrize("numbers", [units.MANY // 2, units.MANY])
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_units_are_what_the_kernels_are_given(n: int, tokens: int) -> None:
-    assert count(n, tokens) == {operator: units.units(operator, n, tokens) for operator in units.OPERATORS}
+def test_units_are_what_the_kernels_are_given(n: int, numbers: int) -> None:
+    assert count(n, numbers) == {operator: units.units(operator, n, numbers) for operator in units.OPERATORS}
 
 
 def test_units_are_those_of_the_documentation() -> None:

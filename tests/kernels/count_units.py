@@ -30,12 +30,12 @@ from tests.kernels.compile_kernels import _recorded
 TOKENS, WIDTH = 8192, 4096
 
 
-def count(n: int, tokens: int) -> dict[str, float]:
+def count(n: int, numbers: int) -> dict[str, float]:
     """C-units by operator, for n bfloat16 streams and all gradients but that of a norm weight.
 
-    Counted for TOKENS, with kernels as for so many tokens on a GPU of 132 processors.
+    Counted for TOKENS, with kernels as for so many numbers of f on a GPU of 132 processors.
     """
-    many = mock.patch.object(boundary_pass, "FEWEST", boundary_pass.FEWEST * TOKENS // tokens)
+    many = mock.patch.object(boundary_pass, "FEWEST", boundary_pass.FEWEST * TOKENS * WIDTH // numbers)
     gpu = mock.patch.object(common, "gpu", return_value=(90, 132))
     with many, gpu, mock.patch.object(one_pass, "runs_on", return_value=True):
         return {name: sum(_units(bound) for _, bound, _ in _recorded(call)) for name, call in _calls(n).items()}
