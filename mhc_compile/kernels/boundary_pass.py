@@ -47,8 +47,10 @@ COLUMNS = combine_project.MANY.columns
 # Registers of a thread: 104 for those that add up, for which the others have 152 of their 128.
 PROGRAMS_EACH, REGISTERS, REGISTERS_TO_ADD = 2, 128, 104
 # Tiles between a tile's combine and its aggregate, while its parts of h come and go, by streams. With 1 it takes an
-# eighth more, and for more there is no room.
+# eighth more; more have no room with 4 streams, and gain nothing with 2.
 LAGS = {2: 3, 4: 2}
+# The most tokens of a tile that a program adds up one after the other. Fewer than 449 columns have so few programs.
+MOST_OWN = 4
 # Numbers of f: with fewer, what a program does once, and the host's longer launch, take more time than a second pass.
 FEWEST = 1 << 23
 
@@ -359,10 +361,12 @@ def fits(
     Not with torch.distributed: all of the GPU has to be free for it to begin, and so it would wait for communication
     that other kernels run beside.
     """
-    n, width = x.shape[-2:]
-    if n not in LAGS or phi.shape[0] != n * (n + 2) or not isinstance(f.numel(), int) or f.numel() < FEWEST:
-        return False
     if communicates() or not combine_project.fits(f, layer_bias, x, h_res, phi):
+        return False
+    n, width = x.shape[-2:]
+    if phi.shape[0] != n * (n + 2) or not isinstance(f.numel(), int) or f.numel() < FEWEST:
+        return False
+    if cdiv(TOKENS, cdiv(width, COLUMNS)) > MOST_OWN:
         return False
     # A fifth of the GPU idle is what the second pass costs; a single team has not been measured.
     return _teams(x) > 1 and 5 * _teams(x) * cdiv(width, COLUMNS) >= 4 * PROGRAMS_EACH * processors(x.device)

@@ -28,7 +28,7 @@ def any_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("any_tokens")
 @pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize(("tokens", "width", "norm"), [(70, 80, True), (33, 64, False), (1, 128, True)])
+@pytest.mark.parametrize(("tokens", "width", "norm"), [(70, 528, True), (33, 512, False), (1, 640, True)])
 def test_shapes(tokens: int, width: int, norm: bool, n: int, launched: list[str]) -> None:
     case = mix_case(tokens, n, width, dtype=BF16, norm=norm)
     check(before(tokens, n, width, BF16, bias=False), case)
@@ -38,8 +38,9 @@ def test_shapes(tokens: int, width: int, norm: bool, n: int, launched: list[str]
 @pytest.mark.skipif(DEVICE != "cpu", reason="what torch computes in the kernel's place")
 @pytest.mark.usefixtures("any_tokens")
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_reaches_it(form: str) -> None:
-    check(before(3, 4, 64, BF16, bias=False), mix_case(3, 4, 64, dtype=BF16, grouped=False), form)
+def test_every_form_reaches_it(form: str, launched: list[str]) -> None:
+    check(before(3, 4, 512, BF16, bias=False), mix_case(3, 4, 512, dtype=BF16, grouped=False), form)
+    assert KERNEL in launched
 
 
 @pytest.mark.usefixtures("any_tokens")
@@ -68,11 +69,20 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
     "case",
-    [{"tokens": 2047}, {"n": 8}, {"rows": 8}, {"width": 6144}, {"width": 16384}, {"dtype": torch.float16}],
+    [
+        {"tokens": 2047},
+        {"n": 8},
+        {"rows": 8},
+        {"width": 6144},
+        {"width": 16384},
+        {"width": 448, "tokens": 1 << 15},
+        {"dtype": torch.float16},
+    ],
     ids=str,
 )
 def test_what_it_is_not_for(case: dict[str, Any]) -> None:
-    """6,144 columns leave a quarter of the GPU idle, and 16,384 have room for one team only."""
+    """6,144 columns leave a quarter of the GPU idle, 16,384 have room for a single team, and with 448 a program would
+    own more than four tokens of a tile."""
     assert _fits()
     assert not _fits(**case)
 
@@ -110,12 +120,13 @@ def _apart(monkeypatch: pytest.MonkeyPatch, run: Callable[[], tuple[Tensor, ...]
         (4097, 7168, {"norm": True}),
         (5000, 2560, {"grouped": False}),
         (4100, 1296, {}),
-        (4096, 144, {}),
+        (4096, 464, {}),
         (20000, 1024, {}),
+        (20000, 4096, {}),
         (8192, 4096, {"n": 2}),
         (5000, 7168, {"n": 2, "norm": True}),
         (4100, 1296, {"n": 2, "grouped": False}),
-        (30000, 144, {"n": 2}),
+        (30000, 464, {"n": 2}),
     ],
     ids=str,
 )
