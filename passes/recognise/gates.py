@@ -85,7 +85,7 @@ def identify(value: Value, walk: AffineWalk, known: Known) -> Gate | NotAGate:
     if rows is None and _has_tokens_last(logits):
         return NotAGate(value, "is computed with the tokens last, as [n, n, tokens]; the operators have them first")
     if rows is None or len(set(rows)) != len(rows) or found.leaf.numel != value.numel:
-        return NotAGate(value, "does not keep the projection's elements one to one")
+        return NotAGate(value, "has the projection's elements repeated, left out, or its tokens in another order")
     signature = found.signature
     if signature not in known:
         known[signature] = _kind(on_few_tokens(found), len(rows))

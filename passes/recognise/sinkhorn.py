@@ -104,6 +104,8 @@ def identify(found: Region, side: int) -> tuple[Sinkhorn, bool, bool] | str:
         another_gradient = True
     if another_gradient:
         return "equals a Sinkhorn projection, but its gradient does not (a detach, or a scaled gradient)"
+    if near:
+        return "equals a Sinkhorn projection at moderate logits, but not at large ones, where it rounds or overflows"
     reason = _nearly(*probe, constants, limit)
     if reason is not None:
         return reason

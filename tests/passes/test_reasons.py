@@ -138,6 +138,16 @@ class DetachedSinkhorn(Sublayer):
         return m / (m.sum(-2, keepdim=True).detach() + 1e-6)
 
 
+class LogarithmsWithEps(Sublayer):
+    """The logarithm of what plain exp with an eps computes, as long as no exp overflows."""
+
+    def res(self, logits: Tensor) -> Tensor:
+        for _ in range(6):
+            logits = logits - (logits.exp().sum(-1, keepdim=True) + 1e-6).log()
+            logits = logits - (logits.exp().sum(-2, keepdim=True) + 1e-6).log()
+        return logits.exp()
+
+
 class ProjectionInFloat64(Sublayer):
     def project(self, flat: Tensor) -> Tensor:
         return F.linear(flat.double(), self.phi.double()).to(flat.dtype)
@@ -179,6 +189,7 @@ REASONS: list[tuple[type[Sublayer], str, str]] = [
     (AllUnderVmap, "what looks like a Sinkhorn iteration is under vmap", "matrices"),
     (OneAxis, "normalises one axis only", "res"),
     (DetachedSinkhorn, "its gradient does not", "columns"),
+    (LogarithmsWithEps, "equals a Sinkhorn projection at moderate logits, but not at large ones", "res"),
     (ProjectionInFloat64, "computes in float64; the operators would compute that in float32", ""),
     (GatesInFloat64, "a tensor of torch.float64 takes part", ""),
     (StreamsWritten, "x.mul_(1.5)", ""),
