@@ -35,7 +35,7 @@ from mhc_compile.kernels import combine_project, communicates
 from mhc_compile.kernels.common import cdiv, group_scale, launch, next_power_of_2, on_device, processors
 from mhc_compile.kernels.exchange import answer, ask, count_in, hand_out, load_floats, wait_for
 from mhc_compile.kernels.gates import affine, rms_factor
-from mhc_compile.kernels.mix import store_post, store_res, stream_logits
+from mhc_compile.kernels.mix import store_gates, store_res, stream_logits
 from mhc_compile.kernels.one_pass import barrier, combined, copy_rows, split_phi
 from mhc_compile.kernels.opaque import opaque
 from mhc_compile.kernels.projection import GROUPS, parts_of
@@ -52,7 +52,7 @@ LAGS = {2: 3, 4: 2}
 # The most tokens of a tile that a program adds up one after the other. Fewer than 449 columns have so few programs.
 MOST_OWN = 4
 # Numbers of f: with fewer, what a program does once, and the host's longer launch, take more time than a second pass.
-FEWEST = 1 << 23
+FEWEST = 8 << 20
 
 
 @gluon.constexpr_function
@@ -209,7 +209,7 @@ def _other_gates(h, r, scale, bias, next_post, next_res, tile, apart, tiles, t, 
     live = (of < tiles) & (t < BLOCK_M) & (tok < tokens)
     i = gl.arange(0, N, gl.SliceLayout(1, ROW))[:, None]
     r_of = gl.convert_layout(r, gl.SliceLayout(0, ROW))[None, :]
-    store_post(h, r_of, scale, bias, next_post, i, tok, live, post_mult, post_eps, N, K, GROUPED)
+    store_gates(h, r_of, scale, bias, next_post, i, tok, live, post_mult, post_eps, 1, N, K, GROUPED)
     of3 = (tile + gl.arange(0, 32, TILES) * apart).to(gl.int64)[None, None, :]
     tok3 = of3 * BLOCK_M + t
     live3 = (of3 < tiles) & (t < BLOCK_M) & (tok3 < tokens)
@@ -366,10 +366,10 @@ def fits(
     n, width = x.shape[-2:]
     if phi.shape[0] != n * (n + 2) or not isinstance(f.numel(), int) or f.numel() < FEWEST:
         return False
-    if cdiv(TOKENS, cdiv(width, COLUMNS)) > MOST_OWN:
-        return False
+    ranks, teams = cdiv(width, COLUMNS), _teams(x)
     # A fifth of the GPU idle is what the second pass costs; a single team has not been measured.
-    return _teams(x) > 1 and 5 * _teams(x) * cdiv(width, COLUMNS) >= 4 * PROGRAMS_EACH * processors(x.device)
+    filled = teams > 1 and 5 * teams * ranks >= 4 * PROGRAMS_EACH * processors(x.device)
+    return filled and cdiv(TOKENS, ranks) <= MOST_OWN
 
 
 def forward(

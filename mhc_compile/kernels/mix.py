@@ -42,13 +42,14 @@ _MOST_JOINED = tl.constexpr(4)
 
 
 @triton.jit
-def store_post(h, r, scale, bias, h_post, i, tok, live, post_mult, post_eps, N: tl.constexpr, K: tl.constexpr,
-               GROUPED: tl.constexpr):  # fmt: skip
-    """h_post [M, n] from h [M, K], for i [NP, 1] and r, tok, live [1, T]."""
+def store_gates(h, r, scale, bias, out, i, tok, live, multiple, eps, GROUP: tl.constexpr, N: tl.constexpr,
+                K: tl.constexpr, GROUPED: tl.constexpr):  # fmt: skip
+    """h_pre (GROUP 0) or h_post (1) [M, n] from h [M, K], for i [NP, 1] and r, tok, live [1, T]."""
     mask = live & (i < N)
-    v = tl.load(h + tok * K + N + i, mask=mask, other=0.0)
-    s, b = affine(scale, bias, N + i, i < N, 1, GROUPED)
-    tl.store(h_post + tok * N + i, post_mult * tl.sigmoid(r * v * s + b) + post_eps, mask=mask)
+    k = GROUP * N + i
+    v = tl.load(h + tok * K + k, mask=mask, other=0.0)
+    s, b = affine(scale, bias, k, i < N, GROUP, GROUPED)
+    tl.store(out + tok * N + i, multiple * tl.sigmoid(r * v * s + b) + eps, mask=mask)
 
 
 @triton.jit
@@ -113,13 +114,10 @@ def _mix_tile(h_part, squares_part, scale, bias, h_pre, h_post, h_res, h, ms, fi
     tl.store(ms + tok, mean, mask=live)
     tl.debug_barrier()
     if STORE_PRE:
-        row_live = live[None, :] & (i < N)
-        v = tl.load(h + tok[None, :] * K + i, mask=row_live, other=0.0)
-        s, b = affine(scale, bias, i, i < N, 0, GROUPED)
-        tl.store(h_pre + tok[None, :] * N + i, tl.sigmoid(r[None, :] * v * s + b) + pre_eps, mask=row_live)
+        store_gates(h, r[None, :], scale, bias, h_pre, i, tok[None, :], live[None, :], 1.0, pre_eps, 0, N, K, GROUPED)
     if K > N:
-        store_post(h, r[None, :], scale, bias, h_post, i, tok[None, :], live[None, :], post_mult, post_eps, N, K,
-                   GROUPED)  # fmt: skip
+        store_gates(h, r[None, :], scale, bias, h_post, i, tok[None, :], live[None, :], post_mult, post_eps, 1, N, K,
+                    GROUPED)  # fmt: skip
     if K > 2 * N:
         tok3 = tok[None, None, :]
         live3 = live[None, None, :]

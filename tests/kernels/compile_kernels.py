@@ -35,6 +35,7 @@ from mhc_compile.kernels import (
     generate_mix,
     generate_mix_and_aggregate,
     head,
+    mix,
     products,
     projection,
     scale,
@@ -83,16 +84,17 @@ def _few(n: int, width: int, dtype: torch.dtype) -> None:
         _calls(n, width, 1, dtype)
 
 
-def _pass(n: int, width: int, tokens: int) -> None:
+def _pass(width: int, tokens: int) -> None:
     """The kernel whose programs, as many as a GPU runs at once, work together."""
-    rows = n * n + 2 * n
-    x, f = torch.empty(tokens, n, width, dtype=torch.bfloat16), torch.empty(tokens, width, dtype=torch.bfloat16)
-    post, res, phi = torch.empty(tokens, n), torch.empty(tokens, n, n), torch.empty(rows, n * width)
-    parameters = phi, torch.empty(3), torch.empty(rows), None
+    forms: dict[str, Any] = {"rms": Rms(), "gates": Gates(), "sinkhorn": Sinkhorn()}
     arch, _ = common.gpu(torch.device("cpu"))
-    with mock.patch.object(common, "gpu", return_value=(arch, 132)):
-        made = post, res, torch.empty(tokens, rows), torch.empty(tokens)
-        boundary_pass.forward(f, post, x, res, *parameters, x, f, made, rms=Rms(), gates=Gates(), sinkhorn=Sinkhorn())
+    for n in (4, 2):
+        rows = n * n + 2 * n
+        x, f = torch.empty(tokens, n, width, dtype=torch.bfloat16), torch.empty(tokens, width, dtype=torch.bfloat16)
+        parameters = torch.empty(rows, n * width), torch.empty(3), torch.empty(rows), None
+        made = mix.empty_gates(x, rows)
+        with mock.patch.object(common, "gpu", return_value=(arch, 132)):
+            boundary_pass.forward(f, made[0], x, made[1], *parameters, x, f, made, **forms)
 
 
 def _tf32(n: int, width: int, tokens: int) -> None:
@@ -136,10 +138,10 @@ def _starts() -> None:
         sinkhorn.backward(sinkhorn.forward(logits, sinkhorn=form), logits, sinkhorn=form)
 
 
-CASES: dict[str, Callable[[], object]] = {
+CASES: dict[str, Callable[[], None]] = {
     "bf16": lambda: _calls(4, 4096, 512, torch.bfloat16),
     "few": lambda: _few(4, 4096, torch.bfloat16),
-    "pass": lambda: [_pass(n, 4096, 512) for n in (4, 2)],
+    "pass": lambda: _pass(4096, 512),
     "tf32": lambda: _tf32(4, 4096, 512),
     "starts": _starts,
     "gates": lambda: _bf16_gates(4, 4096, 512),
@@ -153,7 +155,7 @@ CASES: dict[str, Callable[[], object]] = {
 }
 
 
-def _recorded(case: Callable[[], object]) -> Iterator[tuple[JITFunction[Any], dict[str, Any], dict[str, Any]]]:
+def _recorded(case: Callable[[], None]) -> Iterator[tuple[JITFunction[Any], dict[str, Any], dict[str, Any]]]:
     launches: list[tuple[JITFunction[Any], dict[str, Any], dict[str, Any]]] = []
 
     def record(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:

@@ -86,8 +86,7 @@ def _combine_project(
 ) -> None:
     """In float64, each sum whole in the place of its first part."""
     rows = h_part.shape[1]
-    new = h_post.double()[:, :, None] * f.double()[:, None] + torch.einsum("tio,tic->toc", h_res.double(), x.double())
-    out.copy_(new)
+    out.copy_(combine(f.double(), None, h_post.double(), x.double(), h_res.double()))
     flat = out.double().flatten(1)
     weight = phi.double().sum(0)[:rows] if AHEAD else phi.double() * (1.0 if norm_weight is None else norm_weight)
     h_part.zero_()[0] = weight @ flat.t()
