@@ -127,6 +127,7 @@ class Workload:
             self.module, self.arguments = self.make()
             (argument,) = self.arguments
             self.inputs = {"x": argument} if argument.requires_grad else {}
+            self.parameters = dict(self.module.named_parameters())
             with torch.no_grad():
                 self.upstream = torch.randn_like(self.module(*self.arguments))
 
@@ -153,7 +154,7 @@ class Workload:
 
     def step(self, call: Call) -> Values:
         """The output, and the gradient of every leaf that takes part."""
-        return _step(call, self.arguments, self.inputs | dict(self.module.named_parameters()), self.upstream)
+        return _step(call, self.arguments, self.inputs | self.parameters, self.upstream)
 
     def reference(self) -> Values:
         """`step` in float64, at the full size: chunks of tokens one after another, as tokens do not meet."""

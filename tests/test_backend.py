@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 import torch
 from torch import fx
 from torch._dynamo.utils import counters
+from torch._inductor import async_compile
+from torch._inductor import config as inductor_config
 
 import mhc_compile
 from mhc_compile import backend, passes
@@ -175,3 +178,31 @@ def test_strict(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.compile(model, backend="mhc", options={"mhc.strict": True})(torch.randn(2, 3, 32))
     torch._dynamo.reset()
     _same(torch.compile(model, backend="mhc"), model, 2, 3)
+
+
+def test_workers_are_told_how_to_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that Inductor compiles in other processes are launched from C++ as those are that it compiles itself."""
+    jobs: list[tuple[Any, ...]] = []
+
+    class Pool:
+        def submit(self, *job: Any) -> None:
+            jobs.append(job)
+
+    @functools.cache
+    def process_pool() -> Pool:
+        return Pool()
+
+    compiler, kernel = async_compile.AsyncCompile, async_compile._worker_compile_triton
+    monkeypatch.setattr(compiler, "process_pool", staticmethod(process_pool))
+    for _ in range(2):
+        torch._dynamo.reset()
+        torch.compile(lambda x: x + 1, backend="mhc")(torch.ones(2))
+    jobs.clear()
+    setting = "static_launch_user_defined_triton_kernels"
+    for value in (True, False):
+        with inductor_config.patch({setting: value}):
+            compiler.process_pool().submit(kernel, 1, {}, {"other": 2})
+            compiler().process_pool().submit(print, 3)
+    told = [(kernel, 1, {}, {"other": 2, setting: value}) for value in (True, False)]
+    assert jobs == [told[0], (print, 3), told[1], (print, 3)]
+    compiler.process_pool.cache_clear()

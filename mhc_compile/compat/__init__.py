@@ -37,7 +37,8 @@ from mhc_compile.compat.inductor import (
 )
 from mhc_compile.compat.launches import (
     analyse_once,
-    launcher,
+    load_kernel,
+    raw_stream,
 )
 from mhc_compile.compat.nodes import (
     AutogradFunction,
@@ -133,12 +134,13 @@ __all__ = [
     "is_made_here",
     "is_plain_call",
     "is_pure",
-    "launcher",
+    "load_kernel",
     "may_mutate",
     "no_autocast_cache",
     "on_dynamo_reset",
     "quiet_fakes",
     "quiet_shape_env",
+    "raw_stream",
     "readable",
     "registered_operators",
     "same_size",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,41 @@ def inference_aware(kind: type) -> type:
     return type(kind.__name__, (kind, CustomInferenceAwareGraphPass), {})
 
 
+# Kernels that a graph brings along are launched from C++, too: a quarter less time on the host, and no C function to
+# compile for each of them.
+_STATIC = "static_launch_user_defined_triton_kernels"
+
+
+def _tell_workers() -> None:
+    """Let the processes in which Inductor compiles kernels know of that setting: torch 2.11 to 2.13 leave it out."""
+    from torch._inductor import async_compile
+
+    pool_of = async_compile.AsyncCompile.process_pool
+    compiles = getattr(async_compile, "_worker_compile_triton", None)
+    if compiles is None or not hasattr(pool_of, "cache_clear") or isinstance(pool_of, _Pool):
+        return
+    async_compile.AsyncCompile.process_pool = _Pool(pool_of, compiles)  # type: ignore[assignment]
+
+
+class _Pool:
+    """Inductor's function that returns the pool of its workers, whose jobs `compiles` take a setting more."""
+
+    def __init__(self, pool_of: Any, compiles: Any) -> None:
+        self._pool_of, self._compiles, self.cache_clear = pool_of, compiles, pool_of.cache_clear
+
+    def __call__(self) -> Any:
+        pool = self._pool_of()
+        if not isinstance(pool.submit, functools.partial):
+            pool.submit = functools.partial(self._submit, pool.submit)
+        return pool
+
+    def _submit(self, submit: Any, job: Any, *args: Any) -> Any:
+        if job is self._compiles:
+            load, environment, settings = args
+            args = load, environment, {_STATIC: getattr(inductor_config(), _STATIC)} | settings
+        return submit(job, *args)
+
+
 def compile_with_inductor(
     gm: fx.GraphModule,
     example_inputs: Any,
@@ -107,9 +143,9 @@ def compile_with_inductor(
     """What `torch.compile(backend="inductor", mode=..., options=...)` does with a graph, with further settings."""
     wrapper = torch._TorchCompileInductorWrapper(mode, options, None)  # type: ignore[no-untyped-call]
     wrapper.config |= patches
-    # Kernels that a graph brings along are launched from C++, too: a quarter less time on the host.
-    if hasattr(inductor_config(), "static_launch_user_defined_triton_kernels"):
-        wrapper.config.setdefault("static_launch_user_defined_triton_kernels", True)
+    if hasattr(inductor_config(), _STATIC):
+        wrapper.config.setdefault(_STATIC, True)
+        _tell_workers()
     return wrapper(gm, example_inputs)
 
 

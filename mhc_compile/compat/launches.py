@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from operator import itemgetter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,29 +56,19 @@ def _kind(value: Any, constant: bool) -> Any:
     return getattr(value, "dtype", type(value))
 
 
-def launcher(compiled: Any, device: torch.device) -> Callable[[int, Sequence[Any]], None] | None:
-    """What starts a kernel, compiled and loaded by Triton, from torch's C++, given how many programs and the arguments.
-
-    Triton's own way takes twice as long, in Python. None where torch has no such launcher, or not for this kernel.
-    """
+def load_kernel(compiled: Any, index: int) -> int | None:
+    """The CUfunction of a kernel that Triton compiled, loaded to a GPU, the current one; None of an unknown Triton."""
     try:
-        from torch._inductor.runtime.static_triton_launcher import StaticallyLaunchedCudaKernel
+        from triton.runtime import driver
 
-        metadata, source = compiled.metadata, compiled.src
-        if getattr(metadata, "launch_pdl", False) or getattr(metadata, "launch_cooperative_grid", False):
-            return None
-        # Where torch would load the kernel from, which Triton did.
-        compiled._cubin_path = None
-        kernel = StaticallyLaunchedCudaKernel(compiled)
-        kernel.function = compiled.function
-        taken = [i for i, name in enumerate(source.fn.arg_names) if source.signature[name] != "constexpr"]
-    except (ImportError, AttributeError, LookupError, ValueError, RuntimeError):  # what it does not support, or know
+        load = driver.active.utils.load_binary
+    except (ImportError, AttributeError):
         return None
-    if kernel.function is None or len(taken) != len(kernel.arg_tys):
-        return None
-    run, pick, stream = kernel.run, itemgetter(*taken), torch._C._cuda_getCurrentRawStream
+    function: int = load(compiled.name, compiled.kernel, compiled.metadata.shared, index)[1]
+    return function
 
-    def start(programs: int, args: Sequence[Any]) -> None:
-        run(programs, 1, 1, stream(device.index), *pick(args))
 
-    return start
+def raw_stream(index: int) -> int:
+    """The current CUDA stream of a GPU, as the driver knows it."""
+    stream: int = torch._C._cuda_getCurrentRawStream(index)
+    return stream

@@ -10,7 +10,7 @@ let it, and copies the next tile into shared memory while it computes. In C-unit
 where products and combine apart move 27.
 """
 
-# mypy: disable-error-code="assignment"
+# mypy: disable-error-code="assignment,misc,var-annotated"
 # (A tuple that a kernel builds up one by one changes its type each time.)
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from mhc_compile.kernels import one_pass
 from mhc_compile.kernels.common import cdiv, launch, on_device, processors
-from mhc_compile.kernels.one_pass import ROWS, barrier
+from mhc_compile.kernels.one_pass import ROWS, barrier, split_phi
 from mhc_compile.kernels.opaque import opaque
-from mhc_compile.kernels.projection import split_ahead
 
 TOKENS, COLUMNS = 16, 64
 WARPS, STAGES = 4, 2
@@ -77,13 +76,14 @@ def _factors(coefficient, h_pre, h_post, h_res, tok, live, tokens, N: gl.constex
 
 @opaque("dx", "df", "dphi_part", "sums_part")
 @gluon.jit(do_not_specialize=["M", "tokens_each"])
-def boundary_gradients_kernel(d_x_new, d_layer_input, x_new, f, x, phi, dh, coefficient, h_pre, h_post, h_res, dx,
-                              df, dphi_part, sums_part, M, tokens_each, C, N: gl.constexpr, K: gl.constexpr,
-                              ROW: gl.constexpr, ROWS: gl.constexpr, BLOCK_M: gl.constexpr,
-                              BLOCK_C: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def boundary_gradients_kernel(d_x_new, d_layer_input, x_new, f, x, phi, norm_weight, dh, coefficient, h_pre, h_post,
+                              h_res, dx, df, dphi_part, sums_part, M, tokens_each, C, phi_k, phi_c, N: gl.constexpr,
+                              K: gl.constexpr, ROW: gl.constexpr, ROWS: gl.constexpr, HAS_NORM: gl.constexpr,
+                              BLOCK_M: gl.constexpr, BLOCK_C: gl.constexpr, WARPS: gl.constexpr,
+                              STAGES: gl.constexpr):  # fmt: skip
     """dx, df, dphi_part [splits, K, n*C] and sums_part [blocks, n + n*n, M] of BLOCK_C columns of tokens_each tokens.
 
-    phi [2, ROWS, n*C] and dh [3, M, ROW] come as bf16 parts, the largest first.
+    dh [3, M, ROW] comes as bf16 parts, the largest first; of phi * norm_weight two are made here.
     """
     LANES: gl.constexpr = BLOCK_C // 8
     TILE: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
@@ -108,7 +108,9 @@ def boundary_gradients_kernel(d_x_new, d_layer_input, x_new, f, x, phi, dh, coef
     inside = (c_1 < C)[None, :]
     c = c_1[None, :]
 
-    phi_s = gl.allocate_shared_memory(gl.bfloat16, [2 * N, ROWS, BLOCK_C], WIDE)
+    phi_s = ()
+    for _ in gl.static_range(2):
+        phi_s = phi_s + (gl.allocate_shared_memory(gl.bfloat16, [N * ROWS, BLOCK_C], WIDE),)
     # An allocation for each tensor: between copies into the same, Triton puts a barrier.
     new_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, N * BLOCK_M, BLOCK_C], WIDE)
     grad_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, N * BLOCK_M, BLOCK_C], WIDE)
@@ -116,16 +118,12 @@ def boundary_gradients_kernel(d_x_new, d_layer_input, x_new, f, x, phi, dh, coef
     input_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_M, BLOCK_C], WIDE)
     f_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_M, BLOCK_C], WIDE)
     dh_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 4 * BLOCK_M, 32], THIN)
-    k = gl.arange(0, ROWS, TOKEN)[:, None]
-    for o in gl.static_range(N):
-        for j in gl.static_range(2):
-            phi_at = phi + (j * ROWS + k) * (N * C) + o * C + c
-            async_copy.async_copy_global_to_shared(phi_s.index(2 * o + j), phi_at, mask=inside & (k < ROWS))
     first = split * tokens_each
     last = gl.minimum(first + tokens_each, M)
     for stage in gl.static_range(STAGES - 1):
         _fetch(new_s, grad_s, old_s, input_s, f_s, dh_s, stage, x_new, d_x_new, x, d_layer_input, f, dh,
                first + stage * BLOCK_M, last, M, C, block, N, K, ROW, BLOCK_M, BLOCK_C, TILE, NARROW)  # fmt: skip
+    split_phi(phi_s, 0, phi, norm_weight, phi_k, phi_c, block * BLOCK_C, C, N, K, 2, ROWS, HAS_NORM, BLOCK_C, TILE)
     lane = gl.arange(0, LANES, gl.SliceLayout(0, SUMS))[None, :]
     dphi = ()
     for _ in gl.static_range(N):
@@ -163,8 +161,8 @@ def boundary_gradients_kernel(d_x_new, d_layer_input, x_new, f, x, phi, dh, coef
         d_input = input_s.index(turn).load(TILE).to(gl.float32)
         d_new = ()
         for o in gl.static_range(N):
-            phi_high = phi_s.index(2 * o).load(RIGHT)
-            phi_middle = phi_s.index(2 * o + 1).load(RIGHT)
+            phi_high = phi_s[0].slice(o * ROWS, ROWS, 0).load(RIGHT)
+            phi_middle = phi_s[1].slice(o * ROWS, ROWS, 0).load(RIGHT)
             # As in the products apart: dx is rounded to bf16, so the products of the smaller parts are left out.
             part = mma_v2(middle, phi_high, gl.zeros([BLOCK_M, BLOCK_C], gl.float32, MMA))
             part = mma_v2(high, phi_middle, part)
@@ -257,12 +255,12 @@ def backward(
 
     dphi_part = torch.empty(splits, rows, columns, dtype=torch.float32, device=x.device)
     sums_part = torch.empty(blocks, n + n * n, tokens, dtype=torch.float32, device=x.device)
-    weight = split_ahead(phi, norm_weight, 2, ROWS)
     with on_device(x):
         launch(
             boundary_gradients_kernel, (splits * blocks,),
-            d_x_new, d_layer_input, x_new, f, x, weight, dh, coefficient, h_pre, h_post, h_res, dx, df, dphi_part,
-            sums_part, tokens, each, width, N=n, K=rows, ROW=dh.shape[2], ROWS=ROWS, BLOCK_M=TOKENS, BLOCK_C=COLUMNS,
-            WARPS=WARPS, STAGES=STAGES, num_warps=WARPS,
+            d_x_new, d_layer_input, x_new, f, x, phi, norm_weight, dh, coefficient, h_pre, h_post, h_res, dx, df,
+            dphi_part, sums_part, tokens, each, width, phi.stride(0), phi.stride(1), N=n, K=rows, ROW=dh.shape[2],
+            ROWS=ROWS, HAS_NORM=norm_weight is not None, BLOCK_M=TOKENS, BLOCK_C=COLUMNS, WARPS=WARPS, STAGES=STAGES,
+            num_warps=WARPS,
         )  # fmt: skip
     return dphi_part, sums_part

@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
+from mhc_compile.kernels import driver
 from mhc_compile.kernels.common import on_device
+from mhc_compile.kernels.driver import Start
 
 
 def opaque(*writes: str) -> Callable[[Any], Opaque]:
@@ -38,17 +40,17 @@ class Opaque:
     def _start(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         given = self.aligned(args)
         self.kernel[grid](*given, **options)
-        self.put_back(args, given)
+        self.put_back(range(len(args)), args, given)
 
     def aligned(self, args: Sequence[Any]) -> list[Any]:
         """The arguments with copies of those tensors that begin elsewhere."""
         return [_copy(a) if isinstance(a, torch.Tensor) and a.data_ptr() % 16 else a for a in args]
 
-    def put_back(self, args: Sequence[Any], given: Sequence[Any]) -> None:
-        """Copy what was written into copies."""
-        for i in self._written:
-            if given[i] is not args[i]:
-                args[i].copy_(given[i])
+    def put_back(self, places: Sequence[int], args: Sequence[Any], given: Sequence[Any]) -> None:
+        """Copy what was written into copies; places: where the arguments stand among those of the kernel."""
+        for place, arg, copy in zip(places, args, given, strict=True):
+            if copy is not arg and place in self._written:
+                arg.copy_(copy)
 
     def record(self, grid: tuple[int, ...], args: Sequence[Any], options: dict[str, Any]) -> None:
         """Call the operator in place of the kernel, as what a graph is traced with."""
@@ -62,7 +64,8 @@ class Opaque:
                 raise ValueError(f"{self.kernel.__name__} is compiled for a single {self.kernel.arg_names[i]}")
         rest = [None if isinstance(a, (torch.Tensor, torch.SymInt)) else a for a in args]
         path = f"{self.kernel.__module__}.{self.kernel.__name__}"
-        launch = json.dumps([path, [*written, *read, *sizes], rest, options])
+        dtypes = [str(args[i].dtype).removeprefix("torch.") for i in (*written, *read)]
+        launch = json.dumps([path, [*written, *read, *sizes], dtypes, rest, options])
         torch.ops.mhc._launch(launch, *([args[i] for i in at] for at in (written, read, sizes)))
 
 
@@ -73,51 +76,50 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return memory.clone().as_strided(tensor.shape, tensor.stride())
 
 
-Start = Callable[[int, Sequence[Any]], None]
-
-
 class Launch:
     """One launch of an opaque kernel, again and again: after the first, past all that Triton asks of the arguments.
 
-    places: where the tensors and sizes stand that it is called with; rest: the others in their places, and behind the
-    kernel's arguments the number of its programs; launcher: of a compiled kernel and a device, gives what starts it
-    with so many programs and arguments, or None, and Triton does.
+    places: where the tensors and then the sizes stand that it is called with; dtypes: those of the tensors; rest: the
+    other arguments in their places, and behind those of the kernel the number of its programs.
     """
 
     def __init__(
-        self,
-        kernel: Opaque,
-        places: Sequence[int],
-        rest: Sequence[Any],
-        options: dict[str, Any],
-        launcher: Callable[[Any, torch.device], Start | None] | None = None,
+        self, kernel: Opaque, places: Sequence[int], dtypes: Sequence[str], rest: Sequence[Any], options: dict[str, Any]
     ) -> None:
-        self._kernel, self._places, self._rest, self._options = kernel, places, list(rest), options
-        self._constants = [options[name] for name in kernel.kernel.arg_names[len(rest) - 1 :]]
-        self._launcher = launcher
-        self._starts: dict[Any, Start] = {}
+        self._kernel, self._rest, self._options = kernel, list(rest), options
+        self._tensors, self._sizes = places[: len(dtypes)], places[len(dtypes) :]
+        self._dtypes = [getattr(torch, name) for name in dtypes]
+        self._starts: dict[torch.device, Start] = {}
 
     def __call__(self, tensors: Sequence[torch.Tensor], sizes: Sequence[int] = ()) -> None:
-        args, misaligned = self._rest.copy(), 0
-        for place, value in zip(self._places, (*tensors, *sizes), strict=True):
-            args[place] = value
-        for tensor in tensors:
-            misaligned |= tensor.data_ptr() % 16
-        programs = args.pop()
-        given = self._kernel.aligned(args) if misaligned else args
-        # The kernel does not care which sizes these are, the other numbers are those of this launch, and tensors are
-        # aligned: their types are what is left.
-        key = (tensors[0].device, *[tensor.dtype for tensor in tensors])
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        if any(address % 16 for address in addresses):
+            given = self._kernel.aligned(tensors)
+            self(given, sizes)
+            self._kernel.put_back(self._tensors, tensors, given)
+            return
+        args = self._arguments(addresses, sizes)
         with on_device(tensors[0]):
-            start = self._starts.get(key)
-            if start is not None:
-                start(programs, given)
-            else:
-                compiled = self._kernel.kernel[programs, 1, 1](*given, **self._options)
-                start = None if self._launcher is None else self._launcher(compiled, tensors[0].device)
-                self._starts[key] = start or self._by_triton(compiled)
-        if misaligned:
-            self._kernel.put_back(args, given)
+            device = tensors[0].device
+            start = self._starts.get(device)
+            if start is None:
+                start = self._starts[device] = self._compile(device, sizes)
+            start(args.pop(), args)
 
-    def _by_triton(self, compiled: Any) -> Start:
-        return lambda programs, given: compiled[programs, 1, 1](*given, *self._constants)
+    def _arguments(self, tensors: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
+        """All of them, and the number of programs."""
+        args = self._rest.copy()
+        for place, value in zip(self._tensors, tensors, strict=True):
+            args[place] = value
+        for place, value in zip(self._sizes, sizes, strict=True):
+            args[place] = value
+        return args
+
+    def _compile(self, device: torch.device, sizes: Sequence[int]) -> Start:
+        """What starts the kernel on a device. It is compiled for tensors by their dtypes, and for any sizes."""
+        *args, programs = self._arguments(self._dtypes, sizes)
+        compiled = self._kernel.kernel.warmup(*args, grid=(programs, 1, 1), **self._options)
+        constants = [self._options[name] for name in self._kernel.kernel.arg_names[len(args) :]]
+        return driver.load(compiled, device) or (
+            lambda programs, args: compiled[programs, 1, 1](*args, *constants)  # as Triton does it, which takes longer
+        )

@@ -1,8 +1,8 @@
 """mhc::_launch, which launches a kernel that Inductor cannot put into its graphs (`kernels.opaque` says which).
 
-launch: JSON of the kernel's path, the places of the tensors and symbolic sizes among its arguments, the other arguments
-by place, with the number of programs as the last, and its options. It is text because the code that calls the operator
-is kept on disk and read by other processes.
+launch: JSON of the kernel's path, the places of the tensors and symbolic sizes among its arguments, the dtypes of the
+tensors, the other arguments by place, with the number of programs as the last, and its options. It is text because the
+code that calls the operator is kept on disk and read by other processes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from mhc_compile import compat
 from mhc_compile.ops._transforms import library
 
 
@@ -23,9 +22,9 @@ def _read(text: str) -> Any:
     # Not at the top: operators work where Triton is missing.
     from mhc_compile.kernels.opaque import Launch
 
-    path, places, rest, options = json.loads(text)
+    path, *launch = json.loads(text)
     module, name = path.rsplit(".", 1)
-    return Launch(getattr(importlib.import_module(module), name), places, rest, options, compat.launcher)
+    return Launch(getattr(importlib.import_module(module), name), *launch)
 
 
 def launch(text: str, written: list[torch.Tensor], read: list[torch.Tensor], sizes: list[int]) -> None:

@@ -176,7 +176,29 @@ def _implementation(
 def _trace(call: Callable[..., Any], values: list[torch.Tensor]) -> fx.GraphModule:
     with compat.fake_mode_of(values[0]), torch.no_grad(), compat.composites_in_python(values):
         body: fx.GraphModule = make_fx(call, compat.inductor_decompositions())(*values)
+    for node in list(body.graph.nodes):
+        if _is_launch(node):
+            node.args, node.kwargs = fx.node.map_arg((node.args, node.kwargs), _whole)
+    for node in reversed(body.graph.nodes):
+        if compat.aliased(node) and not node.users:
+            body.graph.erase_node(node)
     return body
+
+
+def _is_launch(node: fx.Node) -> bool:
+    return compat.is_kernel_launch(node) or node.target is torch.ops.mhc._launch.default
+
+
+def _whole(node: fx.Node) -> fx.Node:
+    """The tensor that this is a view of, where both begin at one place: a kernel is given an address, and to make a
+    view takes as long as a third of a launch. Of symbolic sizes nothing is asked."""
+    sources = [] if compat.may_mutate(node) else compat.aliased(node)
+    if len(sources) != 1:
+        return node
+    view, whole = compat.example(node), compat.example(sources[0])
+    numbers = (*whole.shape, *whole.stride(), view.storage_offset(), whole.storage_offset())
+    same = view.dtype == whole.dtype and all(isinstance(number, int) for number in numbers)
+    return _whole(sources[0]) if same and view.storage_offset() == whole.storage_offset() else node
 
 
 def _check(body: fx.GraphModule, node: fx.Node) -> None:

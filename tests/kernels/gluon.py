@@ -44,6 +44,7 @@ def _boundary_gradients(
     f: Tensor,
     x: Tensor,
     phi: Tensor,
+    norm_weight: Tensor | None,
     dh: Tensor,
     coefficient: Tensor,
     h_pre: Tensor,
@@ -60,7 +61,8 @@ def _boundary_gradients(
     tokens, n, _c = x.shape
     rows = dphi_part.shape[1]
     d_h = dh.double().sum(0)[:, :rows]
-    d_new = d_x_new.double() + (d_h @ phi.double().sum(0)[:rows]).view(x.shape)
+    weight = phi.double() if norm_weight is None else phi.double() * norm_weight.double()
+    d_new = d_x_new.double() + (d_h @ weight).view(x.shape)
     d_new += coefficient[:, None, None] * x_new.double() + h_pre.t()[:, :, None] * d_layer_input.double()[:, None]
     dx.copy_(torch.einsum("tio,toc->tic", h_res.double(), d_new))
     df.copy_(torch.einsum("to,toc->tc", h_post.double(), d_new))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -9,44 +11,38 @@ import pytest
 import torch
 import triton
 from torch import Tensor
-from torch._inductor.runtime.static_triton_launcher import StaticallyLaunchedCudaKernel
 from triton.backends.compiler import GPUTarget
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from mhc_compile import compat
+from mhc_compile.kernels import driver
 from mhc_compile.kernels.opaque import Launch, Opaque
 
 
 class Kernel:
-    """out = factor * x, and both the addresses that it was given and how often Triton was asked."""
+    """out = factor * x, and the addresses that it was given."""
 
     arg_names = ("x", "out", "factor", "BLOCK")
     __module__, __name__ = "somewhere", "kernel"
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.compiled_for: list[tuple[Any, ...]] = []
         self.addresses: list[int] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        def start(x: Tensor, out: Tensor, factor: float, BLOCK: int) -> Any:
-            self.asked += 1
-            return self._compiled(x, out, factor, BLOCK)
+        return lambda x, out, factor, BLOCK: self._run(x.data_ptr(), out.data_ptr(), factor, BLOCK)
 
-        return start
+    def warmup(self, *args: Any, grid: tuple[int, ...], **options: Any) -> Any:
+        self.compiled_for.append((*args, grid, options))
+        return {(3, 1, 1): self._run}
 
-    def _compiled(self, x: Tensor, out: Tensor, factor: float, block: int) -> Any:
+    def _run(self, x: int, out: int, factor: float, block: int) -> None:
         assert block == 8
-        self.addresses = [x.data_ptr(), out.data_ptr()]
-        out.copy_(factor * x)
-
-        class Compiled:
-            def __getitem__(_, grid: tuple[int, ...]) -> Callable[..., Any]:
-                assert grid == (3, 1, 1)
-                return self._compiled
-
-        return Compiled()
+        self.addresses = [x, out]
+        values = (ctypes.c_float * 7).from_address(x)
+        (ctypes.c_float * 7).from_address(out)[:] = [factor * value for value in values]
 
 
 def _misaligned(size: int) -> Tensor:
@@ -87,65 +83,110 @@ def test_copies_lie_as_the_original(part: Tensor) -> None:
     assert part.numel() == 0 or copy.data_ptr() != part.data_ptr()
 
 
-def test_triton_is_asked_once_for_the_same_types() -> None:
+def test_triton_is_asked_once() -> None:
     kernel = Kernel()
-    launch = Launch(Opaque(kernel, ["out"]), [1, 0], [None, None, 5.0, 3], {"BLOCK": 8})
-    for tensor in (torch.ones(7), torch.ones(7), _misaligned(7) + 1, torch.ones(7, dtype=torch.float64)):
-        out = torch.empty_like(tensor)
-        launch([out, tensor])
-        assert torch.equal(out, 5 * tensor)
-    assert kernel.asked == 2
+    launch = Launch(Opaque(kernel, ["out"]), [1, 0], ["float32", "float32"], [None, None, 5.0, 3], {"BLOCK": 8})
+    for tensor in (torch.ones(7), torch.ones(7), _misaligned(7) + 1):
+        for out in (torch.empty(7), _misaligned(7)):
+            launch([out, tensor])
+            assert torch.equal(out, 5 * tensor)
+    assert kernel.compiled_for == [(torch.float32, torch.float32, 5.0, (3, 1, 1), {"BLOCK": 8})]
 
 
-def test_another_launcher_takes_over_after_the_first_time() -> None:
-    kernel, started = Kernel(), []
-
-    def launcher(compiled: Any, device: torch.device) -> Callable[[int, Any], None]:
-        assert (compiled[3, 1, 1], device) == (kernel._compiled, torch.device("cpu"))
-        return lambda programs, args: started.append((programs, len(args)))
-
-    launch = Launch(Opaque(kernel, ["out"]), [1, 0], [None, None, 5.0, 3], {"BLOCK": 8}, launcher)
-    x = torch.ones(7)
-    for _ in range(3):
-        launch([torch.empty(7), x])
-    assert kernel.asked == 1
-    assert started == [(3, 3)] * 2
+def test_sizes_and_the_number_of_programs_may_be_given() -> None:
+    kernel = Kernel()
+    launch = Launch(Opaque(kernel, ["out"]), [1, 0, 2, 3], ["float32", "float32"], [None] * 4, {"BLOCK": 8})
+    x, out = torch.ones(7), torch.empty(7)
+    launch([out, x], [5, 3])
+    assert torch.equal(out, 5 * x)
 
 
 @gluon.jit
-def _scale(x, weight, out, count, stride, BLOCK: gl.constexpr):  # type: ignore[no-untyped-def]
+def _scale(x, weight, out, count, stride, factor, BLOCK: gl.constexpr):  # type: ignore[no-untyped-def]
     at = gl.arange(0, BLOCK, gl.BlockedLayout([1], [32], [4], [0])) * stride
-    gl.store(out + at, gl.load(x + at, mask=at < count, other=0.0), mask=at < count)
+    gl.store(out + at, gl.load(x + at, mask=at < count, other=0.0) * factor, mask=at < count)
 
 
-def test_torch_launches_with_what_a_compiled_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No argument that is None or was compiled in; the stream is that of the kernel's device."""
+class Cuda:
+    """CUDA's driver, which has nothing to start a kernel on: keeps what it is given."""
+
+    def __init__(self, *errors: int) -> None:
+        self.errors = list(errors)
+        self.launches: list[tuple[Any, ...]] = []
+        self.entered = 0
+
+    def cuLaunchKernel(self, *given: Any) -> int:
+        *numbers, addresses, extra = given
+        assert extra is None
+        kinds = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int32, ctypes.c_float, ctypes.c_uint64, ctypes.c_uint64)
+        values = [kind.from_address(address).value for kind, address in zip(kinds, addresses, strict=True)]
+        self.launches.append((numbers, values))
+        return self.errors.pop() if self.errors else 0
+
+    def cuLaunchCooperativeKernel(self, *given: Any) -> int:
+        return self.cuLaunchKernel(*given, None)
+
+    def cuDevicePrimaryCtxRetain(self, context: Any, index: int) -> None:
+        assert index == 2
+
+    def cuCtxSetCurrent(self, context: Any) -> None:
+        self.entered += 1
+
+    def cuGetErrorString(self, error: int, text: Any) -> None:
+        text._obj.value = b"error %d" % error
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """_scale, for a Hopper, of which nobody asks to have one."""
     signature = {"x": "*bf16", "weight": "constexpr", "out": "*bf16", "count": "i32", "stride": "constexpr"}
     constants = {"weight": None, "stride": 1, "BLOCK": 128}
-    source = GluonASTSource(_scale, signature | {"BLOCK": "constexpr"}, constants, {})
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
-    compiled.function = 77
-    seen: list[Any] = []
+    source = GluonASTSource(_scale, signature | {"factor": "fp32", "BLOCK": "constexpr"}, constants, {})
+    monkeypatch.setattr(compat, "load_kernel", lambda compiled, index: 75 + index)
+    monkeypatch.setattr(compat, "raw_stream", lambda index: 1000 + index)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 
-    class Torch:
-        @staticmethod
-        def _launch_kernel(*given: Any) -> None:
-            seen.append(given)
 
-    monkeypatch.setattr(StaticallyLaunchedCudaKernel, "C_impl", Torch)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 1000 + index, raising=False)
-    start = compat.launcher(compiled, torch.device("cuda", 2))
+def _start(compiled: Any, cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> driver.Start:
+    monkeypatch.setattr(driver, "_cuda", lambda: cuda)
+    start = driver.load(compiled, torch.device("cuda", 2))
     assert start is not None
-    x, out = torch.ones(5), torch.empty(5)
-    start(9, [x, None, out, 5, 1])
-    ((function, *grid, warps, shared, types, args, stream),) = seen
-    assert (function, grid, warps, shared, stream) == (77, [9, 1, 1], 4, compiled.metadata.shared, 1002)
-    assert types[:3] == "OOi"
-    assert args[:3] == (x, out, 5)
-    # What Triton keeps room for behind the arguments.
-    assert set(types[3:]) <= {"O"}
-    assert args[3:] == (None,) * (len(types) - 3)
+    return start
 
 
-def test_triton_launches_what_torch_does_not() -> None:
-    assert compat.launcher(object(), torch.device("cuda", 0)) is None
+@pytest.mark.parametrize("cooperative", [False, True])
+def test_the_driver_gets_what_a_compiled_kernel_takes(
+    cooperative: bool, compiled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No argument that is None or was compiled in, and behind them what Triton keeps room for; each thread its own."""
+    compiled.metadata = compiled.metadata._replace(launch_cooperative_grid=cooperative)
+    cuda = Cuda()
+    start = _start(compiled, cuda, monkeypatch)
+    start(9, [1 << 40, None, 1 << 60, -5, 1, 0.25])
+    other = threading.Thread(target=start, args=(1, [16, None, 32, 1, 1, 2.0]))
+    other.start()
+    other.join()
+    shared = compiled.metadata.shared
+    assert cuda.launches == [
+        ([77, 9, 1, 1, 128, 1, 1, shared, 1002], [1 << 40, 1 << 60, -5, 0.25, 0, 0]),
+        ([77, 1, 1, 1, 128, 1, 1, shared, 1002], [16, 32, 1, 2.0, 0, 0]),
+    ]
+
+
+def test_a_thread_without_a_context_gets_that_of_the_device(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(201)
+    _start(compiled, cuda, monkeypatch)(9, [16, None, 32, 1, 1, 2.0])
+    first, second = cuda.launches
+    assert (first, cuda.entered) == (second, 1)
+
+
+def test_an_error_of_the_driver_is_raised(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match="_scale was not launched: error 720"):
+        _start(compiled, Cuda(720), monkeypatch)(9, [16, None, 32, 1, 1, 2.0])
+
+
+def test_triton_launches_what_the_driver_does_not(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "_cuda", Cuda)
+    compiled.metadata = compiled.metadata._replace(global_scratch_size=16)
+    for unknown in (object(), compiled):
+        assert driver.load(unknown, torch.device("cuda", 0)) is None

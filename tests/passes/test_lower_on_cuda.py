@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor import async_compile
+from torch._inductor import config as inductor_config
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._inductor.utils import run_and_get_code
 
 from mhc_compile import backend
@@ -110,3 +116,37 @@ def test_gradients_of_streams_save_memory() -> None:
         evaluate(compiled, model, x)
         peaks.append(torch.cuda.max_memory_allocated())
     assert peaks[1] <= peaks[0]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_kernels_are_launched_from_c(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever Inductor compiles them."""
+    launched = set()
+    run = CachingAutotuner.run
+
+    def watched(self: CachingAutotuner, *args: Any, **kwargs: Any) -> Any:
+        result = run(self, *args, **kwargs)
+        name = self.inductor_meta["kernel_name"]
+        launched.update((name, getattr(launcher, "_is_static", False)) for launcher in self.launchers)
+        return result
+
+    monkeypatch.setattr(CachingAutotuner, "run", watched)
+    model, x = _chain(torch.bfloat16, 5)
+    with inductor_config.patch(compile_threads=workers):
+        if workers > 1:
+            async_compile.AsyncCompile.wait_pool_ready()
+        evaluate(torch.compile(model, backend="mhc", dynamic=False), model, x)
+    assert {"mix_kernel", "mix_backward_kernel"} <= {name.rpartition("_")[0] for name, _ in launched}
+    assert all(static for _, static in launched)
+
+
+def test_a_thread_that_has_not_called_cuda() -> None:
+    model, x = _chain(torch.bfloat16, 5)
+    compiled = torch.compile(model, backend="mhc", dynamic=False)
+    with torch.no_grad():
+        (expected,) = compiled(x)
+        results = []
+        thread = threading.Thread(target=torch.no_grad()(lambda: results.extend(compiled(x))))
+        thread.start()
+        thread.join()
+    assert torch.equal(results[0], expected)
