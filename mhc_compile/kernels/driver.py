@@ -11,42 +11,42 @@ import functools
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from operator import itemgetter
 from typing import Any
 
 import torch
 
 from mhc_compile import compat
 
-# What starts a kernel on the current stream: takes the number of programs and the kernel's arguments, tensors as
-# addresses.
-Start = Callable[[int, Sequence[Any]], None]
+# What starts a kernel on the current stream, given how many programs, and of its arguments those that vary.
+Start = Callable[[int, Sequence[int]], None]
 
 # Triton's types, each in 8 bytes.
 _PACKED = {"i32": "i4x", "u32": "I4x", "i64": "q", "u64": "Q", "fp32": "f4x", "fp64": "d"}
-# Behind the arguments Triton keeps room for two pointers, which are read only where scratch memory is asked for.
-_BEHIND = 2
 _NO_CONTEXT = 201
 
 
 class _Arguments(threading.local):
-    """Where one thread puts the arguments of a launch: the driver is given the address of each."""
+    """Where one thread keeps the arguments of a launch: the driver is given the address of each."""
 
-    def __init__(self, count: int) -> None:
-        self.values = ctypes.create_string_buffer(8 * (count + _BEHIND))
-        first = ctypes.addressof(self.values)
-        self.addresses = (ctypes.c_void_p * (count + _BEHIND))(*range(first, first + 8 * (count + _BEHIND), 8))
+    def __init__(self, layout: str, values: Sequence[Any], places: Sequence[int]) -> None:
+        # Behind the arguments Triton keeps room for two pointers, which are read where it asks for scratch memory.
+        self.memory = ctypes.create_string_buffer(8 * (len(values) + 2))
+        struct.pack_into(layout, self.memory, 0, *values)
+        first, behind = ctypes.addressof(self.memory), (len(values), len(values) + 1)
+        self.addresses = (ctypes.c_void_p * (len(places) + 2))(*(first + 8 * place for place in (*places, *behind)))
 
 
-def load(compiled: Any, device: torch.device) -> Start | None:
+def load(compiled: Any, device: torch.device, args: Sequence[Any], varying: Sequence[int]) -> Start | None:
     """What starts a compiled kernel on this device, the current one; None where Triton has to.
 
-    Raises what Triton raises where the device has too little shared memory for it.
+    varying: the places, among these arguments, of tensors, which come as addresses, and of sizes; the others stay.
+    Raises what Triton raises where the device has too little shared memory.
     """
     try:
         metadata, names, signature = compiled.metadata, compiled.src.fn.arg_names, compiled.src.signature
-        taken = {i: signature[name] for i, name in enumerate(names) if signature[name] != "constexpr"}
-        layout = "=" + "".join("Q" if kind.startswith("*") else _PACKED[kind] for kind in taken.values())
+        kinds = {i: signature[name] for i, name in enumerate(names) if signature[name] != "constexpr"}
+        order = [*varying, *(i for i in kinds if i not in varying)]
+        letters = ["Q" if kinds[i].startswith("*") else _PACKED[kinds[i]] for i in order]
         plain = (metadata.num_ctas, metadata.launch_pdl, metadata.global_scratch_size, metadata.profile_scratch_size)
         cooperative, shared, threads = metadata.launch_cooperative_grid, metadata.shared, 32 * metadata.num_warps
         begin = _cuda().cuLaunchCooperativeKernel if cooperative else _cuda().cuLaunchKernel
@@ -55,11 +55,13 @@ def load(compiled: Any, device: torch.device) -> Start | None:
         function = None
     if function is None:
         return None
-    arguments, pick, raw_stream = _Arguments(len(taken)), itemgetter(*taken), compat.raw_stream
-    pack, end = struct.Struct(layout).pack_into, () if cooperative else (None,)
+    values = [0 if i in varying else args[i] for i in order]
+    arguments = _Arguments("=" + "".join(letters), values, [order.index(i) for i in kinds])
+    pack = struct.Struct("=" + "".join(letters[: len(varying)])).pack_into
+    raw_stream, end = compat.raw_stream, () if cooperative else (None,)
 
-    def start(programs: int, args: Sequence[Any]) -> None:
-        pack(arguments.values, 0, *pick(args))
+    def start(programs: int, given: Sequence[int]) -> None:
+        pack(arguments.memory, 0, *given)
         launch = function, programs, 1, 1, threads, 1, 1, shared, raw_stream(device.index), arguments.addresses, *end
         error = begin(*launch)
         if error == _NO_CONTEXT:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ class Opaque:
 
     def put_back(self, places: Sequence[int], args: Sequence[Any], given: Sequence[Any]) -> None:
         """Copy what was written into copies; places: where the arguments stand among those of the kernel."""
-        for place, arg, copy in zip(places, args, given, strict=True):
+        for place, arg, copy in zip(places, args, given, strict=False):
             if copy is not arg and place in self._written:
                 arg.copy_(copy)
 
@@ -86,40 +87,43 @@ class Launch:
     def __init__(
         self, kernel: Opaque, places: Sequence[int], dtypes: Sequence[str], rest: Sequence[Any], options: dict[str, Any]
     ) -> None:
-        self._kernel, self._rest, self._options = kernel, list(rest), options
-        self._tensors, self._sizes = places[: len(dtypes)], places[len(dtypes) :]
+        *self._args, self._programs = rest
+        self._kernel, self._options = kernel, options
+        self._counted = len(self._args) in places
+        self._places = [place for place in places if place < len(self._args)]
         self._dtypes = [getattr(torch, name) for name in dtypes]
         self._starts: dict[torch.device, Start] = {}
 
     def __call__(self, tensors: Sequence[torch.Tensor], sizes: Sequence[int] = ()) -> None:
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        if any(address % 16 for address in addresses):
+        values = [tensor.data_ptr() for tensor in tensors]
+        if reduce(or_, values) % 16:
             given = self._kernel.aligned(tensors)
             self(given, sizes)
-            self._kernel.put_back(self._tensors, tensors, given)
+            self._kernel.put_back(self._places, tensors, given)
             return
-        args = self._arguments(addresses, sizes)
+        values += sizes
+        programs = values.pop() if self._counted else self._programs
         with on_device(tensors[0]):
             device = tensors[0].device
             start = self._starts.get(device)
             if start is None:
                 start = self._starts[device] = self._compile(device, sizes)
-            start(args.pop(), args)
-
-    def _arguments(self, tensors: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
-        """All of them, and the number of programs."""
-        args = self._rest.copy()
-        for place, value in zip(self._tensors, tensors, strict=True):
-            args[place] = value
-        for place, value in zip(self._sizes, sizes, strict=True):
-            args[place] = value
-        return args
+            start(programs, values)
 
     def _compile(self, device: torch.device, sizes: Sequence[int]) -> Start:
         """What starts the kernel on a device. It is compiled for tensors by their dtypes, and for any sizes."""
-        *args, programs = self._arguments(self._dtypes, sizes)
-        compiled = self._kernel.kernel.warmup(*args, grid=(programs, 1, 1), **self._options)
-        constants = [self._options[name] for name in self._kernel.kernel.arg_names[len(args) :]]
-        return driver.load(compiled, device) or (
-            lambda programs, args: compiled[programs, 1, 1](*args, *constants)  # as Triton does it, which takes longer
-        )
+        kernel = self._kernel.kernel
+        compiled = kernel.warmup(*self._filled([*self._dtypes, *sizes]), grid=(1, 1, 1), **self._options)
+        constants = [self._options[name] for name in kernel.arg_names[len(self._args) :]]
+
+        def by_triton(programs: int, values: Sequence[int]) -> None:
+            compiled[programs, 1, 1](*self._filled(values), *constants)
+
+        return driver.load(compiled, device, self._args, self._places) or by_triton
+
+    def _filled(self, values: Sequence[Any]) -> list[Any]:
+        """The kernel's arguments, of which these vary."""
+        args = self._args.copy()
+        for place, value in zip(self._places, values, strict=False):
+            args[place] = value
+        return args

@@ -90,7 +90,7 @@ def test_triton_is_asked_once() -> None:
         for out in (torch.empty(7), _misaligned(7)):
             launch([out, tensor])
             assert torch.equal(out, 5 * tensor)
-    assert kernel.compiled_for == [(torch.float32, torch.float32, 5.0, (3, 1, 1), {"BLOCK": 8})]
+    assert kernel.compiled_for == [(torch.float32, torch.float32, 5.0, (1, 1, 1), {"BLOCK": 8})]
 
 
 def test_sizes_and_the_number_of_programs_may_be_given() -> None:
@@ -149,7 +149,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def _start(compiled: Any, cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> driver.Start:
     monkeypatch.setattr(driver, "_cuda", lambda: cuda)
-    start = driver.load(compiled, torch.device("cuda", 2))
+    start = driver.load(compiled, torch.device("cuda", 2), [None, None, None, None, 1, 0.25], [2, 0, 3])
     assert start is not None
     return start
 
@@ -162,31 +162,31 @@ def test_the_driver_gets_what_a_compiled_kernel_takes(
     compiled.metadata = compiled.metadata._replace(launch_cooperative_grid=cooperative)
     cuda = Cuda()
     start = _start(compiled, cuda, monkeypatch)
-    start(9, [1 << 40, None, 1 << 60, -5, 1, 0.25])
-    other = threading.Thread(target=start, args=(1, [16, None, 32, 1, 1, 2.0]))
+    start(9, [1 << 60, 1 << 40, -5])
+    other = threading.Thread(target=start, args=(1, [32, 16, 1]))
     other.start()
     other.join()
     shared = compiled.metadata.shared
     assert cuda.launches == [
         ([77, 9, 1, 1, 128, 1, 1, shared, 1002], [1 << 40, 1 << 60, -5, 0.25, 0, 0]),
-        ([77, 1, 1, 1, 128, 1, 1, shared, 1002], [16, 32, 1, 2.0, 0, 0]),
+        ([77, 1, 1, 1, 128, 1, 1, shared, 1002], [16, 32, 1, 0.25, 0, 0]),
     ]
 
 
 def test_a_thread_without_a_context_gets_that_of_the_device(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = Cuda(201)
-    _start(compiled, cuda, monkeypatch)(9, [16, None, 32, 1, 1, 2.0])
+    _start(compiled, cuda, monkeypatch)(9, [32, 16, 1])
     first, second = cuda.launches
     assert (first, cuda.entered) == (second, 1)
 
 
 def test_an_error_of_the_driver_is_raised(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="_scale was not launched: error 720"):
-        _start(compiled, Cuda(720), monkeypatch)(9, [16, None, 32, 1, 1, 2.0])
+        _start(compiled, Cuda(720), monkeypatch)(9, [32, 16, 1])
 
 
 def test_triton_launches_what_the_driver_does_not(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "_cuda", Cuda)
     compiled.metadata = compiled.metadata._replace(global_scratch_size=16)
     for unknown in (object(), compiled):
-        assert driver.load(unknown, torch.device("cuda", 0)) is None
+        assert driver.load(unknown, torch.device("cuda", 0), [None] * 6, [2, 0, 3]) is None

@@ -140,6 +140,17 @@ def test_kernels_are_launched_from_c(workers: int, monkeypatch: pytest.MonkeyPat
     assert all(static for _, static in launched)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(("tokens", "width"), [(5, 256), (2048, 4096)])
+def test_on_another_gpu_than_the_current_one(tokens: int, width: int) -> None:
+    model, x = _chain(torch.bfloat16, tokens, width)
+    expected = evaluate(torch.compile(model, backend="mhc", dynamic=False), model, x)
+    other = x.to("cuda:1")
+    for name, value in evaluate(torch.compile(model.to("cuda:1"), backend="mhc", dynamic=False), model, other).items():
+        assert value.device == other.device
+        assert torch.equal(value.to(expected[name].device), expected[name]), name
+
+
 def test_a_thread_that_has_not_called_cuda() -> None:
     model, x = _chain(torch.bfloat16, 5)
     compiled = torch.compile(model, backend="mhc", dynamic=False)
