@@ -192,6 +192,23 @@ def _logit_gradient(dl, v, r, s, d_h, dh, tok, tokens, k, mask, K: tl.constexpr,
     return dl * v * s
 
 
+@triton.jit
+def _gate_gradient(d_gate, h, r, scale, bias, d_h, dh, affine_at, i, tok, mask, tokens, GROUP: tl.constexpr,
+                   N: tl.constexpr, K: tl.constexpr, ROW: tl.constexpr, PARTS: tl.constexpr, HAS_DH: tl.constexpr,
+                   GROUPED: tl.constexpr):  # fmt: skip
+    """From d_gate [NP, T], of the sigmoids of h_pre (GROUP 0) or h_post (1), to their rows of dh and sums for scale and
+    bias; returns the sigmoids and the terms of dr [T]."""
+    k = GROUP * N + i
+    v = tl.load(h + tok * K + k, mask=mask, other=0.0)
+    s, b = affine(scale, bias, k, i < N, GROUP, GROUPED)
+    gate = tl.sigmoid(r * v * s + b)
+    dl = d_gate * gate * (1.0 - gate)
+    edge = tl.arange(0, dl.shape[0])
+    tl.store(affine_at + GROUP * N + edge, tl.sum(dl * v * r, axis=1), mask=edge < N)
+    tl.store(affine_at + K + GROUP * N + edge, tl.sum(dl, axis=1), mask=edge < N)
+    return gate, tl.sum(_logit_gradient(dl, v, r, s, d_h, dh, tok, tokens, k, mask, K, ROW, PARTS, HAS_DH), axis=0)
+
+
 @triton.jit(do_not_specialize=["M", "pre_parts", "pre_s", "pre_i", "pre_m", "pairs"])
 def mix_backward_kernel(h, ms, scale, bias, d_pre, d_post, d_res, d_h, d_ms, dh, coefficient, h_pre,
                         affine_part, history, M, pre_parts, pre_s, pre_i, pre_m, post_m, post_i, res_m, res_i, res_o,
@@ -244,35 +261,24 @@ def mix_backward_kernel(h, ms, scale, bias, d_pre, d_post, d_res, d_h, d_ms, dh,
         tl.store(affine_at + K + k2, tl.sum(dl3, axis=2), mask=square)
 
     tok = tok1[None, :]
-    live = live1[None, :]
     r = r1[None, :]
     i = tl.arange(0, NP)[:, None]
-    mask = live & (i < N)
-    v = tl.load(h + tok * K + i, mask=mask, other=0.0)
-    s, b = affine(scale, bias, i, i < N, 0, GROUPED)
-    gate = tl.sigmoid(r * v * s + b)
-    tl.store(h_pre + i * tokens + tok, gate + pre_eps, mask=mask)
-    dl = tl.zeros([NP, BLOCK_T], tl.float32)
+    mask = live1[None, :] & (i < N)
+    d_gate = tl.zeros([NP, BLOCK_T], tl.float32)
     if HAS_PRE:
         for part in range(0, pre_parts):
-            dl += tl.load(d_pre + part * pre_s + i * pre_i + tok * pre_m, mask=mask, other=0.0).to(tl.float32)
-        dl = dl * gate * (1.0 - gate)
-    dr += tl.sum(_logit_gradient(dl, v, r, s, d_h, dh, tok, tokens, i, mask, K, ROW, PARTS, HAS_DH), axis=0)
-    edge = tl.arange(0, NP)
-    tl.store(affine_at + edge, tl.sum(dl * v * r, axis=1), mask=edge < N)
-    tl.store(affine_at + K + edge, tl.sum(dl, axis=1), mask=edge < N)
-
+            d_gate += tl.load(d_pre + part * pre_s + i * pre_i + tok * pre_m, mask=mask, other=0.0).to(tl.float32)
+    gate, terms = _gate_gradient(d_gate, h, r, scale, bias, d_h, dh, affine_at, i, tok, mask, tokens, 0, N, K, ROW,
+                                 PARTS, HAS_DH, GROUPED)  # fmt: skip
+    tl.store(h_pre + i * tokens + tok, gate + pre_eps, mask=mask)
+    dr += terms
     if K > N:
-        v = tl.load(h + tok * K + N + i, mask=mask, other=0.0)
-        s, b = affine(scale, bias, N + i, i < N, 1, GROUPED)
-        dl = tl.zeros([NP, BLOCK_T], tl.float32)
+        d_gate = tl.zeros([NP, BLOCK_T], tl.float32)
         if HAS_POST:
-            gate = tl.sigmoid(r * v * s + b)
-            dl = tl.load(d_post + tok * post_m + i * post_i, mask=mask, other=0.0).to(tl.float32)
-            dl = dl * post_mult * gate * (1.0 - gate)
-        dr += tl.sum(_logit_gradient(dl, v, r, s, d_h, dh, tok, tokens, N + i, mask, K, ROW, PARTS, HAS_DH), axis=0)
-        tl.store(affine_at + N + edge, tl.sum(dl * v * r, axis=1), mask=edge < N)
-        tl.store(affine_at + K + N + edge, tl.sum(dl, axis=1), mask=edge < N)
+            d_gate = tl.load(d_post + tok * post_m + i * post_i, mask=mask, other=0.0).to(tl.float32) * post_mult
+        _, terms = _gate_gradient(d_gate, h, r, scale, bias, d_h, dh, affine_at, i, tok, mask, tokens, 1, N, K, ROW,
+                                  PARTS, HAS_DH, GROUPED)  # fmt: skip
+        dr += terms
 
     dms = rms_gradient(dr, mean, r1, rms_eps, RMS_MODE)
     if HAS_DMS:
