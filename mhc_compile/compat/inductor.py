@@ -107,17 +107,16 @@ def _tell_workers() -> None:
     from torch._inductor import async_compile
 
     pool_of = async_compile.AsyncCompile.process_pool
-    compiles = getattr(async_compile, "_worker_compile_triton", None)
-    if compiles is None or not hasattr(pool_of, "cache_clear") or isinstance(pool_of, _Pool):
-        return
-    async_compile.AsyncCompile.process_pool = _Pool(pool_of, compiles)  # type: ignore[assignment]
+    job = getattr(async_compile, "_worker_compile_triton", None)
+    if job is not None and hasattr(pool_of, "cache_clear") and not isinstance(pool_of, _PoolOf):
+        async_compile.AsyncCompile.process_pool = _PoolOf(pool_of, job)  # type: ignore[assignment]
 
 
-class _Pool:
-    """Inductor's function that returns the pool of its workers, whose jobs `compiles` take a setting more."""
+class _PoolOf:
+    """Inductor's function that returns the pool of its workers, of which the job to compile gets a setting more."""
 
-    def __init__(self, pool_of: Any, compiles: Any) -> None:
-        self._pool_of, self._compiles, self.cache_clear = pool_of, compiles, pool_of.cache_clear
+    def __init__(self, pool_of: Any, job: Any) -> None:
+        self._pool_of, self._job, self.cache_clear = pool_of, job, pool_of.cache_clear
 
     def __call__(self) -> Any:
         pool = self._pool_of()
@@ -125,11 +124,10 @@ class _Pool:
             pool.submit = functools.partial(self._submit, pool.submit)
         return pool
 
-    def _submit(self, submit: Any, job: Any, *args: Any) -> Any:
-        if job is self._compiles:
-            load, environment, settings = args
-            args = load, environment, {_STATIC: getattr(inductor_config(), _STATIC)} | settings
-        return submit(job, *args)
+    def _submit(self, submit: Any, job: Any, *args: Any, **kwargs: Any) -> Any:
+        if job is self._job and isinstance(args[-1], dict):
+            args = (*args[:-1], {_STATIC: getattr(inductor_config(), _STATIC)} | args[-1])
+        return submit(job, *args, **kwargs)
 
 
 def compile_with_inductor(

@@ -56,15 +56,20 @@ def _kind(value: Any, constant: bool) -> Any:
     return getattr(value, "dtype", type(value))
 
 
+@functools.cache
 def load_kernel(compiled: Any, index: int) -> int | None:
-    """The CUfunction of a kernel that Triton compiled, loaded to a GPU, the current one; None of an unknown Triton."""
+    """The CUfunction of a kernel that Triton compiled, loaded to a GPU, the current one.
+
+    None of an unknown Triton, and where it does not fit, of which Triton has more to say.
+    """
     try:
         from triton.runtime import driver
 
-        load = driver.active.utils.load_binary
-    except (ImportError, AttributeError):
+        utils, shared = driver.active.utils, compiled.metadata.shared
+        load, most = utils.load_binary, utils.get_device_properties(index)["max_shared_mem"]
+    except (ImportError, AttributeError, LookupError):
         return None
-    function: int = load(compiled.name, compiled.kernel, compiled.metadata.shared, index)[1]
+    function: int | None = load(compiled.name, compiled.kernel, shared, index)[1] if shared <= most else None
     return function
 
 

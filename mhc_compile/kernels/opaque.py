@@ -81,7 +81,7 @@ class Launch:
     """One launch of an opaque kernel, again and again: after the first, past all that Triton asks of the arguments.
 
     places: where the tensors and then the sizes stand that it is called with; dtypes: those of the tensors; rest: the
-    other arguments in their places, and behind those of the kernel the number of its programs.
+    other arguments in their places. Behind the kernel's stands the number of programs, which may be one of the sizes.
     """
 
     def __init__(

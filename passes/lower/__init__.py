@@ -248,11 +248,13 @@ def _describe(new: fx.Node, old: fx.Node) -> None:
     """Give a copied node what Inductor reads of it; its value is new, because that tells memory apart."""
     args, kwargs = fx.node.map_arg((new.args, new.kwargs), lambda n: n.meta["val"])
     new.meta = {"stack_trace": old.meta["stack_trace"]} if "stack_trace" in old.meta else {}
-    if compat.is_kernel_launch(new):
-        compat.analyse_once(new)
-        # Inductor gives a kernel exactly the strides of these, which the launch has as numbers.
+    if _is_launch(new):
+        # Inductor gives a kernel exactly the strides of these, which the launch has as numbers. Without them it gives
+        # what it finds best, and a copy that was to be contiguous is not.
         new.meta["eager_input_vals"] = (args, kwargs)
         new.meta["val"] = None
+        if compat.is_kernel_launch(new):
+            compat.analyse_once(new)
     else:
         new.meta["val"] = new.target(*args, **kwargs)  # type: ignore[operator]
 

@@ -11,7 +11,7 @@ from torch._inductor import config
 from torch._inductor.codegen.custom_extern_kernel_codegen import CUSTOM_EXTERN_KERNEL_CODEGEN
 from torch._inductor.utils import run_and_get_code
 
-from mhc_compile import compat
+from mhc_compile import compat, passes
 from mhc_compile.ops import _launch
 
 OPERATOR = "torch.ops.mhc._launch.default"
@@ -68,3 +68,33 @@ def test_inductor_orders_what_reads_after_what_writes(direct: bool, monkeypatch:
     torch.testing.assert_close(reduced, (2 * torch.cos(x) + 1).sum())
     assert (OPERATOR in code) is not direct
     assert ("mhc_compile.ops._launch.launch('text'" in code) is direct
+
+
+@pytest.mark.usefixtures("fresh_dynamo", "on_cpu")
+def test_inductor_gives_the_strides_that_a_launch_was_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left to itself it makes a contiguous copy of what was transposed in the order in which it computes it."""
+    seen: list[tuple[int, ...]] = []
+
+    def lowered(graph: fx.Graph) -> None:
+        (copy,) = graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)
+        value = copy.meta["val"]
+        options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+        with graph.inserting_after(copy):
+            room = graph.call_function(torch.ops.aten.empty.memory_format, (list(value.shape),), options)
+        with graph.inserting_after(room):
+            launch = graph.call_function(torch.ops.mhc._launch.default, ("text", [room], [copy], []))
+        room.meta["val"] = torch.empty_like(value)
+        copy.replace_all_uses_with(room, lambda user: user is not launch)
+        passes.lowering._describe(launch, launch)
+
+    def kernel(tensors: Sequence[Tensor], sizes: Sequence[int]) -> None:
+        out, x = tensors
+        seen.append(x.stride())
+        out.copy_(x)
+
+    monkeypatch.setattr(_launch, "_read", {"text": kernel}.__getitem__)
+    x = torch.randn(5, 7)
+    with config.patch(post_grad_custom_post_pass=lowered):
+        result = torch.compile(lambda x: torch.sin(x).t().contiguous() + 1)(x)
+    assert seen == [(5, 1)]
+    torch.testing.assert_close(result, torch.sin(x).t() + 1)

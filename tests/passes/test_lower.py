@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from mhc_compile import backend, compat, passes
 from mhc_compile.testing.float64 import Float64Reference
@@ -70,6 +71,11 @@ def test_kernels_in_gluon_are_launched_by_an_operator(fakes: FakeTensorMode) -> 
     assert operators(graph) == ["mhc._launch.default"] * 2
     # mix; pre_gradient and mix_backward; the sums of gates and of parameters
     assert len(launches(graph)) == 5
+    for node in graph.find_nodes(op="call_function", target=mhc._launch.default):
+        # Which Inductor gives it exactly.
+        given, demanded = map(tree_leaves, (node.args, node.meta["eager_input_vals"][0]))
+        for value, fake in zip(given, demanded, strict=True):
+            assert not isinstance(value, fx.Node) or value.meta["val"].stride() == fake.stride()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -13,11 +13,11 @@ from torch._inductor import config as inductor_config
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._inductor.utils import run_and_get_code
 
-from mhc_compile import backend
+from mhc_compile import backend, ops
 from mhc_compile.testing.float64 import Float64Reference
 from tests.passes.fused import Sublayer, evaluate
 from tests.zoo import check
-from tests.zoo.common import STREAMS
+from tests.zoo.common import STREAMS, random_phi
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_dynamo", "fresh_cache")]
 
@@ -25,11 +25,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_dynamo", "fresh_ca
 class Chain(torch.nn.Module):
     """Sublayers whose layer is an identity: with the operators' kernels deterministic, so is all of it."""
 
-    def __init__(self, layers: int, width: int) -> None:
+    def __init__(self, layers: int, width: int, bias: bool) -> None:
         super().__init__()
         self.sublayers = torch.nn.ModuleList(Sublayer(width=width) for _ in range(layers))
         for sublayer in self.sublayers:
             sublayer.layer = torch.nn.Identity()  # type: ignore[assignment]
+            if not bias:
+                sublayer.layer_bias = None  # type: ignore[assignment]
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         for sublayer in self.sublayers:
@@ -38,7 +40,10 @@ class Chain(torch.nn.Module):
 
 
 def _chain(dtype: torch.dtype, tokens: int = 200, width: int = 256) -> tuple[Chain, Tensor]:
-    return Chain(4, width).cuda(), torch.randn(tokens, STREAMS, width, device="cuda", dtype=dtype)
+    # With a bias nothing is made in a single pass over the streams.
+    return Chain(4, width, dtype == torch.float32).cuda(), torch.randn(
+        tokens, STREAMS, width, device="cuda", dtype=dtype
+    )
 
 
 @pytest.mark.parametrize("tokens", [1, 37, 256, 4096])
@@ -116,6 +121,39 @@ def test_gradients_of_streams_save_memory() -> None:
         evaluate(compiled, model, x)
         peaks.append(torch.cuda.max_memory_allocated())
     assert peaks[1] <= peaks[0]
+
+
+@pytest.mark.parametrize("shape", [(700,), (2, 350)])
+def test_what_is_computed_transposed(shape: tuple[int, ...]) -> None:
+    """A sublayer's output and gates that Inductor would rather leave as it made them."""
+    n, width, device = STREAMS, 256, torch.device("cuda")
+    *lead, tokens = shape
+    leaves = {
+        "x": torch.randn(*shape, n, width, device=device, dtype=torch.bfloat16),
+        "f": torch.randn(*lead, width, tokens, device=device, dtype=torch.bfloat16),
+        "post": torch.randn(*lead, n, tokens, device=device),
+        "res": torch.rand(*shape, n, n, device=device) / n,
+        "phi": random_phi(n * n + 2 * n, n * width).to(device),
+        "scale": torch.ones(3, device=device),
+        "bias": torch.randn(n * n + 2 * n, device=device),
+    }
+
+    def function(x: Tensor, f: Tensor, post: Tensor, res: Tensor, **parameters: Tensor) -> tuple[Tensor, ...]:
+        rows, gates = torch.nn.functional.gelu(f).mT.contiguous(), torch.sigmoid(post).mT
+        x = ops.expand_combine(rows, None, gates, x, res)
+        return (x, *ops.generate_mix_and_aggregate(x, **parameters))
+
+    results = []
+    for lower in (False, True):
+        torch._dynamo.reset()
+        given = {name: leaf.detach().requires_grad_() for name, leaf in leaves.items()}
+        out = torch.compile(function, backend="mhc", options={"mhc.lower": lower}, dynamic=False)(**given)
+        gradients = torch.autograd.grad([value.float().square().sum() for value in out], list(given.values()))
+        results.append((*out, *gradients))
+    assert backend.last_report is not None
+    assert backend.last_report.lowered["boundary"] == backend.last_report.lowered["boundary_backward"] == 1
+    for whole, lowered in zip(*results, strict=True):
+        assert torch.equal(whole, lowered)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
