@@ -86,6 +86,7 @@ class LowerPass(_Configured):
 
     def __call__(self, graph: fx.Graph) -> None:
         if self.options["mhc.lower"]:
+            compat.tell_workers()
             report = passes.lower(graph)
             if last_report is not None:
                 last_report.add(report)
@@ -209,9 +210,10 @@ class enable:
         if rest:
             raise ValueError(f"options: {', '.join(rest)} is not an option of mhc; expected names that begin with mhc.")
         config = compat.inductor_config()
-        _stack.append({hook: getattr(config, hook) for hook in _HOOKS})
-        for hook, make in _HOOKS.items():
-            setattr(config, hook, _chained(hook, None, make(own)))
+        settings = {hook: _chained(hook, None, make(own)) for hook, make in _HOOKS.items()} | compat.launches_from_c()
+        _stack.append({name: getattr(config, name) for name in settings})
+        for name, value in settings.items():
+            setattr(config, name, value)
 
     def __enter__(self) -> None:
         return None
@@ -228,8 +230,8 @@ _stack: list[dict[str, Any]] = []
 def disable() -> None:
     """Take out what the last `enable` put in; does nothing if it is not enabled."""
     if _stack:
-        for hook, before in _stack.pop().items():
-            setattr(compat.inductor_config(), hook, before)
+        for name, before in _stack.pop().items():
+            setattr(compat.inductor_config(), name, before)
 
 
 def is_enabled() -> bool:

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from mhc_compile.compat.driver import (
+    load_kernel,
+)
 from mhc_compile.compat.graphs import (
     compile_id,
     compile_without_inductor,
@@ -34,11 +37,11 @@ from mhc_compile.compat.inductor import (
     inductor_decompositions,
     inference_aware,
     is_inference_aware,
+    launches_from_c,
+    tell_workers,
 )
 from mhc_compile.compat.launches import (
     analyse_once,
-    load_kernel,
-    raw_stream,
 )
 from mhc_compile.compat.nodes import (
     AutogradFunction,
@@ -134,13 +137,13 @@ __all__ = [
     "is_made_here",
     "is_plain_call",
     "is_pure",
+    "launches_from_c",
     "load_kernel",
     "may_mutate",
     "no_autocast_cache",
     "on_dynamo_reset",
     "quiet_fakes",
     "quiet_shape_env",
-    "raw_stream",
     "readable",
     "registered_operators",
     "same_size",
@@ -151,6 +154,7 @@ __all__ = [
     "state_change",
     "storage_of",
     "symbolic_expression",
+    "tell_workers",
     "tensor_metadata",
     "trace_artifact",
     "without_guards",

@@ -1,4 +1,4 @@
-"""Triton kernels that a graph launches, and how torch launches a compiled one."""
+"""Triton kernels that a graph launches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import fx
 
 _analysed_once: dict[int, Any] = {}  # by id, because a kernel's hash is that of its source
@@ -54,26 +53,3 @@ def _kind(value: Any, constant: bool) -> Any:
     if constant or value is None:
         return type(value), value
     return getattr(value, "dtype", type(value))
-
-
-@functools.cache
-def load_kernel(compiled: Any, index: int) -> int | None:
-    """The CUfunction of a kernel that Triton compiled, loaded to a GPU, the current one.
-
-    None of an unknown Triton, and where it does not fit, of which Triton has more to say.
-    """
-    try:
-        from triton.runtime import driver
-
-        utils, shared = driver.active.utils, compiled.metadata.shared
-        load, most = utils.load_binary, utils.get_device_properties(index)["max_shared_mem"]
-    except (ImportError, AttributeError, LookupError):
-        return None
-    function: int | None = load(compiled.name, compiled.kernel, shared, index)[1] if shared <= most else None
-    return function
-
-
-def raw_stream(index: int) -> int:
-    """The current CUDA stream of a GPU, as the driver knows it."""
-    stream: int = torch._C._cuda_getCurrentRawStream(index)
-    return stream

@@ -15,9 +15,7 @@ from typing import Any
 
 import torch
 
-from mhc_compile.kernels import driver
 from mhc_compile.kernels.common import on_device
-from mhc_compile.kernels.driver import Start
 
 
 def opaque(*writes: str) -> Callable[[Any], Opaque]:
@@ -77,18 +75,31 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return memory.clone().as_strided(tensor.shape, tensor.stride())
 
 
+# What starts a kernel on the current stream, given how many programs, and of its arguments those that vary.
+Start = Callable[[int, Sequence[int]], None]
+Load = Callable[[Any, torch.device, Sequence[Any], Sequence[int]], Start | None]
+
+
 class Launch:
     """One launch of an opaque kernel, again and again: after the first, past all that Triton asks of the arguments.
 
     places: where the tensors and then the sizes stand that it is called with; dtypes: those of the tensors; rest: the
     other arguments in their places. Behind the kernel's stands the number of programs, which may be one of the sizes.
+    load: gives what starts a compiled kernel on a device, of the arguments and the places of those that vary, or None,
+    and Triton does.
     """
 
     def __init__(
-        self, kernel: Opaque, places: Sequence[int], dtypes: Sequence[str], rest: Sequence[Any], options: dict[str, Any]
+        self,
+        kernel: Opaque,
+        places: Sequence[int],
+        dtypes: Sequence[str],
+        rest: Sequence[Any],
+        options: dict[str, Any],
+        load: Load,
     ) -> None:
         *self._args, self._programs = rest
-        self._kernel, self._options = kernel, options
+        self._kernel, self._options, self._load = kernel, options, load
         self._counted = len(self._args) in places
         self._places = [place for place in places if place < len(self._args)]
         self._dtypes = [getattr(torch, name) for name in dtypes]
@@ -119,7 +130,7 @@ class Launch:
         def by_triton(programs: int, values: Sequence[int]) -> None:
             compiled[programs, 1, 1](*self._filled(values), *constants)
 
-        return driver.load(compiled, device, self._args, self._places) or by_triton
+        return self._load(compiled, device, self._args, self._places) or by_triton
 
     def _filled(self, values: Sequence[Any]) -> list[Any]:
         """The kernel's arguments, of which these vary."""

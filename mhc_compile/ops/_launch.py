@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from mhc_compile import compat
 from mhc_compile.ops._transforms import library
 
 
@@ -22,9 +23,10 @@ def _read(text: str) -> Any:
     # Not at the top: operators work where Triton is missing.
     from mhc_compile.kernels.opaque import Launch
 
-    path, *launch = json.loads(text)
+    path, places, dtypes, rest, options = json.loads(text)
     module, name = path.rsplit(".", 1)
-    return Launch(getattr(importlib.import_module(module), name), *launch)
+    kernel = getattr(importlib.import_module(module), name)
+    return Launch(kernel, places, dtypes, rest, options, compat.load_kernel)
 
 
 def launch(text: str, written: list[torch.Tensor], read: list[torch.Tensor], sizes: list[int]) -> None:

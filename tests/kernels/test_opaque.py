@@ -17,8 +17,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from mhc_compile import compat
-from mhc_compile.kernels import driver
-from mhc_compile.kernels.opaque import Launch, Opaque
+from mhc_compile.compat import driver
+from mhc_compile.kernels.opaque import Launch, Opaque, Start
 
 
 class Kernel:
@@ -83,9 +83,15 @@ def test_copies_lie_as_the_original(part: Tensor) -> None:
     assert part.numel() == 0 or copy.data_ptr() != part.data_ptr()
 
 
+def _launch(kernel: Kernel, places: list[int], rest: list[Any]) -> Launch:
+    return Launch(Opaque(kernel, ["out"]), places, ["float32"] * 2, rest, {"BLOCK": 8}, compat.load_kernel)
+
+
 def test_triton_is_asked_once() -> None:
     kernel = Kernel()
-    launch = Launch(Opaque(kernel, ["out"]), [1, 0], ["float32", "float32"], [None, None, 5.0, 3], {"BLOCK": 8})
+    launch = Launch(
+        Opaque(kernel, ["out"]), [1, 0], ["float32", "float32"], [None, None, 5.0, 3], {"BLOCK": 8}, compat.load_kernel
+    )
     for tensor in (torch.ones(7), torch.ones(7), _misaligned(7) + 1):
         for out in (torch.empty(7), _misaligned(7)):
             launch([out, tensor])
@@ -95,7 +101,9 @@ def test_triton_is_asked_once() -> None:
 
 def test_sizes_and_the_number_of_programs_may_be_given() -> None:
     kernel = Kernel()
-    launch = Launch(Opaque(kernel, ["out"]), [1, 0, 2, 3], ["float32", "float32"], [None] * 4, {"BLOCK": 8})
+    launch = Launch(
+        Opaque(kernel, ["out"]), [1, 0, 2, 3], ["float32", "float32"], [None] * 4, {"BLOCK": 8}, compat.load_kernel
+    )
     x, out = torch.ones(7), torch.empty(7)
     launch([out, x], [5, 3])
     assert torch.equal(out, 5 * x)
@@ -142,14 +150,14 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Any:
     signature = {"x": "*bf16", "weight": "constexpr", "out": "*bf16", "count": "i32", "stride": "constexpr"}
     constants = {"weight": None, "stride": 1, "BLOCK": 128}
     source = GluonASTSource(_scale, signature | {"factor": "fp32", "BLOCK": "constexpr"}, constants, {})
-    monkeypatch.setattr(compat, "load_kernel", lambda compiled, index: 75 + index)
-    monkeypatch.setattr(compat, "raw_stream", lambda index: 1000 + index)
+    monkeypatch.setattr(driver, "_load", lambda compiled, index: 75 + index)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 1000 + index, raising=False)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 
 
-def _start(compiled: Any, cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> driver.Start:
+def _start(compiled: Any, cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> Start:
     monkeypatch.setattr(driver, "_cuda", lambda: cuda)
-    start = driver.load(compiled, torch.device("cuda", 2), [None, None, None, None, 1, 0.25], [2, 0, 3])
+    start = compat.load_kernel(compiled, torch.device("cuda", 2), [None, None, None, None, 1, 0.25], [2, 0, 3])
     assert start is not None
     return start
 
@@ -189,4 +197,4 @@ def test_triton_launches_what_the_driver_does_not(compiled: Any, monkeypatch: py
     monkeypatch.setattr(driver, "_cuda", Cuda)
     compiled.metadata = compiled.metadata._replace(global_scratch_size=16)
     for unknown in (object(), compiled):
-        assert driver.load(unknown, torch.device("cuda", 0), [None] * 6, [2, 0, 3]) is None
+        assert compat.load_kernel(unknown, torch.device("cuda", 0), [None] * 6, [2, 0, 3]) is None

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-from mhc_compile import compat
-
 # What starts a kernel on the current stream, given how many programs, and of its arguments those that vary.
 Start = Callable[[int, Sequence[int]], None]
 
@@ -36,7 +34,7 @@ class _Arguments(threading.local):
         self.addresses = (ctypes.c_void_p * (len(places) + 2))(*(first + 8 * place for place in (*places, *behind)))
 
 
-def load(compiled: Any, device: torch.device, args: Sequence[Any], varying: Sequence[int]) -> Start | None:
+def load_kernel(compiled: Any, device: torch.device, args: Sequence[Any], varying: Sequence[int]) -> Start | None:
     """What starts a compiled kernel on this device, the current one; None where Triton has to.
 
     varying: the places, among these arguments, of tensors, which come as addresses, and of sizes; the others stay.
@@ -52,7 +50,7 @@ def load(compiled: Any, device: torch.device, args: Sequence[Any], varying: Sequ
         scratch = metadata.global_scratch_size + metadata.profile_scratch_size
         cooperative, shared, threads = metadata.launch_cooperative_grid, metadata.shared, 32 * metadata.num_warps
         launch = _cuda().cuLaunchCooperativeKernel if cooperative else _cuda().cuLaunchKernel
-        function = None if special or scratch else compat.load_kernel(compiled, device.index)
+        function = None if special or scratch else _load(compiled, device.index)
     except (AttributeError, LookupError, OSError):  # of a Triton, or a driver, that is not known
         function = None
     if function is None:
@@ -60,13 +58,13 @@ def load(compiled: Any, device: torch.device, args: Sequence[Any], varying: Sequ
     values = [0 if i in varying else args[i] for i in order]
     arguments = _Arguments("=" + "".join(layout), values, [order.index(i) for i in kinds])
     write = struct.Struct("=" + "".join(layout[: len(varying)])).pack_into
-    raw_stream, no_more = compat.raw_stream, () if cooperative else (None,)
+    stream_of, no_more = torch._C._cuda_getCurrentRawStream, () if cooperative else (None,)
 
     def start(programs: int, given: Sequence[int]) -> None:
         if not programs:
             return
         write(arguments.memory, 0, *given)
-        grid, block, stream = (programs, 1, 1), (threads, 1, 1), raw_stream(device.index)
+        grid, block, stream = (programs, 1, 1), (threads, 1, 1), stream_of(device.index)
         error = launch(function, *grid, *block, shared, stream, arguments.addresses, *no_more)
         if error == _NO_CONTEXT:
             _enter(device.index)
@@ -75,6 +73,23 @@ def load(compiled: Any, device: torch.device, args: Sequence[Any], varying: Sequ
             raise RuntimeError(f"{compiled.name} was not launched: {_describe(error)}")
 
     return start
+
+
+@functools.cache
+def _load(compiled: Any, index: int) -> int | None:
+    """The CUfunction of a kernel that Triton compiled, loaded to a GPU, the current one.
+
+    None of an unknown Triton, and where it does not fit, of which Triton has more to say.
+    """
+    try:
+        from triton.runtime import driver
+
+        utils, shared = driver.active.utils, compiled.metadata.shared
+        load, most = utils.load_binary, utils.get_device_properties(index)["max_shared_mem"]
+    except (ImportError, AttributeError, LookupError):
+        return None
+    function: int | None = load(compiled.name, compiled.kernel, shared, index)[1] if shared <= most else None
+    return function
 
 
 @functools.cache
