@@ -1,4 +1,4 @@
-"""Every private torch API that the project touches, for torch 2.11 to 2.13.
+"""Every private torch API that the project touches, for torch 2.11 to 2.13, and CUDA's driver.
 
 Dynamo and Inductor are imported where they are needed: the operators import this package too, and need neither. All
 names are used as `compat.name`; which module holds one is of no interest outside.
