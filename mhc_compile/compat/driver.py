@@ -28,10 +28,11 @@ class _Arguments(threading.local):
 
     def __init__(self, layout: str, values: Sequence[Any], places: Sequence[int]) -> None:
         # Behind the arguments Triton keeps room for two pointers, which are read where it asks for scratch memory.
-        self.memory = ctypes.create_string_buffer(8 * (len(values) + 2))
+        slots = [*places, len(values), len(values) + 1]
+        self.memory = ctypes.create_string_buffer(8 * len(slots))
         struct.pack_into(layout, self.memory, 0, *values)
-        first, behind = ctypes.addressof(self.memory), (len(values), len(values) + 1)
-        self.addresses = (ctypes.c_void_p * (len(places) + 2))(*(first + 8 * place for place in (*places, *behind)))
+        first = ctypes.addressof(self.memory)
+        self.addresses = (ctypes.c_void_p * len(slots))(*(first + 8 * slot for slot in slots))
 
 
 def load_kernel(compiled: Any, device: torch.device, args: Sequence[Any], varying: Sequence[int]) -> Start | None:
@@ -64,11 +65,12 @@ def load_kernel(compiled: Any, device: torch.device, args: Sequence[Any], varyin
         if not programs:
             return
         write(arguments.memory, 0, *given)
-        grid, block, stream = (programs, 1, 1), (threads, 1, 1), stream_of(device.index)
-        error = launch(function, *grid, *block, shared, stream, arguments.addresses, *no_more)
+        stream, addresses = stream_of(device.index), arguments.addresses
+        wanted = (function, programs, 1, 1, threads, 1, 1, shared, stream, addresses, *no_more)
+        error = launch(*wanted)
         if error == _NO_CONTEXT:
             _enter(device.index)
-            error = launch(function, *grid, *block, shared, stream, arguments.addresses, *no_more)
+            error = launch(*wanted)
         if error:
             raise RuntimeError(f"{compiled.name} was not launched: {_describe(error)}")
 

@@ -176,11 +176,11 @@ def _implementation(
 def _trace(call: Callable[..., Any], values: list[torch.Tensor]) -> fx.GraphModule:
     with compat.fake_mode_of(values[0]), torch.no_grad(), compat.composites_in_python(values):
         body: fx.GraphModule = make_fx(call, compat.inductor_decompositions())(*values)
-    for node in list(body.graph.nodes):
+    for node in body.graph.nodes:
         if _is_launch(node):
             node.args, node.kwargs = fx.node.map_arg((node.args, node.kwargs), _whole)
     for node in reversed(body.graph.nodes):
-        if compat.aliased(node) and not node.users:
+        if _viewed(node) and not node.users:
             body.graph.erase_node(node)
     return body
 
@@ -189,10 +189,15 @@ def _is_launch(node: fx.Node) -> bool:
     return compat.is_kernel_launch(node) or node.target is torch.ops.mhc._launch.default
 
 
+def _viewed(node: fx.Node) -> list[fx.Node]:
+    """What a node is a view of; what writes returns what it wrote to, and is no view."""
+    return [] if compat.may_mutate(node) else compat.aliased(node)
+
+
 def _whole(node: fx.Node) -> fx.Node:
     """The tensor that this is a view of, where both begin at one place: a kernel is given an address, and to make a
     view takes as long as a third of a launch. Of symbolic sizes nothing is asked."""
-    sources = [] if compat.may_mutate(node) else compat.aliased(node)
+    sources = _viewed(node)
     if len(sources) != 1:
         return node
     view, whole = compat.example(node), compat.example(sources[0])

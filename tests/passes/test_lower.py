@@ -94,6 +94,19 @@ def test_kernels_are_given_no_views(dtype: torch.dtype, fakes: FakeTensorMode) -
     assert [node.meta["val"].shape for node in graph.find_nodes(op="output")[0].args[0]] == before
 
 
+def test_what_writes_into_a_view_stays(fakes: FakeTensorMode) -> None:
+    """Though nobody reads what it returns, and it returns a view."""
+
+    def call(x: Tensor) -> Tensor:
+        room = torch.empty_like(x)
+        room.view(-1).copy_(x.view(-1))
+        return room
+
+    with fakes:
+        body = passes.lowering._trace(call, [torch.empty(4, 6)])
+    assert body.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+
+
 def test_what_is_called_as_a_function_is_there() -> None:
     """Otherwise generated code would find out."""
     for operator, path in passes.lowering._FUNCTIONS.items():

@@ -41,9 +41,8 @@ class Chain(torch.nn.Module):
 
 def _chain(dtype: torch.dtype, tokens: int = 200, width: int = 256) -> tuple[Chain, Tensor]:
     # With a bias nothing is made in a single pass over the streams.
-    return Chain(4, width, dtype == torch.float32).cuda(), torch.randn(
-        tokens, STREAMS, width, device="cuda", dtype=dtype
-    )
+    model = Chain(4, width, bias=dtype == torch.float32).cuda()
+    return model, torch.randn(tokens, STREAMS, width, device="cuda", dtype=dtype)
 
 
 @pytest.mark.parametrize("tokens", [1, 37, 256, 4096])
