@@ -183,6 +183,7 @@ def test_strict(monkeypatch: pytest.MonkeyPatch) -> None:
     _same(torch.compile(model, backend="mhc"), model, 2, 3)
 
 
+@pytest.mark.usefixtures("fresh_cache")
 def test_workers_are_told_how_to_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that Inductor compiles in other processes are launched from C++ as those are that it compiles itself."""
     jobs: list[tuple[Any, ...]] = []
