@@ -31,9 +31,7 @@ _DX = 3
 # What Inductor's code calls as functions: for few tokens a dispatch takes as long as the work.
 _FUNCTIONS = {
     "_launch": "mhc_compile.ops._launch.launch",
-    "_mix": "mhc_compile.ops._gates.mix",
-    "_mix_backward": "mhc_compile.ops._gates.mix_backward",
-    "_products": "mhc_compile.ops._gates.products",
+    "_loop": "mhc_compile.ops._loops.run",
 }
 
 Bodies = dict[Any, fx.GraphModule | None]
@@ -162,7 +160,7 @@ def _implementation(
     if all(value.device.type == "cpu" for value in values):
         given = arguments(node)
         streams = compat.example(given["x"]) if "x" in given else None
-        return None if streams is None else cpu.parts(name, streams, given.get("needs", ())), context
+        return None if streams is None else cpu.parts(name, streams, given), context
     if compat.compiles_ahead_of_time():
         return None, context  # a package of torch 2.11 with such kernels in it crashed when it was loaded
     # Here and not above: the passes work where Triton is missing.
@@ -186,7 +184,7 @@ def _trace(call: Callable[..., Any], values: list[torch.Tensor]) -> fx.GraphModu
 
 
 def _is_launch(node: fx.Node) -> bool:
-    return compat.is_kernel_launch(node) or node.target is torch.ops.mhc._launch.default
+    return compat.is_kernel_launch(node) or node.target in (torch.ops.mhc._launch.default, torch.ops.mhc._loop.default)
 
 
 def _viewed(node: fx.Node) -> list[fx.Node]:

@@ -1,8 +1,8 @@
-"""What operators consist of on a CPU: the parts that Inductor makes faster, and operators for the rest.
+"""What operators consist of on a CPU: the parts that Inductor makes faster, and loops for the rest.
 
 Inductor gets products and sums over streams. It neither reorders nor contracts them, so a token's bits still depend on
 no other token; its sums over columns and its exponentials would not keep that. What sums over columns or tokens is left
-to the operators of `mhc_compile.ops._gates`, as is Sinkhorn, whose unrolled loop takes long to compile.
+to the loops of `mhc_compile.ops._loops`, as is Sinkhorn, which would take long to compile.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mhc_compile.ops import _loops
 from mhc_compile.ops._checks import accumulation_dtype
-from mhc_compile.ops._tensors import fake_gradients
+from mhc_compile.ops._tensors import fake_gradients, settle_gradient
 
 _MAX_UNROLLED = 8  # streams; the products below are spelled out
 
@@ -73,9 +74,9 @@ def expand_combine_backward(
         d_bias = torch.ops.mhc.expand_combine_backward(d_x_new, f, layer_bias, h_post, x, h_res, only_bias)[1]
     if needs[2]:
         rows = f if layer_bias is None else f.to(dtype) + layer_bias.to(dtype)
-        d_post = torch.ops.mhc._products(d_x_new, rows[..., None, :])[..., 0].to(h_post.dtype)
+        d_post = _loops.products(d_x_new, rows[..., None, :])[..., 0].to(h_post.dtype)
     if needs[4] and h_res is not None:
-        d_res = torch.ops.mhc._products(x, d_x_new).to(h_res.dtype)
+        d_res = _loops.products(x, d_x_new).to(h_res.dtype)
     if needs[0]:
         post = h_post.to(dtype)
         df = _sum([post[..., o, None] * wide[..., o, :] for o in streams]).to(f.dtype)
@@ -89,9 +90,8 @@ def expand_combine_backward(
 
 
 def generate_mix(x: Tensor, *parameters: Any, **scalars: Any) -> tuple[Tensor, ...]:
-    """All of it by the operator with the loop."""
-    mix: tuple[Tensor, ...] = torch.ops.mhc._mix(x, *parameters, **scalars)
-    return mix
+    """All of it by a loop."""
+    return _loops.mix(x, *parameters, **scalars)
 
 
 def generate_mix_and_aggregate(
@@ -112,7 +112,7 @@ def generate_mix_and_aggregate(
         return aggregate(x, h_pre, out_dtype=out_dtype), *rest
     u = aggregate(x, h_pre, out_dtype=h_pre.dtype)
     row = u[..., None, :]
-    mean = torch.ops.mhc._products(row, row, x.shape[-2])[..., 0] / x.shape[-1]
+    mean = _loops.products(row, row, x.shape[-2])[..., 0] / x.shape[-1]
     normed = u * (1.0 / torch.sqrt(mean + input_norm_eps))
     if input_norm_weight is not None:
         normed = normed * input_norm_weight.to(normed.dtype)
@@ -136,24 +136,44 @@ def _mix_backward(
     ms: Tensor,
     needs: Sequence[bool],
     d_x: Tensor | None = None,
-    input_norm_weight: Tensor | None = None,
+    input_norm_weight: None = None,
+    input_norm_eps: None = None,
     **scalars: Any,
 ) -> tuple[Tensor, ...]:
-    """dx[i] = (dh @ phi)[i] + 2 / nC * dms * x[i] + h_pre[i] * du + d_x[i]; the operator has the rest.
+    """dx[i] = (dh @ phi)[i] + 2 / nC * dms * x[i] + h_pre[i] * d_layer_input + d_x[i]; the loop has the rest.
 
-    gradients: of layer_input, h_pre, h_post, h_res, h and ms; du is that of layer_input before its norm.
+    gradients: of layer_input, h_pre, h_post, h_res, h and ms.
     """
-    dx, h_pre, dms, *rest, du, d_weight = torch.ops.mhc._mix_backward(
-        *gradients, x, phi, scale, bias, norm_weight, h, ms, needs, input_norm_weight, **scalars
-    )
+    saved = (x, phi, scale, bias, norm_weight, h, ms)
+    h_pre, dh, dms, dscale, dbias, dx = _loops.mix_backward(gradients, *saved, needs[0], **scalars)
     if needs[0]:
         dx = dx + x.to(dx.dtype) * (dms * (2.0 / phi.shape[1]))[..., None, None]
         if gradients[0] is not None:
-            d_rows = gradients[0] if scalars.get("input_norm_eps") is None else du
-            dx = dx + h_pre[..., None] * d_rows.to(dx.dtype)[..., None, :]
+            dx = dx + h_pre[..., None] * gradients[0].to(dx.dtype)[..., None, :]
         if d_x is not None:
             dx = dx + d_x.to(dx.dtype)
-    return dx.to(x.dtype), *rest, d_weight
+    dphi, dnorm_weight = _projection_gradients(dh, x, phi, norm_weight, needs[1], needs[4])
+    return (
+        dx.to(x.dtype),
+        dphi,
+        settle_gradient(dscale if needs[2] else None, scale, x),
+        settle_gradient(dbias if needs[3] else None, bias, x),
+        dnorm_weight,
+    )
+
+
+def _projection_gradients(
+    dh: Tensor, x: Tensor, phi: Tensor, norm_weight: Tensor | None, need_phi: bool, need_weight: bool
+) -> tuple[Tensor, Tensor]:
+    """dphi = dh^T @ x * norm_weight, and dnorm_weight."""
+    dphi = dnorm_weight = None
+    if need_phi or need_weight:
+        product = dh.reshape(-1, phi.shape[0]).T @ x.to(dh.dtype).reshape(-1, phi.shape[1])
+        if need_phi:
+            dphi = product if norm_weight is None else product * norm_weight.to(product.dtype)
+        if need_weight:
+            dnorm_weight = (product * phi.to(product.dtype)).sum(0)
+    return settle_gradient(dphi, phi, x), settle_gradient(dnorm_weight, norm_weight, x)
 
 
 def generate_mix_backward(
@@ -166,7 +186,7 @@ def generate_mix_backward(
     **scalars: Any,
 ) -> tuple[Tensor, ...]:
     """The gradients of generate_mix."""
-    return _mix_backward((None, d_h_pre, d_h_post, d_h_res, d_h, d_ms), *saved, **scalars)[:-1]
+    return _mix_backward((None, d_h_pre, d_h_post, d_h_res, d_h, d_ms), *saved, **scalars)
 
 
 def generate_mix_and_aggregate_backward(
@@ -178,15 +198,16 @@ def generate_mix_and_aggregate_backward(
     *saved: Any,
     **scalars: Any,
 ) -> tuple[Tensor, ...]:
-    """The gradients of generate_mix_and_aggregate."""
-    return _mix_backward((d_layer_input, None, d_h_post, d_h_res, d_h, d_ms), *saved, **scalars)
+    """The gradients of generate_mix_and_aggregate without an input norm."""
+    x, gradients = saved[0], _mix_backward((d_layer_input, None, d_h_post, d_h_res, d_h, d_ms), *saved, **scalars)
+    return *gradients, x.new_empty(0)
 
 
 def head_backward(
     d_out: Tensor | None, d_h: Tensor | None, d_ms: Tensor | None, *saved: Any, **scalars: Any
 ) -> tuple[Tensor, ...]:
     """The gradients of head."""
-    return _mix_backward((d_out, None, None, None, d_h, d_ms), *saved, **scalars)[:-1]
+    return _mix_backward((d_out, None, None, None, d_h, d_ms), *saved, **scalars)
 
 
 def boundary(
@@ -229,10 +250,12 @@ def boundary_backward(
 ) -> tuple[Tensor, ...]:
     """The gradient of x' by that of the mix, and from it those of expand_combine."""
     gradients = (d_layer_input, d_next_post, d_next_res, d_h, d_ms)
-    parameters = (phi, scale, bias, norm_weight)
-    d_new, *d_parameters = generate_mix_and_aggregate_backward(
-        *gradients, x_new, *parameters, h, ms, [True, *needs[5:]], d_x_new, input_norm_weight, **scalars
-    )
+    saved = (x_new, phi, scale, bias, norm_weight, h, ms, [True, *needs[5:]], d_x_new)
+    if scalars.get("input_norm_eps") is None:
+        d_new, *d_parameters = generate_mix_and_aggregate_backward(*gradients, *saved, **scalars)
+    else:
+        whole = torch.ops.mhc.generate_mix_and_aggregate_backward
+        d_new, *d_parameters = whole(*gradients, *saved, input_norm_weight, **scalars)
     combine = expand_combine_backward if _is_fused(x, needs) else torch.ops.mhc.expand_combine_backward
     return *combine(d_new, f, layer_bias, h_post, x, h_res, list(needs[:5])), *d_parameters
 
@@ -259,12 +282,15 @@ def _is_fused(x: Tensor, needs: Sequence[bool]) -> bool:
     return x.dtype != torch.float16 and (needs[0] or needs[3])
 
 
-def parts(name: str, x: Tensor, needs: Sequence[bool]) -> Callable[..., Any] | None:
-    """What an operator on streams x consists of, None where it is better left whole; needs: of a backward."""
+def parts(name: str, x: Tensor, given: dict[str, Any]) -> Callable[..., Any] | None:
+    """What an operator on streams x consists of, None where it is better left whole; given: its arguments by name."""
+    needs = given.get("needs", ())
     if x.shape[-2] > _MAX_UNROLLED:
         return None
     if name == "expand_combine_backward" and not _is_fused(x, needs):
         return None
     if name == "boundary_backward" and not any(needs[:5]):
+        return None
+    if name == "generate_mix_and_aggregate_backward" and given.get("input_norm_eps") is not None:
         return None
     return _PARTS.get(name)

@@ -183,26 +183,10 @@ def _backward_samples() -> Iterator[Sample]:
         yield f"expand_combine_backward-{n}-unmixed", (x, f, None, h_post, x.clone(), None, needs), {}
 
 
-def _loop_samples() -> Iterator[Sample]:
-    """Of the operators that lowering leaves on a CPU."""
-    for name, (x, *parameters), scalars in _mix_samples(requires_grad=False):
-        yield f"_mix-{name}", (x, *parameters), scalars
-        h_pre, h_post, h_res, h, ms = torch.ops.mhc.generate_mix(x, *parameters, **scalars)
-        phi, scale, bias, norm_weight = (*parameters, None)[:4]
-        saved = (x, phi, scale, bias, norm_weight, h, ms)
-        needs = [True, True, True, True, norm_weight is not None]
-        gradients = (x[..., 0, :].clone(), None, h_post, h_res, None, None)
-        yield f"_mix_backward-{name}", (*gradients, *saved, needs), scalars
-        only_x = [True, False, False, False, False]
-        yield f"_mix_backward-{name}-x", (None, h_pre, None, None, h.clone(), ms.clone(), *saved, only_x), scalars
-        yield f"_products-{name}", (x, x[..., :1, :].clone()), {}
-
-
 _SAMPLES = [*_forward_samples(), *_backward_samples()]
-_ON_CPU = [*_SAMPLES, *_loop_samples()]
 
 
-@pytest.mark.parametrize("sample", _ON_CPU, ids=[name for name, _, _ in _ON_CPU])
+@pytest.mark.parametrize("sample", _SAMPLES, ids=[name for name, _, _ in _SAMPLES])
 def test_opcheck(sample: Sample) -> None:
     name, arguments, scalars = sample
     opcheck(getattr(torch.ops.mhc, name.split("-")[0]).default, arguments, scalars)
@@ -251,5 +235,5 @@ def test_every_operator_is_sampled() -> None:
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("mhc::")
     }
-    # _launch computes nothing itself: the kernels' tests launch with it.
-    assert {name.split("-")[0] for name, _, _ in _ON_CPU} == registered - {"_launch"}
+    # These two compute nothing themselves: the tests of kernels and of loops call them.
+    assert {name.split("-")[0] for name, _, _ in _SAMPLES} == registered - {"_launch", "_loop"}

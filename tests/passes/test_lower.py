@@ -309,8 +309,9 @@ def test_operators_stay_whole_ahead_of_time(fakes: FakeTensorMode) -> None:
 
 
 @pytest.mark.parametrize("fuse", [True, pytest.param(False, marks=pytest.mark.thorough)])
-def test_on_cpu(fuse: bool) -> None:
-    """Outputs and gradients are as near to float64 as with operators left whole."""
+def test_on_cpu(fuse: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Outputs and gradients are as near to float64 as with operators left whole, and none is."""
+    caplog.set_level(logging.INFO, logger="mhc_compile")
     # Without boundaries no sublayer is in the middle.
     model, x = Stack(layers=3 if fuse else 2), torch.randn(2, 9, STREAMS, WIDTH)
     options = {} if fuse else {"mhc.fuse.boundary": False, "mhc.fuse.boundary_backward": False}
@@ -324,6 +325,7 @@ def test_on_cpu(fuse: bool) -> None:
         errors[lower] = {name: check.error(values[name], exact[name]) for name in exact}
         assert backend.last_report is not None
         assert bool(backend.last_report.lowered) == lower
+    assert "is not lowered" not in caplog.text
     for name, error in errors[True].items():
         # Other roundings of the same sums, some of few numbers; wrong terms would be of the order of 1.
         assert error <= max(4 * errors[False][name], 32 * torch.finfo(torch.float32).eps), name
@@ -347,8 +349,8 @@ def test_operators_left_on_cpu(dtype: torch.dtype) -> None:
     graph.lint()
     # The loops do not read float16, with which the whole operator is faster.
     apart = dtype != torch.float16
-    of_combine = ["mhc._products.default"] * 2 if apart else ["mhc.expand_combine_backward.default"]
-    assert operators(graph) == ["mhc._mix.default", *of_combine]
+    of_combine = ["mhc._loop.default"] * 2 if apart else ["mhc.expand_combine_backward.default"]
+    assert operators(graph) == ["mhc._loop.default", *of_combine]
     assert lowered["expand_combine"] == lowered["generate_mix_and_aggregate"] == 1
     assert lowered["expand_combine_backward"] == apart
 

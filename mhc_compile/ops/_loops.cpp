@@ -306,7 +306,7 @@ static void products_of(const A* a, const B* b, float* out, long rows, long othe
 }
 
 // out[m, i, o] = <a[m, i], b[m, o]> of [tokens, rows, width] and [tokens, others, width]; whether a and b are bfloat16.
-extern "C" void products(const void* a, const void* b, float* out, int bf16_a, int bf16_b, long rows, long others,
+extern "C" void products(long rows, long others, long bf16_a, long bf16_b, const void* a, const void* b, float* out,
                          long width, long tokens, long threads) {
     auto run = [&](auto* of_a, auto* of_b) { products_of(of_a, of_b, out, rows, others, width, tokens, threads); };
     if (bf16_a) bf16_b ? run((const BFloat16*)a, (const BFloat16*)b) : run((const BFloat16*)a, (const float*)b);
@@ -429,25 +429,25 @@ static void unproject(const float* d_h, const float* phi, float* d_x, long rows,
             }
 }
 
-// The projection of x [tokens, N, width], if there is x, and the gates of h and ms, if there is a form.
-extern "C" void mix(const Form* form, const void* x, const float* phi, const float* scale, const float* bias, float* h,
-                    float* ms, float* pre, float* post, float* res, int bf16_x, long k, long grouped, long width,
-                    long tokens, long threads) {
-    if (x) project(x, phi, h, ms, bf16_x, k, N * width, tokens, threads);
+// The projection of x [tokens, N, width] and, with a form, the gates.
+extern "C" void mix(const Form* form, long k, long grouped, long bf16_x, const void* x, const float* phi,
+                    const float* scale, const float* bias, float* h, float* ms, float* pre, float* post, float* res,
+                    long width, long tokens, long threads) {
+    project(x, phi, h, ms, bf16_x, k, N * width, tokens, threads);
     if (form) forward(*form, h, ms, scale, bias, pre, post, res, k, grouped, tokens, threads);
 }
 
 // With a form: pre, and the gradients of h, ms, scale and bias by those of the gates, to which more_h and more_ms are
-// added. d_out [tokens, width] stands for d_pre. With d_x: d_h @ phi.
-extern "C" void mix_backward(const Form* form, const void* x, const void* d_out, const float* h, const float* ms,
-                             const float* scale, const float* bias, const float* d_pre, const float* d_post,
-                             const float* d_res, const float* more_h, const float* more_ms, const float* phi, float* pre,
-                             float* d_h, float* d_ms, float* d_scale, float* d_bias, float* d_x, int bf16_x,
-                             int bf16_out, long k, long grouped, long width, long tokens, long threads) {
+// added. d_out [tokens, width] stands for d_pre. With phi: d_x = d_h @ phi.
+extern "C" void mix_backward(const Form* form, long k, long grouped, long bf16_x, long bf16_out, const void* x,
+                             const void* d_out, const float* h, const float* ms, const float* scale, const float* bias,
+                             const float* d_pre, const float* d_post, const float* d_res, const float* more_h,
+                             const float* more_ms, const float* phi, float* pre, float* d_h, float* d_ms, float* d_scale,
+                             float* d_bias, float* d_x, long width, long tokens, long threads) {
     if (form) {
         std::vector<float> of_pre(d_out ? tokens * N : 0), of_bias(tokens * k), of_scale(tokens * scales(k, grouped));
         if (d_out) {
-            products(x, d_out, of_pre.data(), bf16_x, bf16_out, N, 1, width, tokens, threads);
+            products(N, 1, bf16_x, bf16_out, x, d_out, of_pre.data(), width, tokens, threads);
             d_pre = of_pre.data();
         }
         backward(*form, h, ms, scale, bias, d_pre, d_post, d_res, pre, d_h, d_ms, of_scale.data(), of_bias.data(), k,
@@ -457,5 +457,5 @@ extern "C" void mix_backward(const Form* form, const void* x, const void* d_out,
         for (long i = 0; more_h && i < tokens * k; i++) d_h[i] += more_h[i];
         for (long m = 0; more_ms && m < tokens; m++) d_ms[m] += more_ms[m];
     }
-    if (d_x) unproject(d_h, phi, d_x, k, N * width, tokens, threads);
+    if (phi) unproject(d_h, phi, d_x, k, N * width, tokens, threads);
 }

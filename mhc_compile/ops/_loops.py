@@ -1,0 +1,255 @@
+"""mhc::_loop, which runs a loop over tokens in C++: on a CPU, what lowering does not leave to Inductor.
+
+What a token needs between its projection and its gates are some thousand sums and quotients of a few numbers: less
+work than calling torch for each of 150 operations on all tokens, and Inductor, which would fuse them, takes seconds to
+compile every Sinkhorn. Projections and products over columns are loops, too, because their sums have to be in an order
+that no other token has a say in. A second is enough to compile them, once for a number of streams and a machine. The
+loops are for float32, and neither for logarithms nor for an exp that no row's maximum was taken from; the references do
+the rest, and everything where there is no compiler.
+
+loop: JSON of its name, the number of streams, the operators' scalars, how many projections there are, and whatever
+else the loop takes before its tensors. It is text because the code that calls the operator is kept on disk and read by
+other processes. What a loop makes are arguments that it writes, so that Inductor plans their memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+import logging
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mhc_compile import compat
+from mhc_compile.forms import RMS_MODES, Gates, Rms, Sinkhorn
+from mhc_compile.ops._checks import accumulation_dtype
+from mhc_compile.ops._mix import fake_forward, narrow_backward, narrow_forward
+from mhc_compile.ops._register import autocast_off, group
+from mhc_compile.ops._tensors import matmul_rows, rows_of, stream_products, tokens_of, upcast
+from mhc_compile.ops._transforms import library
+from mhc_compile.ops.projection import reference as projection_reference
+from mhc_compile.ops.projection import weighted_phi
+
+log = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_suffix(".cpp")
+_FORMS = ("rms", "gates", "sinkhorn")
+_DEFAULTS = Rms().as_kwargs() | Gates().as_kwargs() | Sinkhorn().as_kwargs()
+# What streams the loops read.
+_STREAMS = (torch.float32, torch.bfloat16)
+# What a thread should have to do at least, in columns of tokens, since waking one takes some microseconds; the gates of
+# a token count as that many.
+_COLUMNS_OF_A_THREAD, _COLUMNS_OF_GATES = 1 << 15, 128
+
+Tensors = Sequence[Tensor]
+Given = Sequence[Any]  # tensors, some of them None
+
+
+class _Form(ctypes.Structure):
+    """Rms, Gates and Sinkhorn as the source has them."""
+
+    _fields_ = [
+        *((name, ctypes.c_float) for name in ("rms_eps", "pre_eps", "post_mult", "post_eps", "eps", "start_eps")),
+        *((name, ctypes.c_int) for name in ("rms_mode", "steps", "softmax", "rows_first", "clamp")),
+    ]
+
+
+def _form(rms: Rms, gates: Gates, sinkhorn: Sinkhorn) -> _Form:
+    return _Form(
+        rms_eps=rms.eps,
+        rms_mode=RMS_MODES.index(rms.mode),
+        pre_eps=gates.pre_eps,
+        post_mult=gates.post_mult,
+        post_eps=gates.post_eps,
+        steps=sinkhorn.steps,
+        softmax=sinkhorn.start == "softmax",
+        rows_first=sinkhorn.first == "rows",
+        eps=sinkhorn.eps,
+        start_eps=sinkhorn.start_eps,
+        clamp=sinkhorn.clamp,
+    )
+
+
+@functools.cache
+def _library(n: int) -> Any:
+    """The loops for n streams, None where they cannot be compiled."""
+    try:
+        compiled = compat.cpp_library(f"constexpr int N = {n};\n{_SOURCE.read_text(encoding='utf-8')}")
+    except Exception as error:  # whatever is wrong with the compiler, the references do without
+        log.warning("the gates run operator by operator, because their loop could not be compiled: %s", error)
+        return None
+    whole, address, form = ctypes.c_long, ctypes.c_void_p, ctypes.POINTER(_Form)
+    compiled.mix.argtypes = [form, *[whole] * 3, *[address] * 9, *[whole] * 3]
+    compiled.mix_backward.argtypes = [form, *[whole] * 4, *[address] * 18, *[whole] * 3]
+    compiled.products.argtypes = [*[whole] * 4, *[address] * 3, *[whole] * 3]
+    for function in (compiled.mix, compiled.mix_backward, compiled.products):
+        function.restype = None
+    return compiled
+
+
+class _Loop:
+    """A loop as a graph calls it, again and again."""
+
+    def __init__(self, name: str, dtype: str, n: int, scalars: dict[str, Any], *constants: int) -> None:
+        self.n, self.forms = n, group(_FORMS, scalars) if scalars else {}
+        self.library = _library(n) if dtype == "float32" else None
+        first: tuple[_Form | None, ...] = ()
+        if scalars:
+            first = (_form(**self.forms) if _has_form(constants[0], n, **self.forms) else None,)
+        if self.library is not None:
+            self._function = functools.partial(getattr(self.library, name), *first, *constants)
+        self._references = None if self.library is not None and None not in first else _REFERENCES[name]
+
+    def __call__(self, written: Tensors, read: Given, sizes: Sequence[int]) -> None:
+        if self._references is None:
+            self.run(written, read, sizes)
+        else:
+            with autocast_off("cpu"):
+                self._references(self, written, read, sizes)
+
+    def run(self, written: Tensors, read: Given, sizes: Sequence[int]) -> None:
+        """Call the function in C++, which leaves out the gates without a form."""
+        pointers = [None if tensor is None else tensor.data_ptr() for tensor in (*read, *written)]
+        width, tokens = sizes
+        most = tokens * (width + _COLUMNS_OF_GATES) // _COLUMNS_OF_A_THREAD
+        self._function(*pointers, width, tokens, max(1, min(torch.get_num_threads(), most)))
+
+
+def _has_form(k: int, n: int, rms: Rms, gates: Gates, sinkhorn: Sinkhorn) -> bool:
+    """Whether the loops have the gates of k projections of this form."""
+    return k <= 2 * n or (not sinkhorn.log_domain and sinkhorn.start in ("softmax", "exp"))
+
+
+def _fill(written: Tensors, values: Given) -> None:
+    for out, value in zip(written, values, strict=True):
+        if value is not None:
+            out.copy_(value.reshape(out.shape))
+
+
+def _mix_by_references(loop: _Loop, written: Tensors, read: Given, sizes: Sequence[int]) -> None:
+    x, phi, scale, bias = read
+    h, ms, *gates = written
+    if loop.library is None:
+        _fill((h, ms), projection_reference(x, phi, None))
+    else:
+        loop.run(written, read, sizes)
+    _fill(gates, narrow_forward(h, ms, scale, bias, loop.n, **loop.forms))
+
+
+def _mix_backward_by_references(loop: _Loop, written: Tensors, read: Given, sizes: Sequence[int]) -> None:
+    x, d_layer_input, h, ms, scale, bias, d_pre, d_post, d_res, d_h, d_ms, phi = read
+    dh, dms, dx = written[1], written[2], written[5]
+    gradients = (d_layer_input, d_pre, d_post, d_res)
+    _fill(written[:5], narrow_backward(*gradients, x, h, ms, scale, bias, [True] * 4, **loop.forms))
+    for total, more in ((dh, d_h), (dms, d_ms)):
+        if more is not None:
+            total += more
+    if loop.library is not None:
+        loop.run(written, read, sizes)
+    elif phi is not None:
+        _fill([dx], [matmul_rows(rows_of(dh), phi)])
+
+
+def _products_by_references(loop: _Loop, written: Tensors, read: Given, sizes: Sequence[int]) -> None:
+    a, b = read
+    _fill(written, [stream_products(tokens_of(a), tokens_of(b))])
+
+
+_REFERENCES = {
+    "mix": _mix_by_references,
+    "mix_backward": _mix_backward_by_references,
+    "products": _products_by_references,
+}
+
+
+@functools.cache
+def _read(text: str) -> _Loop:
+    return _Loop(*json.loads(text))
+
+
+def run(loop: str, written: Tensors, read: Given, sizes: Sequence[int]) -> None:
+    """What the operator does; Inductor's code calls it itself: a dispatch takes as long as the work of a token."""
+    _read(loop)(written, read, sizes)
+
+
+library.define(  # type: ignore[no-untyped-call]
+    "_loop(str loop, Tensor(a!)[] written, Tensor?[] read, SymInt[] sizes) -> ()",
+    tags=(torch.Tag.needs_exact_strides,),
+)
+library.impl("_loop", run, "CPU")  # type: ignore[no-untyped-call]
+torch.library.register_fake("mhc::_loop", lambda loop, written, read, sizes: None, lib=library)
+
+
+def _call(name: str, n: int, scalars: dict[str, Any], constants: Sequence[int], written: Tensors, read: Given) -> None:
+    """Constants, what is read and what is written are in the order of the source; what is read first are streams."""
+    x = read[0]
+    loop = json.dumps([name, str(accumulation_dtype(x)).removeprefix("torch."), n, scalars, *constants])
+    torch.ops.mhc._loop(loop, written, read, [x.shape[-1], math.prod(x.shape[:-2])])
+
+
+def _streams(x: Tensor) -> Tensor:
+    """x as the loops read it."""
+    return (x if x.dtype in _STREAMS else upcast(x, accumulation_dtype(x))).contiguous()
+
+
+def _plain(value: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if value is None else upcast(value, dtype).contiguous()
+
+
+def _is_bf16(tensor: Tensor | None) -> int:
+    return int(tensor is not None and tensor.dtype == torch.bfloat16)
+
+
+def mix(
+    x: Tensor, phi: Tensor, scale: Tensor, bias: Tensor, norm_weight: Tensor | None = None, **scalars: Any
+) -> tuple[Tensor, ...]:
+    """h_pre, h_post, h_res, h, ms of `generate_mix`."""
+    x, k, dtype = _streams(x), phi.shape[0], accumulation_dtype(x)
+    *gates, h, ms = fake_forward(x, phi)
+    constants = (k, int(scale.numel() != k), _is_bf16(x))
+    read = (x, weighted_phi(phi, norm_weight, dtype).contiguous(), _plain(scale, dtype), _plain(bias, dtype))
+    _call("mix", x.shape[-2], _DEFAULTS | scalars, constants, (h, ms, *gates), read)
+    return *gates, h, ms
+
+
+def mix_backward(
+    gradients: Given,
+    x: Tensor,
+    phi: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    norm_weight: Tensor | None,
+    h: Tensor,
+    ms: Tensor,
+    need_x: bool,
+    **scalars: Any,
+) -> list[Tensor]:
+    """h_pre, dh, dms, dscale, dbias, and dh @ phi if it is needed, all in the accumulation dtype.
+
+    gradients: of layer_input, h_pre, h_post, h_res, h and ms, one of the first two None.
+    """
+    x, k, dtype = _streams(x), phi.shape[0], accumulation_dtype(x)
+    d_layer_input = None if gradients[0] is None else _streams(gradients[0])
+    weight = weighted_phi(phi, norm_weight, dtype).contiguous() if need_x else None
+    saved, narrow = ([_plain(t, dtype) for t in some] for some in ((h, ms, scale, bias), gradients[1:]))
+    shapes = (x.shape[:-1], h.shape, ms.shape, scale.shape, bias.shape, x.shape if need_x else (0,))
+    written = [x.new_empty(shape, dtype=dtype) for shape in shapes]
+    constants = (k, int(scale.numel() != k), _is_bf16(x), _is_bf16(d_layer_input))
+    read = (x, d_layer_input, *saved, *narrow, weight)
+    _call("mix_backward", x.shape[-2], _DEFAULTS | scalars, constants, written, read)
+    return written
+
+
+def products(a: Tensor, b: Tensor, n: int | None = None) -> Tensor:
+    """out[..., i, o] = <a[..., i], b[..., o]> in the accumulation dtype; n is that of the loops, if not a's."""
+    a, b = _streams(a), _streams(b)
+    rows, others = a.shape[-2], b.shape[-2]
+    out = a.new_empty((*a.shape[:-1], others), dtype=accumulation_dtype(a))
+    _call("products", n or rows, {}, (rows, others, _is_bf16(a), _is_bf16(b)), [out], (a, b))
+    return out
