@@ -74,8 +74,9 @@ class Meter:
         call()
         self.wait()
         once = time.perf_counter() - start
-        # A third of a second each, but neither less than 10 runs nor more than 200.
-        runs = int(min(max(0.3 / max(once, 1e-6), 10), 200)) if self.cuda else 5
+        # A third of a second each, but neither less than 10 runs nor more than 200; a tenth, 5 and 50 on a CPU.
+        seconds, fewest, most = (0.3, 10, 200) if self.cuda else (0.1, 5, 50)
+        runs = int(min(max(seconds / max(once, 1e-6), fewest), most))
         if not self.cuda:
             return Sample.of([1000 * self._clocked(call) for _ in range(runs)])
         make: Any = torch.cuda.Event

@@ -36,9 +36,9 @@ PARTS = {
 
 
 def plan(device: torch.device, *, quick: bool, recompute: bool) -> Plan:
-    """The cases of every part. On a CPU they are the same programs, tiny, whatever `quick` is."""
+    """The cases of every part. On a CPU, a quick run is of the same programs, tiny."""
     if device.type == "cpu":
-        return _tiny(recompute)
+        return _tiny(recompute) if quick else _on_cpu()
     return _quick(recompute) if quick else _full(recompute)
 
 
@@ -87,6 +87,20 @@ def _quick(recompute: bool) -> Plan:
         "first": [replace(main, providers=("mhc",), modes=FIRST)],
         "long": _long(long, recompute),
         "launches": [replace(ours, tokens=64, modes=("launches",))],
+    }
+
+
+def _on_cpu() -> Plan:
+    """What a CPU is asked to do: small models, few tokens, and to be compiled for."""
+    main = Case("chain", 512, 1280, depth=2, dtype="float32", providers=SWEEP)
+    first = replace(main, modes=FIRST, providers=COMPILERS)
+    return {
+        "main": [main, replace(main, dtype="bfloat16")],
+        "tokens": [replace(main, tokens=tokens) for tokens in (1, 8, 64)],
+        "width": [replace(main, tokens=128, width=256), replace(main, tokens=8, width=4096)],
+        "streams": [replace(main, tokens=64, streams=n) for n in (2, 8)],
+        # 8 layers of the model.
+        "first": [first, replace(first, name="model", tokens=64, width=256, depth=16)],
     }
 
 

@@ -64,8 +64,9 @@ class Opaque:
         rest = [None if isinstance(a, (torch.Tensor, torch.SymInt)) else a for a in args]
         path = f"{self.kernel.__module__}.{self.kernel.__name__}"
         dtypes = [str(args[i].dtype).removeprefix("torch.") for i in (*written, *read)]
-        launch = json.dumps([path, [*written, *read, *sizes], dtypes, rest, options])
-        torch.ops.mhc._launch(launch, *([args[i] for i in at] for at in (written, read, sizes)))
+        launch = json.dumps([path, [*written, *read, *sizes], dtypes, rest, options]).replace('"', "'")
+        tensors, ints, results = ([args[i] for i in at] for at in (read, sizes, written))
+        torch.ops.mhc._launch(launch, tensors, ints, written=results)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """mhc::_launch, which launches a kernel that Inductor cannot put into its graphs (`kernels.opaque` says which).
 
-launch: JSON of the kernel's path, the places of the tensors and symbolic sizes among its arguments, the dtypes of the
-tensors, the other arguments by place, with the number of programs as the last, and its options. It is text because the
-code that calls the operator is kept on disk and read by other processes.
+launch: JSON of the kernel's path, the places of the tensors and symbolic sizes among its arguments, the dtypes
+of the tensors, the other arguments by place, with the number of programs as the last, and its options. Why it is text,
+in single quotes, and why what is written has to be named, is said in `_loops`.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ def _read(text: str) -> Any:
     # Not at the top: operators work where Triton is missing.
     from mhc_compile.kernels.opaque import Launch
 
-    path, places, dtypes, rest, options = json.loads(text)
+    path, places, dtypes, rest, options = json.loads(text.replace("'", '"'))
     module, name = path.rsplit(".", 1)
     kernel = getattr(importlib.import_module(module), name)
     return Launch(kernel, places, dtypes, rest, options, compat.load_kernel)
 
 
-def launch(text: str, written: list[torch.Tensor], read: list[torch.Tensor], sizes: list[int]) -> None:
+def launch(text: str, read: list[torch.Tensor], sizes: list[int], *, written: list[torch.Tensor]) -> None:
     """What the operator does; Inductor's code calls it itself."""
     _read(text)([*written, *read], sizes)
 
 
 # With as little between call and kernel as torch allows: the time that a launch takes is the host's.
 library.define(  # type: ignore[no-untyped-call]
-    "_launch(str launch, Tensor(a!)[] written, Tensor[] read, SymInt[] sizes) -> ()",
+    "_launch(str launch, Tensor[] read, SymInt[] sizes, *, Tensor(a!)[] written) -> ()",
     tags=(torch.Tag.needs_exact_strides,),
 )
 library.impl("_launch", launch, "CUDA")  # type: ignore[no-untyped-call]
-torch.library.register_fake("mhc::_launch", lambda launch, written, read, sizes: None, lib=library)
+torch.library.register_fake("mhc::_launch", lambda launch, read, sizes, *, written: None, lib=library)

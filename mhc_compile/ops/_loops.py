@@ -7,9 +7,11 @@ that no other token has a say in. A second is enough to compile them, once for a
 loops are for float32, and neither for logarithms nor for an exp that no row's maximum was taken from; the references do
 the rest, and everything where there is no compiler.
 
-loop: JSON of its name, the number of streams, the operators' scalars, how many projections there are, and whatever
-else the loop takes before its tensors. It is text because the code that calls the operator is kept on disk and read by
-other processes. What a loop makes are arguments that it writes, so that Inductor plans their memory.
+loop: JSON of its name, the dtype to accumulate in, the number of streams, the operators' scalars, how many projections
+there are, and whatever else the loop takes before its tensors. It is text because the code that calls the operator is
+kept on disk and read by other processes, and has single quotes because Inductor's C++ does not escape double ones. What
+a loop makes are arguments that it writes, so that Inductor plans their memory. They have to be named: torch 2.13 takes
+no list of written tensors by position in the branches of `torch.cond`.
 """
 
 from __future__ import annotations
@@ -46,6 +48,8 @@ _STREAMS = (torch.float32, torch.bfloat16)
 # What a thread should have to do at least, in columns of tokens, since waking one takes some microseconds; the gates of
 # a token count as that many.
 _COLUMNS_OF_A_THREAD, _COLUMNS_OF_GATES = 1 << 15, 128
+# How many numbers of streams are converted at a time for a matrix product.
+_CONVERTED = 1 << 23
 
 Tensors = Sequence[Tensor]
 Given = Sequence[Any]  # tensors, some of them None
@@ -102,9 +106,10 @@ class _Loop:
         first: tuple[_Form | None, ...] = ()
         if scalars:
             first = (_form(**self.forms) if _has_form(constants[0], n, **self.forms) else None,)
-        if self.library is not None:
-            self._function = functools.partial(getattr(self.library, name), *first, *constants)
-        self._references = None if self.library is not None and None not in first else _REFERENCES[name]
+        function = getattr(self.library, name, None)
+        if function is not None:
+            self._function = functools.partial(function, *first, *constants)
+        self._references = _REFERENCES[name] if function is None or None in first else None
 
     def __call__(self, written: Tensors, read: Given, sizes: Sequence[int]) -> None:
         if self._references is None:
@@ -161,36 +166,52 @@ def _products_by_references(loop: _Loop, written: Tensors, read: Given, sizes: S
     _fill(written, [stream_products(tokens_of(a), tokens_of(b))])
 
 
+def _phi_gradient(loop: _Loop, written: Tensors, read: Given, sizes: Sequence[int]) -> None:
+    """A matrix product, which autocast would round if it were the graph's; streams are converted in parts."""
+    (product,), (x, dh), tokens = written, read, sizes[-1]
+    streams, gradients = x.view(tokens, product.shape[1]), dh.view(tokens, product.shape[0])
+    if x.dtype == product.dtype:
+        torch.mm(gradients.T, streams, out=product)
+        return
+    step = max(1, _CONVERTED // product.shape[1])
+    torch.mm(gradients[:step].T, streams[:step].to(product.dtype), out=product)
+    for start in range(step, tokens, step):
+        some = slice(start, start + step)
+        product.addmm_(gradients[some].T, streams[some].to(product.dtype))
+
+
 _REFERENCES = {
     "mix": _mix_by_references,
     "mix_backward": _mix_backward_by_references,
     "products": _products_by_references,
+    "phi_gradient": _phi_gradient,
 }
 
 
 @functools.cache
 def _read(text: str) -> _Loop:
-    return _Loop(*json.loads(text))
+    return _Loop(*json.loads(text.replace("'", '"')))
 
 
-def run(loop: str, written: Tensors, read: Given, sizes: Sequence[int]) -> None:
+def run(loop: str, read: Given, sizes: Sequence[int], *, written: Tensors) -> None:
     """What the operator does; Inductor's code calls it itself: a dispatch takes as long as the work of a token."""
     _read(loop)(written, read, sizes)
 
 
 library.define(  # type: ignore[no-untyped-call]
-    "_loop(str loop, Tensor(a!)[] written, Tensor?[] read, SymInt[] sizes) -> ()",
+    "_loop(str loop, Tensor?[] read, SymInt[] sizes, *, Tensor(a!)[] written) -> ()",
     tags=(torch.Tag.needs_exact_strides,),
 )
 library.impl("_loop", run, "CPU")  # type: ignore[no-untyped-call]
-torch.library.register_fake("mhc::_loop", lambda loop, written, read, sizes: None, lib=library)
+torch.library.register_fake("mhc::_loop", lambda loop, read, sizes, *, written: None, lib=library)
 
 
 def _call(name: str, n: int, scalars: dict[str, Any], constants: Sequence[int], written: Tensors, read: Given) -> None:
     """Constants, what is read and what is written are in the order of the source; what is read first are streams."""
     x = read[0]
     loop = json.dumps([name, str(accumulation_dtype(x)).removeprefix("torch."), n, scalars, *constants])
-    torch.ops.mhc._loop(loop, written, read, [x.shape[-1], math.prod(x.shape[:-2])])
+    loop = loop.replace('"', "'")
+    torch.ops.mhc._loop(loop, read, [x.shape[-1], math.prod(x.shape[:-2])], written=written)
 
 
 def _streams(x: Tensor) -> Tensor:
@@ -253,3 +274,10 @@ def products(a: Tensor, b: Tensor, n: int | None = None) -> Tensor:
     out = a.new_empty((*a.shape[:-1], others), dtype=accumulation_dtype(a))
     _call("products", n or rows, {}, (rows, others, _is_bf16(a), _is_bf16(b)), [out], (a, b))
     return out
+
+
+def phi_gradient(dh: Tensor, x: Tensor) -> Tensor:
+    """dh^T @ x [K, n*C] in the dtype of dh [..., K]."""
+    product = dh.new_empty((dh.shape[-1], x.shape[-2] * x.shape[-1]))
+    _call("phi_gradient", x.shape[-2], {}, (), [product], (x.contiguous(), dh))
+    return product

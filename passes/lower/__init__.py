@@ -175,7 +175,7 @@ def _trace(call: Callable[..., Any], values: list[torch.Tensor]) -> fx.GraphModu
     with compat.fake_mode_of(values[0]), torch.no_grad(), compat.composites_in_python(values):
         body: fx.GraphModule = make_fx(call, compat.inductor_decompositions())(*values)
     for node in body.graph.nodes:
-        if _is_launch(node):
+        if _takes_addresses(node):
             node.args, node.kwargs = fx.node.map_arg((node.args, node.kwargs), _whole)
     for node in reversed(body.graph.nodes):
         if _viewed(node) and not node.users:
@@ -183,8 +183,12 @@ def _trace(call: Callable[..., Any], values: list[torch.Tensor]) -> fx.GraphModu
     return body
 
 
+def _takes_addresses(node: fx.Node) -> bool:
+    return compat.is_kernel_launch(node) or node.target is torch.ops.mhc._launch.default
+
+
 def _is_launch(node: fx.Node) -> bool:
-    return compat.is_kernel_launch(node) or node.target in (torch.ops.mhc._launch.default, torch.ops.mhc._loop.default)
+    return _takes_addresses(node) or node.target is torch.ops.mhc._loop.default
 
 
 def _viewed(node: fx.Node) -> list[fx.Node]:

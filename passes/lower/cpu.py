@@ -168,7 +168,7 @@ def _projection_gradients(
     """dphi = dh^T @ x * norm_weight, and dnorm_weight."""
     dphi = dnorm_weight = None
     if need_phi or need_weight:
-        product = dh.reshape(-1, phi.shape[0]).T @ x.to(dh.dtype).reshape(-1, phi.shape[1])
+        product = _loops.phi_gradient(dh, x)
         if need_phi:
             dphi = product if norm_weight is None else product * norm_weight.to(product.dtype)
         if need_weight:

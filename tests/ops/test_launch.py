@@ -50,8 +50,8 @@ def test_inductor_orders_what_reads_after_what_writes(direct: bool, monkeypatch:
         with graph.inserting_before(sin):
             options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
             room = graph.call_function(aten.empty.memory_format, (list(value.shape),), options)
-            args = "text", [room, cos], [sin.args[0], cos], [5]
-            launch = graph.call_function(torch.ops.mhc._launch.default, args)
+            args = "text", [sin.args[0], cos], [5]
+            launch = graph.call_function(torch.ops.mhc._launch.default, args, {"written": [room, cos]})
         room.meta["val"], launch.meta["val"] = value, None
         sin.replace_all_uses_with(room)
         graph.erase_node(sin)
@@ -82,7 +82,8 @@ def test_inductor_gives_the_strides_that_a_launch_was_made_for(monkeypatch: pyte
         with graph.inserting_after(copy):
             room = graph.call_function(torch.ops.aten.empty.memory_format, (list(value.shape),), options)
         with graph.inserting_after(room):
-            launch = graph.call_function(torch.ops.mhc._launch.default, ("text", [room], [copy], []))
+            given = ("text", [copy], []), {"written": [room]}
+            launch = graph.call_function(torch.ops.mhc._launch.default, *given)
         room.meta["val"] = torch.empty_like(value)
         copy.replace_all_uses_with(room, lambda user: user is not launch)
         passes.lowering._describe(launch, launch)

@@ -1,0 +1,110 @@
+"""Loops of a CPU within graphs: what is around them, and what they cannot do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mhc_compile import backend, ops
+from mhc_compile.ops import _loops
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "fresh_cache")
+
+N, WIDTH, K = 4, 24, 24
+SHAPES = {"f": (3, 5, WIDTH), "x": (3, 5, N, WIDTH), "phi": (K, N * WIDTH), "scale": (3,), "bias": (K,), "w": (WIDTH,)}
+
+
+def _sublayer(f: Tensor, x: Tensor, phi: Tensor, scale: Tensor, bias: Tensor, w: Tensor) -> Tensor:
+    norm = {"input_norm_weight": w, "input_norm_eps": 1e-6}
+    u, post, res = ops.generate_mix_and_aggregate(x, phi, scale, bias)
+    x = ops.expand_combine(u * f, None, post, x, res)
+    return ops.generate_mix_and_aggregate(x, phi, scale, bias, **norm)[0]
+
+
+def _leaves(dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=draw).to(dtype).requires_grad_() for shape in SHAPES.values()]
+
+
+def _results(function: Callable[..., Tensor], leaves: list[Tensor]) -> list[Tensor]:
+    out = function(*leaves)
+    return [out, *torch.autograd.grad(out.sin().sum(), leaves)]
+
+
+def _worst(values: list[Tensor], exact: list[Tensor]) -> float:
+    return max(((a.double() - b).norm() / b.norm()).item() for a, b in zip(values, exact, strict=True))
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    _loops._read.cache_clear()
+    monkeypatch.setattr(_loops, "_library", lambda n: None)
+    yield
+    _loops._read.cache_clear()
+
+
+def _by_references(dtype: torch.dtype, tolerance: float) -> None:
+    leaves = _leaves(dtype)
+    exact = _results(_sublayer, [leaf.detach().double().requires_grad_() for leaf in leaves])
+    assert _worst(_results(torch.compile(_sublayer, backend="mhc"), leaves), exact) < tolerance
+    assert backend.last_report is not None
+    assert set(backend.last_report.lowered) == {
+        "generate_mix_and_aggregate", "generate_mix_and_aggregate_backward", "boundary", "boundary_backward"
+    }  # fmt: skip
+
+
+def test_references_get_tensors_in_their_shapes() -> None:
+    """The loops take addresses alone; they are not for float64."""
+    _by_references(torch.float64, 1e-12)
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_references_stand_in_for_loops_that_cannot_be_compiled() -> None:
+    _by_references(torch.float32, 3e-6)
+
+
+def test_gradients_of_parameters_are_not_for_autocast_to_round() -> None:
+    """Where it is on in the backward pass alone, the graph was compiled without it."""
+
+    def results(function: Callable[..., Tensor], dtype: torch.dtype, *, autocast: bool) -> list[Tensor]:
+        leaves = _leaves(dtype)
+        loss = function(*leaves).sin().sum()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return list(torch.autograd.grad(loss, leaves))
+
+    exact = results(_sublayer, torch.float64, autocast=False)
+    assert _worst(results(torch.compile(_sublayer, backend="mhc"), torch.float32, autocast=True), exact) < 3e-6
+
+
+def _gates(x: Tensor, phi: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    return ops.generate_mix(x, phi, scale, bias)[0]
+
+
+def _either(x: Tensor, *parameters: Tensor) -> Tensor:
+    branches = (lambda x: _gates(x, *parameters), lambda x: _gates(2 * x, *parameters))
+    chosen: Tensor = torch.cond(x.sum() > 0, *branches, (x,))
+    return chosen
+
+
+@pytest.mark.parametrize(("function", "options"), [(_either, {}), (_gates, {"cpp_wrapper": True})])
+def test_what_inductor_makes_of_a_loop(function: Callable[..., Tensor], options: dict[str, Any]) -> None:
+    """In a branch of a graph, and in C++ in place of Python."""
+    _, streams, *parameters, _ = (leaf.detach() for leaf in _leaves(torch.float32))
+    compiled = torch.compile(function, backend="mhc", options=options)
+    for x in (streams, -streams):
+        torch.testing.assert_close(compiled(x, *parameters), function(x, *parameters))
+    assert backend.last_report is not None
+    assert backend.last_report.lowered
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_streams_are_converted_in_parts(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, dh = torch.randn(3, 37, N, WIDTH).to(dtype), torch.randn(3, 37, K)
+    exact = dh.double().flatten(0, 1).T @ x.double().view(-1, N * WIDTH)
+    for most in (1, 20 * N * WIDTH, 1 << 23):
+        monkeypatch.setattr(_loops, "_CONVERTED", most)
+        assert _worst([_loops.phi_gradient(dh, x)], [exact]) < 1e-6
