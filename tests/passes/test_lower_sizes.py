@@ -15,6 +15,7 @@ from mhc_compile import backend, compat, passes
 from mhc_compile.passes.lower import cpu
 from tests.passes.fused import Stack, evaluate
 from tests.passes.lowering import any_number, arguments, graph_of, operators, step
+from tests.zoo import check
 from tests.zoo.common import STREAMS, WIDTH
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "fresh_cache")
@@ -137,7 +138,8 @@ def test_any_number_of_tokens_on_cpu(dtype: torch.dtype) -> None:
         assert values.keys() == others.keys()
         assert torch.equal(values["y"], others["y"])
         for name, value in values.items():
-            torch.testing.assert_close(value, others[name], rtol=1e-4 if dtype == torch.float32 else 2e-2, atol=1e-5)
+            # Which gradients of streams are rounded between two operators is Inductor's choice.
+            assert check.error(value, others[name]) < (1e-5 if dtype == torch.float32 else 5e-3), name
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert backend.last_report is not None
     assert backend.last_report.lowered["boundary_backward"] == 1
