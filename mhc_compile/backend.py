@@ -121,7 +121,7 @@ class _Chain(compat.CustomGraphPass):
 def _sources() -> list[str]:
     """Every source file that has a say in what a compiled graph computes."""
     root = Path(__file__).parent
-    files = [root / "forms.py", root / "backend.py"]
+    files = [root / "forms.py", root / "text.py", root / "backend.py"]
     for folder in ("compat", "ops", "kernels", "passes"):
         files += sorted((root / folder).rglob("*.py"))
     return [str(file) for file in files]

@@ -7,7 +7,6 @@ plans its memory all the same, because what it makes are arguments that it write
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from operator import or_
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from mhc_compile.kernels.common import on_device
+from mhc_compile.text import to_text
 
 
 def opaque(*writes: str) -> Callable[[Any], Opaque]:
@@ -64,7 +64,7 @@ class Opaque:
         rest = [None if isinstance(a, (torch.Tensor, torch.SymInt)) else a for a in args]
         path = f"{self.kernel.__module__}.{self.kernel.__name__}"
         dtypes = [str(args[i].dtype).removeprefix("torch.") for i in (*written, *read)]
-        launch = json.dumps([path, [*written, *read, *sizes], dtypes, rest, options]).replace('"', "'")
+        launch = to_text([path, [*written, *read, *sizes], dtypes, rest, options])
         tensors, ints, results = ([args[i] for i in at] for at in (read, sizes, written))
         torch.ops.mhc._launch(launch, tensors, ints, written=results)
 

@@ -1,21 +1,21 @@
 """mhc::_launch, which launches a kernel that Inductor cannot put into its graphs (`kernels.opaque` says which).
 
-launch: JSON of the kernel's path, the places of the tensors and symbolic sizes among its arguments, the dtypes
-of the tensors, the other arguments by place, with the number of programs as the last, and its options. Why it is text,
-in single quotes, and why what is written has to be named, is said in `_loops`.
+launch: text (`mhc_compile.text`) of the kernel's path, the places of the tensors and symbolic sizes among its
+arguments, the dtypes of the tensors, the other arguments by place, with the number of programs as the last, and its
+options. Why what is written has to be named is said in `_loops`.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import json
 from typing import Any
 
 import torch
 
 from mhc_compile import compat
 from mhc_compile.ops._transforms import library
+from mhc_compile.text import from_text
 
 
 @functools.cache
@@ -23,7 +23,7 @@ def _read(text: str) -> Any:
     # Not at the top: operators work where Triton is missing.
     from mhc_compile.kernels.opaque import Launch
 
-    path, places, dtypes, rest, options = json.loads(text.replace("'", '"'))
+    path, places, dtypes, rest, options = from_text(text)
     module, name = path.rsplit(".", 1)
     kernel = getattr(importlib.import_module(module), name)
     return Launch(kernel, places, dtypes, rest, options, compat.load_kernel)

@@ -7,18 +7,16 @@ that no other token has a say in. A second is enough to compile them, once for a
 loops are for float32, and neither for logarithms nor for an exp that no row's maximum was taken from; the references do
 the rest, and everything where there is no compiler.
 
-loop: JSON of its name, the dtype to accumulate in, the number of streams, the operators' scalars, how many projections
-there are, and whatever else the loop takes before its tensors. It is text because the code that calls the operator is
-kept on disk and read by other processes, and has single quotes because Inductor's C++ does not escape double ones. What
-a loop makes are arguments that it writes, so that Inductor plans their memory. They have to be named: torch 2.13 takes
-no list of written tensors by position in the branches of `torch.cond`.
+loop: text (`mhc_compile.text`) of its name, the dtype to accumulate in, the number of streams, the operators' scalars,
+how many projections there are, and whatever else the loop takes before its tensors. What a loop makes are arguments
+that it writes, so that Inductor plans their memory. They have to be named: torch 2.13 takes no list of written tensors
+by position in the branches of `torch.cond`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import json
 import logging
 import math
 from collections.abc import Sequence
@@ -37,6 +35,7 @@ from mhc_compile.ops._tensors import matmul_rows, rows_of, stream_products, toke
 from mhc_compile.ops._transforms import library
 from mhc_compile.ops.projection import reference as projection_reference
 from mhc_compile.ops.projection import weighted_phi
+from mhc_compile.text import from_text, to_text
 
 log = logging.getLogger(__name__)
 
@@ -190,7 +189,7 @@ _REFERENCES = {
 
 @functools.cache
 def _read(text: str) -> _Loop:
-    return _Loop(*json.loads(text.replace("'", '"')))
+    return _Loop(*from_text(text))
 
 
 def run(loop: str, read: Given, sizes: Sequence[int], *, written: Tensors) -> None:
@@ -209,8 +208,7 @@ torch.library.register_fake("mhc::_loop", lambda loop, read, sizes, *, written: 
 def _call(name: str, n: int, scalars: dict[str, Any], constants: Sequence[int], written: Tensors, read: Given) -> None:
     """Constants, what is read and what is written are in the order of the source; what is read first are streams."""
     x = read[0]
-    loop = json.dumps([name, str(accumulation_dtype(x)).removeprefix("torch."), n, scalars, *constants])
-    loop = loop.replace('"', "'")
+    loop = to_text([name, str(accumulation_dtype(x)).removeprefix("torch."), n, scalars, *constants])
     torch.ops.mhc._loop(loop, read, [x.shape[-1], math.prod(x.shape[:-2])], written=written)
 
 

@@ -120,12 +120,19 @@ def gradients(
             if d_x is not None:
                 part += tokens_of(d_x)[tokens]
             dx[tokens] = part
+    return dx, *parameter_gradients(product, phi, norm_weight, needs[1:])
+
+
+def parameter_gradients(
+    product: Tensor | None, phi: Tensor, norm_weight: Tensor | None, needs: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """dphi = product * norm_weight and dnorm_weight, from product = dh^T @ x, where needs says so."""
     dphi = dnorm_weight = None
-    if needs[2] and norm_weight is not None and product is not None:
-        dnorm_weight = (product * upcast(phi, dtype)).sum(0)
-    if needs[1] and product is not None:
-        dphi = product if norm_weight is None else product * upcast(norm_weight, dtype)
-    return dx, dphi, dnorm_weight
+    if product is not None and needs[1] and norm_weight is not None:
+        dnorm_weight = (product * upcast(phi, product.dtype)).sum(0)
+    if product is not None and needs[0]:
+        dphi = product if norm_weight is None else product * upcast(norm_weight, product.dtype)
+    return dphi, dnorm_weight
 
 
 def _fake(x: Tensor, phi: Tensor, norm_weight: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from mhc_compile.ops import _loops
 from mhc_compile.ops._checks import accumulation_dtype
 from mhc_compile.ops._tensors import fake_gradients, settle_gradient
+from mhc_compile.ops.projection import parameter_gradients
 
 _MAX_UNROLLED = 8  # streams; the products below are spelled out
 
@@ -152,28 +153,15 @@ def _mix_backward(
             dx = dx + h_pre[..., None] * gradients[0].to(dx.dtype)[..., None, :]
         if d_x is not None:
             dx = dx + d_x.to(dx.dtype)
-    dphi, dnorm_weight = _projection_gradients(dh, x, phi, norm_weight, needs[1], needs[4])
+    product = _loops.phi_gradient(dh, x) if needs[1] or needs[4] else None
+    dphi, dnorm_weight = parameter_gradients(product, phi, norm_weight, (needs[1], needs[4]))
     return (
         dx.to(x.dtype),
-        dphi,
+        settle_gradient(dphi, phi, x),
         settle_gradient(dscale if needs[2] else None, scale, x),
         settle_gradient(dbias if needs[3] else None, bias, x),
-        dnorm_weight,
+        settle_gradient(dnorm_weight, norm_weight, x),
     )
-
-
-def _projection_gradients(
-    dh: Tensor, x: Tensor, phi: Tensor, norm_weight: Tensor | None, need_phi: bool, need_weight: bool
-) -> tuple[Tensor, Tensor]:
-    """dphi = dh^T @ x * norm_weight, and dnorm_weight."""
-    dphi = dnorm_weight = None
-    if need_phi or need_weight:
-        product = _loops.phi_gradient(dh, x)
-        if need_phi:
-            dphi = product if norm_weight is None else product * norm_weight.to(product.dtype)
-        if need_weight:
-            dnorm_weight = (product * phi.to(product.dtype)).sum(0)
-    return settle_gradient(dphi, phi, x), settle_gradient(dnorm_weight, norm_weight, x)
 
 
 def generate_mix_backward(
@@ -250,12 +238,10 @@ def boundary_backward(
 ) -> tuple[Tensor, ...]:
     """The gradient of x' by that of the mix, and from it those of expand_combine."""
     gradients = (d_layer_input, d_next_post, d_next_res, d_h, d_ms)
-    saved = (x_new, phi, scale, bias, norm_weight, h, ms, [True, *needs[5:]], d_x_new)
-    if scalars.get("input_norm_eps") is None:
-        d_new, *d_parameters = generate_mix_and_aggregate_backward(*gradients, *saved, **scalars)
-    else:
-        whole = torch.ops.mhc.generate_mix_and_aggregate_backward
-        d_new, *d_parameters = whole(*gradients, *saved, input_norm_weight, **scalars)
+    saved = (x_new, phi, scale, bias, norm_weight, h, ms, [True, *needs[5:]], d_x_new, input_norm_weight)
+    whole = torch.ops.mhc.generate_mix_and_aggregate_backward
+    mix = whole if _has_norm(scalars) else generate_mix_and_aggregate_backward
+    d_new, *d_parameters = mix(*gradients, *saved, **scalars)
     combine = expand_combine_backward if _is_fused(x, needs) else torch.ops.mhc.expand_combine_backward
     return *combine(d_new, f, layer_bias, h_post, x, h_res, list(needs[:5])), *d_parameters
 
@@ -282,6 +268,11 @@ def _is_fused(x: Tensor, needs: Sequence[bool]) -> bool:
     return x.dtype != torch.float16 and (needs[0] or needs[3])
 
 
+def _has_norm(given: dict[str, Any]) -> bool:
+    """Whether there is an input norm, whose backward is left whole."""
+    return given.get("input_norm_eps") is not None
+
+
 def parts(name: str, x: Tensor, given: dict[str, Any]) -> Callable[..., Any] | None:
     """What an operator on streams x consists of, None where it is better left whole; given: its arguments by name."""
     needs = given.get("needs", ())
@@ -291,6 +282,6 @@ def parts(name: str, x: Tensor, given: dict[str, Any]) -> Callable[..., Any] | N
         return None
     if name == "boundary_backward" and not any(needs[:5]):
         return None
-    if name == "generate_mix_and_aggregate_backward" and given.get("input_norm_eps") is not None:
+    if name == "generate_mix_and_aggregate_backward" and _has_norm(given):
         return None
     return _PARTS.get(name)

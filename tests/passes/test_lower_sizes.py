@@ -138,8 +138,10 @@ def test_any_number_of_tokens_on_cpu(dtype: torch.dtype) -> None:
         assert values.keys() == others.keys()
         assert torch.equal(values["y"], others["y"])
         for name, value in values.items():
-            # Which gradients of streams are rounded between two operators is Inductor's choice.
-            assert check.error(value, others[name]) < (1e-5 if dtype == torch.float32 else 5e-3), name
+            if dtype == torch.float32:
+                torch.testing.assert_close(value, others[name], rtol=1e-4, atol=1e-5)
+            else:  # which gradients of streams are rounded between two operators is Inductor's choice
+                assert check.error(value, others[name]) < 5e-3, name
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert backend.last_report is not None
     assert backend.last_report.lowered["boundary_backward"] == 1
