@@ -27,6 +27,7 @@ from mhc_compile.compat.graphs import (
 from mhc_compile.compat.inductor import (
     as_list,
     call_directly,
+    call_in_worker,
     compile_with_inductor,
     compiles_ahead_of_time,
     cpp_library,
@@ -39,6 +40,7 @@ from mhc_compile.compat.inductor import (
     is_inference_aware,
     launches_from_c,
     tell_workers,
+    triton_as_inductor_has_it,
 )
 from mhc_compile.compat.launches import (
     analyse_once,
@@ -104,6 +106,7 @@ __all__ = [
     "autograd_function",
     "below_autograd",
     "call_directly",
+    "call_in_worker",
     "changes_global_state",
     "common_fake_mode",
     "compile_id",
@@ -157,6 +160,7 @@ __all__ = [
     "tell_workers",
     "tensor_metadata",
     "trace_artifact",
+    "triton_as_inductor_has_it",
     "without_guards",
     "writes",
 ]

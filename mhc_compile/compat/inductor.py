@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +102,9 @@ def inference_aware(kind: type) -> type:
 _STATIC = "static_launch_user_defined_triton_kernels"
 
 
+_OF_TRITON = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_LIBDEVICE_PATH", "TRITON_PTXAS_PATH")
+
+
 def launches_from_c() -> dict[str, bool]:
     """Inductor's settings by which kernels that a graph brings along are launched from C++, as its own are.
 
@@ -116,6 +121,29 @@ def tell_workers() -> None:
     job = getattr(async_compile, "_worker_compile_triton", None)
     if job is not None and hasattr(pool_of, "cache_clear") and not isinstance(pool_of, _PoolOf):
         async_compile.AsyncCompile.process_pool = _PoolOf(pool_of, job)  # type: ignore[assignment]
+
+
+def call_in_worker(function: Callable[..., Any], *args: Any) -> Any:
+    """The future of a call by one of the processes in which Inductor compiles kernels; None if there are none."""
+    from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+
+    if get_compile_threads() <= 1:
+        return None
+    try:
+        pool = AsyncCompile.process_pool()
+    except RuntimeError:  # in a daemon, which may have no processes of its own
+        return None
+    return pool.submit(function, *args)
+
+
+def triton_as_inductor_has_it() -> dict[str, str]:
+    """Have Triton compile as in Inductor's workers, with their ptxas and into their cache; these variables say it."""
+    from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
+    from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
+
+    _set_triton_ptxas_path()
+    os.environ.setdefault("TRITON_CACHE_DIR", triton_cache_dir(0))
+    return {name: os.environ[name] for name in _OF_TRITON if name in os.environ}
 
 
 class _PoolOf:

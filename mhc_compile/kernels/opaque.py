@@ -7,7 +7,8 @@ plans its memory all the same, because what it makes are arguments that it write
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial, reduce
 from operator import or_
 from typing import Any
@@ -123,9 +124,8 @@ class Launch:
             start(programs, values)
 
     def _compile(self, device: torch.device, sizes: Sequence[int]) -> Start:
-        """What starts the kernel on a device. It is compiled for tensors by their dtypes, and for any sizes."""
-        kernel = self._kernel.kernel
-        compiled = kernel.warmup(*self._filled([*self._dtypes, *sizes]), grid=(1, 1, 1), **self._options)
+        """What starts the kernel on a device."""
+        kernel, compiled = self._kernel.kernel, self._compiled(sizes)
         constants = [self._options[name] for name in kernel.arg_names[len(self._args) :]]
 
         def by_triton(programs: int, values: Sequence[int]) -> None:
@@ -133,9 +133,48 @@ class Launch:
 
         return self._load(compiled, device, self._args, self._places) or by_triton
 
+    def compile_for(self, target: tuple[Any, ...]) -> None:
+        """Compile the kernel into Triton's cache for a GPU, Triton's description of it, that may not be here."""
+        with _without_gpu(target):
+            self._compiled([2] * (len(self._places) - len(self._dtypes)))
+
+    def _compiled(self, sizes: Sequence[int]) -> Any:
+        """The kernel as Triton compiles it for tensors by their dtypes, and for any sizes."""
+        values = self._filled([*self._dtypes, *sizes])
+        return self._kernel.kernel.warmup(*values, grid=(1, 1, 1), **self._options)
+
     def _filled(self, values: Sequence[Any]) -> list[Any]:
         """The kernel's arguments, of which these vary."""
         args = self._args.copy()
         for place, value in zip(self._places, values, strict=False):
             args[place] = value
         return args
+
+
+class _Absent:
+    """What Triton asks of a GPU while it compiles."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    def get_current_device(self) -> Any:
+        return self._target
+
+    def get_current_stream(self, device: Any) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+
+@contextlib.contextmanager
+def _without_gpu(target: tuple[Any, ...]) -> Iterator[None]:
+    """Triton compiles for this GPU, in a process that launches nothing."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    driver.set_active(_Absent(GPUTarget(*target)))
+    try:
+        yield
+    finally:
+        driver.set_active(None)

@@ -7,8 +7,10 @@ options. Why what is written has to be named is said in `_loops`.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
+import os
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ def _read(text: str) -> Any:
     # Not at the top: operators work where Triton is missing.
     from mhc_compile.kernels.opaque import Launch
 
+    compat.triton_as_inductor_has_it()
     path, places, dtypes, rest, options = from_text(text)
     module, name = path.rsplit(".", 1)
     kernel = getattr(importlib.import_module(module), name)
@@ -32,6 +35,24 @@ def _read(text: str) -> Any:
 def launch(text: str, read: list[torch.Tensor], sizes: list[int], *, written: list[torch.Tensor]) -> None:
     """What the operator does; Inductor's code calls it itself."""
     _read(text)([*written, *read], sizes)
+
+
+def compile_elsewhere(text: str) -> Any:
+    """Have another process compile a launch's kernel, where its first launch finds it in Triton's cache: a future.
+
+    In this process it would wait for that launch, and then everything for it. None if there is nothing to be gained.
+    """
+    if not torch.cuda.is_available():
+        return None
+    from triton.runtime import driver
+
+    target = driver.active.get_current_target()
+    return compat.call_in_worker(_compile, text, dataclasses.astuple(target), compat.triton_as_inductor_has_it())
+
+
+def _compile(text: str, target: tuple[Any, ...], environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    _read(text).compile_for(target)
 
 
 # With as little between call and kernel as torch allows: the time that a launch takes is the host's.

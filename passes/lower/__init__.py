@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from mhc_compile import compat
+from mhc_compile.ops._launch import compile_elsewhere
 from mhc_compile.ops._register import KERNELS, REFERENCES
 from mhc_compile.passes.fuse.joint import arguments, calls, items
 from mhc_compile.passes.lower import cpu
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 
 _IN_PLACE = ("expand_combine_backward", "boundary_backward")  # whose first argument, d_x_new, can become the result dx
 _DX = 3
+_LAUNCH = torch.ops.mhc._launch.default
 
 # What Inductor's code calls as functions: for few tokens a dispatch takes as long as the work.
 _FUNCTIONS = {
@@ -65,7 +67,17 @@ def lower(graph: fx.Graph) -> Counter[str]:
         counts[name] += 1
         counts["in place"] += in_place and results[_DX] is node.args[0]
         _replace(node, results, memory)
+    _compile_elsewhere(graph)
     return +counts
+
+
+def _compile_elsewhere(graph: fx.Graph) -> None:
+    """Have the kernels that Inductor will not compile compiled while it compiles the others."""
+    for launch in dict.fromkeys(node.args[0] for node in graph.find_nodes(op="call_function", target=_LAUNCH)):
+        try:
+            compile_elsewhere(launch)
+        except Exception as error:  # the first launch will compile it
+            log.info("no other process compiles %s: %s: %s", launch, type(error).__name__, error)
 
 
 def spell_out(graph: fx.Graph) -> None:
@@ -184,7 +196,7 @@ def _trace(call: Callable[..., Any], values: list[torch.Tensor]) -> fx.GraphModu
 
 
 def _takes_addresses(node: fx.Node) -> bool:
-    return compat.is_kernel_launch(node) or node.target is torch.ops.mhc._launch.default
+    return compat.is_kernel_launch(node) or node.target is _LAUNCH
 
 
 def _is_launch(node: fx.Node) -> bool:

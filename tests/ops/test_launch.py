@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +11,13 @@ from torch import Tensor, fx
 from torch._inductor import config
 from torch._inductor.codegen.custom_extern_kernel_codegen import CUSTOM_EXTERN_KERNEL_CODEGEN
 from torch._inductor.utils import run_and_get_code
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from mhc_compile import compat, passes
+from mhc_compile.kernels.opaque import opaque
 from mhc_compile.ops import _launch
+from mhc_compile.text import to_text
 
 OPERATOR = "torch.ops.mhc._launch.default"
 
@@ -99,3 +104,29 @@ def test_inductor_gives_the_strides_that_a_launch_was_made_for(monkeypatch: pyte
         result = torch.compile(lambda x: torch.sin(x).t().contiguous() + 1)(x)
     assert seen == [(5, 1)]
     torch.testing.assert_close(result, torch.sin(x).t() + 1)
+
+
+@gluon.jit
+def _halve(x, out, factor, BLOCK: gl.constexpr):  # type: ignore[no-untyped-def]
+    at = gl.arange(0, BLOCK, gl.BlockedLayout([1], [32], [4], [0]))
+    gl.store(out + at, gl.load(x + at) * factor)
+
+
+halve = opaque("out")(_halve)
+
+
+def test_another_process_compiles_what_the_first_launch_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into Triton's cache, under the name by which this process looks for it."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "")
+    monkeypatch.delenv("TRITON_PTXAS_PATH")
+    monkeypatch.setattr(config, "compile_threads", 2)
+    environment, target = compat.triton_as_inductor_has_it(), ("cuda", 90, 32)
+    assert environment["TRITON_CACHE_DIR"] == str(tmp_path)
+    text = to_text([f"{__name__}.halve", [1, 0], ["float32"] * 2, [None, None, 0.5, 3], {"BLOCK": 128}])
+    future = compat.call_in_worker(_launch._compile, text, target, environment)
+    assert future.result(timeout=200) is None
+    kept = sorted(tmp_path.iterdir())
+    assert list(tmp_path.rglob("_halve.cubin"))
+    _launch._read(text).compile_for(target)
+    assert sorted(tmp_path.iterdir()) == kept
