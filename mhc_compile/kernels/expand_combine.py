@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from mhc_compile.kernels import combine_gradients
 from mhc_compile.kernels.common import (
     blocks_each,
     cdiv,
@@ -23,6 +24,7 @@ from mhc_compile.kernels.common import (
     laid_out_as,
     launch,
     next_power_of_2,
+    nothing,
     on_device,
     put_back,
     room_like,
@@ -350,6 +352,13 @@ def backward(
         dbias.zero_()
         return results
     if not (need_df or need_dbias or need_dpost or need_dx or need_dres):
+        return results
+    whole = d_x is None and layer_bias is None and all((need_df, need_dpost, need_dx, need_dres))
+    if whole and res is not None and combine_gradients.fits((d_out, f, df_rows, dx_rows, x)):
+        sums = combine_gradients.backward(dx_rows, df_rows, d_out, f, post.contiguous(), x, res.contiguous())
+        reduce_partial_sums(sums, nothing(x), 0, dpost, dres, dbias, x)
+        put_back(df, df_rows)
+        put_back(dx, dx_rows)
         return results
     unroll = n <= MAX_UNROLLED
     kernel = combine_backward_kernel if unroll else combine_backward_looped_kernel

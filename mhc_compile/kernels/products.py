@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from mhc_compile.kernels import streamed_products
 from mhc_compile.kernels.common import (
     INTERPRETED,
     add_rounded,
@@ -286,6 +287,12 @@ def backward_products(
     columns = n * width
     need_dx, need_dphi, _, _, need_dnorm = needs
     need_sum = need_dphi or (need_dnorm and norm_weight is not None)
+    if dx is None:
+        dx = empty_gradient(x, need_dx, x)
+    d_x = laid_out_as(d_x, dx)
+    if need_dx and streamed_products.fits((x, dx, d_out, d_x), phi):
+        part = streamed_products.multiply(x, d_out, d_x, phi, norm_weight, dh, coefficient, h_pre, dx)
+        return Products(dx, *reduce_parameters(part, x, phi, norm_weight, affine, needs[1:]))
     # All rows at once need one launch and read x once.
     kb = block_k(rows, most_rows(x) if rows <= most_rows(x) else MAX_BLOCK_K)
     blocks_k = cdiv(rows, kb)
@@ -298,9 +305,6 @@ def backward_products(
     tokens_each = cdiv(cdiv(tokens, splits), block_m) * block_m
     if isinstance(tokens, int):  # otherwise some may have no tokens, and sums that are zeros
         splits = cdiv(tokens, tokens_each)
-    if dx is None:
-        dx = empty_gradient(x, need_dx, x)
-    d_x = laid_out_as(d_x, dx)
     dx_strides = dx.stride() if need_dx else (0, 0, 0)
     part = torch.empty(splits if need_sum else 0, rows, columns, dtype=torch.float32, device=x.device)
 

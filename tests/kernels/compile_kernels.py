@@ -29,6 +29,7 @@ from mhc_compile.kernels import (
     aggregate,
     boundary_gradients,
     boundary_pass,
+    combine_gradients,
     combine_project,
     common,
     expand_combine,
@@ -40,11 +41,12 @@ from mhc_compile.kernels import (
     projection,
     scale,
     sinkhorn,
+    streamed_products,
 )
 
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64"}
 # Kernels that use instructions of Hopper's alone.
-HOPPER = ("combine_project_kernel", "boundary_pass_kernel")
+HOPPER = ("combine_project_kernel", "boundary_pass_kernel", "streamed_products_kernel")
 
 
 def _calls(n: int, width: int, tokens: int, dtype: torch.dtype) -> None:
@@ -71,8 +73,14 @@ def _calls(n: int, width: int, tokens: int, dtype: torch.dtype) -> None:
     scale.backward(pre, post, logits, h, ms, alpha, bias, n, [True] * 4, **gates)
     sinkhorn.backward(sinkhorn.forward(logits, sinkhorn=Sinkhorn()), logits, sinkhorn=Sinkhorn())
     aggregate.backward(aggregate.forward(x, pre), x, pre, [True] * 2)
-    if dtype == torch.bfloat16 and n <= 4:
-        dh = products.dh_parts(x, rows)
+    if dtype != torch.bfloat16:
+        return
+    dh = products.dh_parts(x, rows)
+    if n <= 8:
+        combine_gradients.backward(x, f, x, f, post, x, res)
+    if n == 8:
+        streamed_products.multiply(x, f, x, phi, norm, dh, ms, pre.t().contiguous(), x)
+    if n <= 4:
         combine_project.forward(f, post, x, res, phi, norm, x)
         boundary_gradients.backward(x, f, x, f, x, f, x, phi, norm, dh, ms, pre.t().contiguous(), post, res)
 
@@ -116,8 +124,20 @@ def _bf16_gates(n: int, width: int, tokens: int) -> None:
     post, res = torch.empty(tokens, n, dtype=torch.bfloat16), torch.empty(tokens, n, n, dtype=torch.bfloat16)
     phi, ms, pre = torch.empty(rows, n * width), torch.empty(tokens), torch.empty(n, tokens)
     combine_project.forward(f, post, x, res, phi, None, x)
+    combine_gradients.backward(x, f, x, f, post, x, res)
     dh = products.dh_parts(x, rows)
     boundary_gradients.backward(x, f, x, f, x, f, x, phi, None, dh, ms, pre, post, res)
+
+
+def _eight(width: int, tokens: int) -> None:
+    """What 8 streams have kernels of their own for."""
+    rows = 80
+    x, f = torch.empty(tokens, 8, width, dtype=torch.bfloat16), torch.empty(tokens, width, dtype=torch.bfloat16)
+    post, res = torch.empty(tokens, 8), torch.empty(tokens, 8, 8)
+    phi, ms, pre = torch.empty(rows, 8 * width), torch.empty(tokens), torch.empty(8, tokens)
+    dh = products.dh_parts(x, rows)
+    combine_gradients.backward(x, f, x, f, post, x, res)
+    streamed_products.multiply(x, f, x, phi, None, dh, ms, pre, x)
 
 
 def _norm(n: int, width: int, tokens: int, dtype: torch.dtype) -> None:
@@ -145,6 +165,7 @@ CASES: dict[str, Callable[[], None]] = {
     "tf32": lambda: _tf32(4, 4096, 512),
     "starts": _starts,
     "gates": lambda: _bf16_gates(4, 4096, 512),
+    "eight": lambda: _eight(4096, 512),
     "norm": lambda: _norm(4, 4096, 512, torch.bfloat16),
     "norm, wide": lambda: _norm(4, 16384, 512, torch.bfloat16),
     "norm, f32": lambda: _norm(4, 8192, 512, torch.float32),

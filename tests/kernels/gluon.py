@@ -58,18 +58,62 @@ def _boundary_gradients(
     **__: Any,
 ) -> None:
     """In float64, each sum whole in the place of its first part."""
-    tokens, n, _c = x.shape
-    rows = dphi_part.shape[1]
-    d_h = dh.double().sum(0)[:, :rows]
-    weight = phi.double() if norm_weight is None else phi.double() * norm_weight.double()
-    d_new = d_x_new.double() + (d_h @ weight).view(x.shape)
-    d_new += coefficient[:, None, None] * x_new.double() + h_pre.t()[:, :, None] * d_layer_input.double()[:, None]
+    d_new = torch.empty(x.shape, dtype=torch.float64)
+    _streamed_products(x_new, d_layer_input, d_x_new, phi, norm_weight, dh, coefficient, h_pre, d_new, dphi_part)
+    _mixed(d_new, f, h_post, x, h_res, dx, df, sums_part)
+
+
+def _combine_gradients(
+    d_x_new: Tensor,
+    f: Tensor,
+    h_post: Tensor,
+    x: Tensor,
+    h_res: Tensor,
+    dx: Tensor,
+    df: Tensor,
+    sums_part: Tensor,
+    *_: Any,
+    **__: Any,
+) -> None:
+    """In float64, each sum whole in the place of its first part."""
+    _mixed(d_x_new.double(), f, h_post, x, h_res, dx, df, sums_part)
+
+
+def _mixed(
+    d_new: Tensor, f: Tensor, h_post: Tensor, x: Tensor, h_res: Tensor, dx: Tensor, df: Tensor, sums_part: Tensor
+) -> None:
+    """Fill what the combine's backward makes of dx' in float64."""
+    d_post = torch.einsum("toc,tc->ot", d_new, f.double())
+    d_res = torch.einsum("tic,toc->iot", x.double(), d_new).flatten(0, 1)
     dx.copy_(torch.einsum("tio,toc->tic", h_res.double(), d_new))
     df.copy_(torch.einsum("to,toc->tc", h_post.double(), d_new))
-    d_post = torch.einsum("toc,tc->ot", d_new, f.double())
-    d_res = torch.einsum("tic,toc->iot", x.double(), d_new).reshape(n * n, tokens)
-    dphi_part.zero_()[0] = d_h.t() @ x_new.double().flatten(1)
     sums_part.zero_()[0] = torch.cat([d_post, d_res])
+
+
+def _streamed_products(
+    x: Tensor,
+    d_out: Tensor | None,
+    d_x: Tensor | None,
+    phi: Tensor,
+    norm_weight: Tensor | None,
+    dh: Tensor,
+    coefficient: Tensor,
+    h_pre: Tensor | None,
+    dx: Tensor,
+    dphi_part: Tensor,
+    *_: Any,
+    **__: Any,
+) -> None:
+    """In float64, the sum whole in the place of its first part."""
+    d_h = dh.double().sum(0)[:, : dphi_part.shape[1]]
+    weight = phi.double() if norm_weight is None else phi.double() * norm_weight.double()
+    value = coefficient[:, None, None] * x.double() + (d_h @ weight).view(x.shape)
+    if d_out is not None and h_pre is not None:
+        value += h_pre.t()[:, :, None] * d_out.double()[:, None]
+    if d_x is not None:
+        value += d_x.double()
+    dphi_part.zero_()[0] = d_h.t() @ x.double().flatten(1)
+    dx.copy_(value)
 
 
 def _combine_project(
@@ -132,5 +176,7 @@ def _boundary_pass(
 _REPLACEMENTS = {
     "boundary_gradients_kernel": _boundary_gradients,
     "boundary_pass_kernel": _boundary_pass,
+    "combine_gradients_kernel": _combine_gradients,
     "combine_project_kernel": _combine_project,
+    "streamed_products_kernel": _streamed_products,
 }

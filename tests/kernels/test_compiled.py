@@ -28,7 +28,7 @@ SPILLS: dict[int, dict[str, int]] = {
     100: {"combine_backward_kernel": 160, "boundary_gradients_kernel": 16},
 }
 # float32 and more streams take minutes.
-CASES = ("bf16", "few", "pass", "tf32", "starts", "gates", "norm")
+CASES = ("bf16", "few", "pass", "tf32", "starts", "gates", "eight", "norm")
 
 
 # The GPUs that are measured, and the others.
@@ -53,7 +53,7 @@ def test_every_kernel_is_there(compiled: tuple[int, list[dict[str, Any]]]) -> No
         "products_kernel", "reduce_kernel", "combine_kernel", "combine_backward_kernel", "combine_reduce_kernel",
         "collect_kernel", "spread_kernel", "scale_kernel", "scale_backward_kernel", "affine_sum_kernel",
         "sinkhorn_kernel", "sinkhorn_backward_kernel", "aggregate_kernel", "gate_sum_kernel",
-        "boundary_gradients_kernel", "input_norm_backward_kernel",
+        "boundary_gradients_kernel", "combine_gradients_kernel", "input_norm_backward_kernel",
     } | (set(HOPPER) if compiled[0] == 90 else set())  # fmt: skip
 
 
