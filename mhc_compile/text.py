@@ -11,10 +11,17 @@ from typing import Any
 
 
 def to_text(value: Any) -> str:
-    """A JSON value whose strings hold no quotes; raises TypeError for what is none, such as a symbolic size."""
-    return json.dumps(value).replace('"', "'")
+    """A JSON value whose strings hold no quotes.
+
+    Raises TypeError for what JSON has no form for, such as a symbolic size, and ValueError for what would not come back
+    as it is, such as a tuple.
+    """
+    text = json.dumps(value).replace('"', "'")
+    if from_text(text) != value:
+        raise ValueError(f"{value!r} is not what is read from its text, {text}")
+    return text
 
 
 def from_text(text: str) -> Any:
-    """The value that `to_text` was given, with lists for tuples."""
+    """The value that `to_text` was given."""
     return json.loads(text.replace("'", '"'))

@@ -26,8 +26,8 @@ from mhc_compile.kernels.opaque import opaque
 
 TOKENS, COLUMNS, STREAMS = 32, 128, 2
 WARPS, STAGES = 8, 2
-# Of phi, those beyond K zero.
-ROWS = (64, 16)
+# Of phi, in two pieces, those beyond K zero.
+ROWS = 64, 16
 
 
 @gluon.constexpr_function
@@ -58,9 +58,10 @@ def _fetch_rows(dh_s, dh, k_first, start, last, M, ROW: gl.constexpr, ROWS: gl.c
 
 
 @gluon.jit
-def _fetch(x_s, before_s, grad_s, dh_s, stage, x, d_x, d_out, dh, start, last, M, first_stream, C, block,
-           N: gl.constexpr, STREAMS: gl.constexpr, ROW: gl.constexpr, ROWS: gl.constexpr, HAS_OUT: gl.constexpr,
-           HAS_DX: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_C: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
+def _fetch(x_s, before_s, grad_s, dh_s, dh_2s, stage, x, d_x, d_out, dh, start, last, M, first_stream, C, block,
+           N: gl.constexpr, STREAMS: gl.constexpr, ROW: gl.constexpr, FIRST: gl.constexpr, SECOND: gl.constexpr,
+           HAS_OUT: gl.constexpr, HAS_DX: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_C: gl.constexpr,
+           WARPS: gl.constexpr):  # fmt: skip
     """Start copying all that is read of the tokens from `start` on; streams lie one after the other as rows."""
     TILE: gl.constexpr = _copied(BLOCK_C, WARPS)
     c = (block * BLOCK_C + gl.arange(0, BLOCK_C, gl.SliceLayout(0, TILE)))[None, :]
@@ -70,8 +71,8 @@ def _fetch(x_s, before_s, grad_s, dh_s, stage, x, d_x, d_out, dh, start, last, M
     at = tok * (N * C) + (first_stream + row // BLOCK_M) * C + c
     # What is needed first comes first.
     async_copy.async_copy_global_to_shared(x_s.index(stage), x + at, mask=mask)
-    _fetch_rows(dh_s[0].index(stage), dh, 0, start, last, M, ROW, ROWS[0], BLOCK_M, WARPS)
-    _fetch_rows(dh_s[1].index(stage), dh, ROWS[0], start, last, M, ROW, ROWS[1], BLOCK_M, WARPS)
+    _fetch_rows(dh_s.index(stage), dh, 0, start, last, M, ROW, FIRST, BLOCK_M, WARPS)
+    _fetch_rows(dh_2s.index(stage), dh, FIRST, start, last, M, ROW, SECOND, BLOCK_M, WARPS)
     if HAS_DX:
         async_copy.async_copy_global_to_shared(before_s.index(stage), d_x + at, mask=mask)
     if HAS_OUT:
@@ -116,8 +117,8 @@ def _store_dphi(dphi, dphi_part, k_first, split, first_stream, C, block, N: gl.c
 @gluon.jit(do_not_specialize=["M", "tokens_each"])
 def streamed_products_kernel(x, d_out, d_x, phi, norm_weight, dh, coefficient, h_pre, dx, dphi_part, M, tokens_each, C,
                              phi_k, phi_c, N: gl.constexpr, STREAMS: gl.constexpr, K: gl.constexpr, ROW: gl.constexpr,
-                             ROWS: gl.constexpr, HAS_NORM: gl.constexpr, HAS_OUT: gl.constexpr, HAS_DX: gl.constexpr,
-                             BLOCK_M: gl.constexpr, BLOCK_C: gl.constexpr, WARPS: gl.constexpr,
+                             FIRST: gl.constexpr, SECOND: gl.constexpr, HAS_NORM: gl.constexpr, HAS_OUT: gl.constexpr,
+                             HAS_DX: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_C: gl.constexpr, WARPS: gl.constexpr,
                              STAGES: gl.constexpr):  # fmt: skip
     """dx, and dphi_part [splits, K, n*C] of BLOCK_C columns of STREAMS streams of tokens_each tokens.
 
@@ -125,14 +126,11 @@ def streamed_products_kernel(x, d_out, d_x, phi, norm_weight, dh, coefficient, h
     """
     TILE: gl.constexpr = _copied(BLOCK_C, WARPS)
     TOKEN: gl.constexpr = gl.SliceLayout(1, TILE)
-    FIRST: gl.constexpr = ROWS[0]
-    SECOND: gl.constexpr = ROWS[1]
     # Tensor cores of Hopper multiply 64 rows at a time: columns of the streams, so that tokens may be fewer.
     DPHI: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, FIRST, 16])
     MORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, SECOND, 16])
     DX: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     WIDE: gl.constexpr = _in_shared_memory(BLOCK_C)
-    ROWS_OF: gl.constexpr = (_in_shared_memory(ROWS[0]), _in_shared_memory(ROWS[1]))
 
     pid = gl.program_id(0)
     groups = N // STREAMS
@@ -144,13 +142,13 @@ def streamed_products_kernel(x, d_out, d_x, phi, norm_weight, dh, coefficient, h
     tokens = M.to(gl.int64)
     c = (block * BLOCK_C + gl.arange(0, BLOCK_C, gl.SliceLayout(0, TILE)))[None, :]
 
-    high_s = ()
-    middle_s = ()
-    dh_s = ()
-    for i in gl.static_range(2):
-        high_s = high_s + (gl.allocate_shared_memory(gl.bfloat16, [STREAMS * ROWS[i], BLOCK_C], WIDE),)
-        middle_s = middle_s + (gl.allocate_shared_memory(gl.bfloat16, [STREAMS * ROWS[i], BLOCK_C], WIDE),)
-        dh_s = dh_s + (gl.allocate_shared_memory(gl.bfloat16, [STAGES, 4 * BLOCK_M, ROWS[i]], ROWS_OF[i]),)
+    # Of the first rows of phi, and of the others.
+    high_s = gl.allocate_shared_memory(gl.bfloat16, [STREAMS * FIRST, BLOCK_C], WIDE)
+    middle_s = gl.allocate_shared_memory(gl.bfloat16, [STREAMS * FIRST, BLOCK_C], WIDE)
+    high_2s = gl.allocate_shared_memory(gl.bfloat16, [STREAMS * SECOND, BLOCK_C], WIDE)
+    middle_2s = gl.allocate_shared_memory(gl.bfloat16, [STREAMS * SECOND, BLOCK_C], WIDE)
+    dh_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 4 * BLOCK_M, FIRST], _in_shared_memory(FIRST))
+    dh_2s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 4 * BLOCK_M, SECOND], _in_shared_memory(SECOND))
     # An allocation for each tensor: between copies into the same, Triton puts a barrier.
     x_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, STREAMS * BLOCK_M, BLOCK_C], WIDE)
     before_s = x_s
@@ -162,17 +160,17 @@ def streamed_products_kernel(x, d_out, d_x, phi, norm_weight, dh, coefficient, h
     first = split * tokens_each
     last = gl.minimum(first + tokens_each, M)
     for stage in gl.static_range(STAGES - 1):
-        _fetch(x_s, before_s, grad_s, dh_s, stage, x, d_x, d_out, dh, first + stage * BLOCK_M, last, M, first_stream, C,
-               block, N, STREAMS, ROW, ROWS, HAS_OUT, HAS_DX, BLOCK_M, BLOCK_C, WARPS)  # fmt: skip
+        _fetch(x_s, before_s, grad_s, dh_s, dh_2s, stage, x, d_x, d_out, dh, first + stage * BLOCK_M, last, M,
+               first_stream, C, block, N, STREAMS, ROW, FIRST, SECOND, HAS_OUT, HAS_DX, BLOCK_M, BLOCK_C,
+               WARPS)  # fmt: skip
     own_phi = phi + first_stream * C * phi_c
     own_weight = norm_weight
     if HAS_NORM:
         own_weight = norm_weight + first_stream * C
-    split_phi((high_s[0], middle_s[0]), 0, own_phi, own_weight, phi_k, phi_c, block * BLOCK_C, C, STREAMS, K, 2,
-              ROWS[0], HAS_NORM, BLOCK_C, TILE)  # fmt: skip
-    split_phi((high_s[1], middle_s[1]), ROWS[0], own_phi, own_weight, phi_k, phi_c, block * BLOCK_C, C, STREAMS, K, 2,
-              ROWS[1], HAS_NORM, BLOCK_C, TILE)  # fmt: skip
-    # Of the first rows of phi, and of those that are more than these.
+    split_phi((high_s, middle_s), 0, own_phi, own_weight, phi_k, phi_c, block * BLOCK_C, C, STREAMS, K, 2, FIRST,
+              HAS_NORM, BLOCK_C, TILE)  # fmt: skip
+    split_phi((high_2s, middle_2s), FIRST, own_phi, own_weight, phi_k, phi_c, block * BLOCK_C, C, STREAMS, K, 2, SECOND,
+              HAS_NORM, BLOCK_C, TILE)  # fmt: skip
     dphi = ()
     more = ()
     for _ in gl.static_range(STREAMS):
@@ -184,9 +182,9 @@ def streamed_products_kernel(x, d_out, d_x, phi, norm_weight, dh, coefficient, h
         # Tensor cores read shared memory past the threads that filled it.
         fence_async_shared()
         barrier()
-        _fetch(x_s, before_s, grad_s, dh_s, (turn + STAGES - 1) % STAGES, x, d_x, d_out, dh,
-               start + (STAGES - 1) * BLOCK_M, last, M, first_stream, C, block, N, STREAMS, ROW, ROWS, HAS_OUT, HAS_DX,
-               BLOCK_M, BLOCK_C, WARPS)  # fmt: skip
+        _fetch(x_s, before_s, grad_s, dh_s, dh_2s, (turn + STAGES - 1) % STAGES, x, d_x, d_out, dh,
+               start + (STAGES - 1) * BLOCK_M, last, M, first_stream, C, block, N, STREAMS, ROW, FIRST, SECOND, HAS_OUT,
+               HAS_DX, BLOCK_M, BLOCK_C, WARPS)  # fmt: skip
         tok = gl.arange(0, BLOCK_M, TOKEN).to(gl.int64) + start
         live = tok < last
         mask = live[:, None] & (c < C)
@@ -196,23 +194,24 @@ def streamed_products_kernel(x, d_out, d_x, phi, norm_weight, dh, coefficient, h
             for s in gl.static_range(STREAMS):
                 pre = pre + (gl.load(h_pre + (first_stream + s) * tokens + tok, mask=live, other=0.0)[:, None],)
         x_t = x_s.index(turn)
-        first_t, second_t = dh_s[0].index(turn), dh_s[1].index(turn)
+        first_t, second_t = dh_s.index(turn), dh_2s.index(turn)
         added = ()
         products = ()
         for s in gl.static_range(STREAMS):
             v = gl.zeros([BLOCK_C, BLOCK_M], gl.float32, DX)
-            v = _dx_of_rows(v, high_s[0].slice(s * FIRST, FIRST, 0), middle_s[0].slice(s * FIRST, FIRST, 0), first_t,
+            v = _dx_of_rows(v, high_s.slice(s * FIRST, FIRST, 0), middle_s.slice(s * FIRST, FIRST, 0), first_t,
                             BLOCK_M)  # fmt: skip
-            v = _dx_of_rows(v, high_s[1].slice(s * SECOND, SECOND, 0), middle_s[1].slice(s * SECOND, SECOND, 0),
+            v = _dx_of_rows(v, high_2s.slice(s * SECOND, SECOND, 0), middle_2s.slice(s * SECOND, SECOND, 0),
                             second_t, BLOCK_M)  # fmt: skip
             added = added + (v,)
         for s in gl.static_range(STREAMS):
             rows = x_t.slice(s * BLOCK_M, BLOCK_M, 0)
             products = products + (_dphi_of_tile(rows, first_t, dphi[s], BLOCK_M),)
             products = products + (_dphi_of_tile(rows, second_t, more[s], BLOCK_M),)
-        added = warpgroup_mma_wait(len(products) * 3, deps=added)
         for s in gl.static_range(STREAMS):
-            v = gl.convert_layout(gl.permute(added[s], (1, 0)), TILE)
+            # Products of the streams to come, six for each, and those of dphi are still under way.
+            v = warpgroup_mma_wait(6 * (STREAMS - 1 - s) + 3 * len(products), deps=(added[s],))
+            v = gl.convert_layout(gl.permute(v, (1, 0)), TILE)
             v += factor * x_t.slice(s * BLOCK_M, BLOCK_M, 0).load(TILE).to(gl.float32)
             if HAS_OUT:
                 v += pre[s] * grad_s.index(turn).load(TILE).to(gl.float32)
@@ -232,7 +231,7 @@ def streamed_products_kernel(x, d_out, d_x, phi, norm_weight, dh, coefficient, h
         turn = (turn + 1) % STAGES
     async_copy.wait_group(0)
     _store_dphi(dphi, dphi_part, 0, split, first_stream, C, block, N, K, FIRST, STREAMS, BLOCK_C, DPHI)
-    _store_dphi(more, dphi_part, ROWS[0], split, first_stream, C, block, N, K, SECOND, STREAMS, BLOCK_C, MORE)
+    _store_dphi(more, dphi_part, FIRST, split, first_stream, C, block, N, K, SECOND, STREAMS, BLOCK_C, MORE)
 
 
 def fits(streams: Sequence[torch.Tensor | None], phi: torch.Tensor) -> bool:
@@ -275,8 +274,8 @@ def multiply(
         launch(
             streamed_products_kernel, (splits * groups,),
             x, d_out, d_x, phi, norm_weight, dh, coefficient, h_pre, dx, dphi_part, tokens, each, width,
-            phi.stride(0), phi.stride(1), N=n, STREAMS=STREAMS, K=rows, ROW=dh.shape[2], ROWS=ROWS,
-            HAS_NORM=norm_weight is not None, HAS_OUT=d_out is not None, HAS_DX=d_x is not None, BLOCK_M=TOKENS,
-            BLOCK_C=COLUMNS, WARPS=WARPS, STAGES=STAGES, num_warps=WARPS,
+            phi.stride(0), phi.stride(1), N=n, STREAMS=STREAMS, K=rows, ROW=dh.shape[2], FIRST=ROWS[0],
+            SECOND=ROWS[1], HAS_NORM=norm_weight is not None, HAS_OUT=d_out is not None, HAS_DX=d_x is not None,
+            BLOCK_M=TOKENS, BLOCK_C=COLUMNS, WARPS=WARPS, STAGES=STAGES, num_warps=WARPS,
         )  # fmt: skip
     return dphi_part

@@ -15,6 +15,7 @@ from mhc_compile.forms import Gates, Rms, Sinkhorn
 from mhc_compile.kernels import one_pass
 from mhc_compile.kernels.common import recorded
 from mhc_compile.kernels.opaque import Opaque
+from mhc_compile.text import to_text
 from tests.kernels.cases import DEVICE, combine, mix
 
 GPU = pytest.mark.skipif(DEVICE == "cpu", reason="Gluon has no interpreter")
@@ -28,6 +29,7 @@ def watched(replace: bool = DEVICE == "cpu") -> Iterator[list[str]]:
     def start(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
         if isinstance(kernel, Opaque):
             names.append(kernel.kernel.__name__)
+            to_text([[None if isinstance(a, Tensor) else a for a in args], options])  # as a graph has it
             if replace:
                 _REPLACEMENTS[names[-1]](**dict(zip(kernel.kernel.arg_names, args, strict=False)), **options)
                 return

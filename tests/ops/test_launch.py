@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from mhc_compile import compat, passes
 from mhc_compile.kernels.opaque import opaque
 from mhc_compile.ops import _launch
-from mhc_compile.text import to_text
+from mhc_compile.text import from_text, to_text
 
 OPERATOR = "torch.ops.mhc._launch.default"
 
@@ -104,6 +104,14 @@ def test_inductor_gives_the_strides_that_a_launch_was_made_for(monkeypatch: pyte
         result = torch.compile(lambda x: torch.sin(x).t().contiguous() + 1)(x)
     assert seen == [(5, 1)]
     torch.testing.assert_close(result, torch.sin(x).t() + 1)
+
+
+@pytest.mark.parametrize("value", [[1, (2, 3)], {"rows": (64, 16)}, {1: 2}, ["it's"]])
+def test_what_is_not_read_as_it_was_written_is_refused(value: object) -> None:
+    """A kernel would be given a list in place of a tuple, for which Triton has no name."""
+    assert from_text(to_text([None, 2, 0.1, True, {"name": "text"}])) == [None, 2, 0.1, True, {"name": "text"}]
+    with pytest.raises(ValueError, match="Expecting" if value == ["it's"] else "not what is read"):
+        to_text(value)
 
 
 @gluon.jit

@@ -25,9 +25,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_dynamo", "fresh_ca
 class Chain(torch.nn.Module):
     """Sublayers whose layer is an identity: with the operators' kernels deterministic, so is all of it."""
 
-    def __init__(self, layers: int, width: int, bias: bool) -> None:
+    def __init__(self, layers: int, streams: int, width: int, bias: bool) -> None:
         super().__init__()
-        self.sublayers = torch.nn.ModuleList(Sublayer(width=width) for _ in range(layers))
+        self.sublayers = torch.nn.ModuleList(Sublayer(streams, width) for _ in range(layers))
         for sublayer in self.sublayers:
             sublayer.layer = torch.nn.Identity()  # type: ignore[assignment]
             if not bias:
@@ -39,16 +39,22 @@ class Chain(torch.nn.Module):
         return (x,)
 
 
-def _chain(dtype: torch.dtype, tokens: int = 200, width: int = 256) -> tuple[Chain, Tensor]:
+def _chain(dtype: torch.dtype, tokens: int = 200, width: int = 256, streams: int = STREAMS) -> tuple[Chain, Tensor]:
     # With a bias nothing is made in a single pass over the streams.
-    model = Chain(4, width, bias=dtype == torch.float32).cuda()
-    return model, torch.randn(tokens, STREAMS, width, device="cuda", dtype=dtype)
+    model = Chain(4, streams, width, bias=dtype == torch.float32).cuda()
+    return model, torch.randn(tokens, streams, width, device="cuda", dtype=dtype)
+
+
+# Streams with which other kernels are at work.
+KINDS = pytest.mark.parametrize(
+    ("dtype", "streams"), [(torch.float32, STREAMS), (torch.bfloat16, STREAMS), (torch.bfloat16, 8)], ids=str
+)
 
 
 @pytest.mark.parametrize("tokens", [1, 37, 256, 4096])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_bitwise_as_whole_operators(dtype: torch.dtype, tokens: int) -> None:
-    model, x = _chain(dtype, tokens)
+@KINDS
+def test_bitwise_as_whole_operators(dtype: torch.dtype, streams: int, tokens: int) -> None:
+    model, x = _chain(dtype, tokens, streams=streams)
     whole = evaluate(torch.compile(model, backend="mhc", options={"mhc.lower": False}, dynamic=False), model, x)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="mhc", dynamic=False)
@@ -59,10 +65,10 @@ def test_bitwise_as_whole_operators(dtype: torch.dtype, tokens: int) -> None:
         assert torch.equal(value, whole[name]), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_any_number_of_tokens(dtype: torch.dtype) -> None:
+@KINDS
+def test_any_number_of_tokens(dtype: torch.dtype, streams: int) -> None:
     """Compiled once for all, without a call of an operator, and to the bits of a program compiled for its batch."""
-    model, x = _chain(dtype, 4096)
+    model, x = _chain(dtype, 4096, streams=streams)
     expected = {}
     for tokens in (37, 4096, 200, 2):
         torch._dynamo.reset()
