@@ -208,10 +208,9 @@ def streamed_products_kernel(x, d_out, d_x, phi, norm_weight, dh, coefficient, h
             rows = x_t.slice(s * BLOCK_M, BLOCK_M, 0)
             products = products + (_dphi_of_tile(rows, first_t, dphi[s], BLOCK_M),)
             products = products + (_dphi_of_tile(rows, second_t, more[s], BLOCK_M),)
+        added = warpgroup_mma_wait(len(products) * 3, deps=added)
         for s in gl.static_range(STREAMS):
-            # Products of the streams to come, six for each, and those of dphi are still under way.
-            v = warpgroup_mma_wait(6 * (STREAMS - 1 - s) + 3 * len(products), deps=(added[s],))
-            v = gl.convert_layout(gl.permute(v, (1, 0)), TILE)
+            v = gl.convert_layout(gl.permute(added[s], (1, 0)), TILE)
             v += factor * x_t.slice(s * BLOCK_M, BLOCK_M, 0).load(TILE).to(gl.float32)
             if HAS_OUT:
                 v += pre[s] * grad_s.index(turn).load(TILE).to(gl.float32)
