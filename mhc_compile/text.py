@@ -11,7 +11,7 @@ from typing import Any
 
 
 def to_text(value: Any) -> str:
-    """A JSON value whose strings hold no quotes.
+    """A JSON value whose strings hold no single quotes.
 
     Raises TypeError for what JSON has no form for, such as a symbolic size, and ValueError for what would not come back
     as it is, such as a tuple.

@@ -38,9 +38,9 @@ from mhc_compile.compat.inductor import (
     inductor_decompositions,
     inference_aware,
     is_inference_aware,
+    keep_triton_kernels,
     launches_from_c,
     tell_workers,
-    triton_as_inductor_has_it,
 )
 from mhc_compile.compat.launches import (
     analyse_once,
@@ -140,6 +140,7 @@ __all__ = [
     "is_made_here",
     "is_plain_call",
     "is_pure",
+    "keep_triton_kernels",
     "launches_from_c",
     "load_kernel",
     "may_mutate",
@@ -160,7 +161,6 @@ __all__ = [
     "tell_workers",
     "tensor_metadata",
     "trace_artifact",
-    "triton_as_inductor_has_it",
     "without_guards",
     "writes",
 ]

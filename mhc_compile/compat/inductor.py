@@ -102,9 +102,6 @@ def inference_aware(kind: type) -> type:
 _STATIC = "static_launch_user_defined_triton_kernels"
 
 
-_OF_TRITON = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_LIBDEVICE_PATH", "TRITON_PTXAS_PATH")
-
-
 def launches_from_c() -> dict[str, bool]:
     """Inductor's settings by which kernels that a graph brings along are launched from C++, as its own are.
 
@@ -125,25 +122,23 @@ def tell_workers() -> None:
 
 def call_in_worker(function: Callable[..., Any], *args: Any) -> Any:
     """The future of a call by one of the processes in which Inductor compiles kernels; None if there are none."""
-    from torch._inductor.async_compile import AsyncCompile, get_compile_threads
-
-    if get_compile_threads() <= 1:
-        return None
     try:
-        pool = AsyncCompile.process_pool()
-    except RuntimeError:  # in a daemon, which may have no processes of its own
+        from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+
+        return AsyncCompile.process_pool().submit(function, *args) if get_compile_threads() > 1 else None
+    except (ImportError, RuntimeError):  # the latter in a daemon, which may have no processes of its own
         return None
-    return pool.submit(function, *args)
 
 
-def triton_as_inductor_has_it() -> dict[str, str]:
-    """Have Triton compile as in Inductor's workers, with their ptxas and into their cache; these variables say it."""
-    from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
-    from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
-
-    _set_triton_ptxas_path()
-    os.environ.setdefault("TRITON_CACHE_DIR", triton_cache_dir(0))
-    return {name: os.environ[name] for name in _OF_TRITON if name in os.environ}
+def keep_triton_kernels() -> None:
+    """Have Triton keep kernels where Inductor has it keep the current GPU's, unless somebody has said where."""
+    if "TRITON_CACHE_DIR" in os.environ:
+        return
+    try:
+        from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
+    except ImportError:  # they are kept where Triton would
+        return
+    os.environ["TRITON_CACHE_DIR"] = triton_cache_dir(torch.cuda.current_device() if torch.cuda.is_available() else 0)
 
 
 class _PoolOf:

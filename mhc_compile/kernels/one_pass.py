@@ -58,13 +58,26 @@ def combined(post, res, f, old, o: gl.constexpr, N: gl.constexpr):
     return v
 
 
+def in_order(t: torch.Tensor, inner: int) -> bool:
+    """Whether t [..., *inner dims] is of bfloat16, and contiguous also where a single token could lie otherwise.
+
+    Kernels are chosen by this, and a token's bits must not depend on the number of tokens.
+    """
+    size = 1
+    for d in range(1, inner + 1):
+        if t.stride(-d) != size:
+            return False
+        size *= t.shape[-d]
+    return t.dtype == torch.bfloat16 and t.is_contiguous() and (t.dim() == inner or t.stride(-inner - 1) == size)
+
+
 def fits(streams: Sequence[torch.Tensor | None], phi: torch.Tensor, *capabilities: int) -> bool:
     """Whether the kernels are for these tensors, of which the last is x [..., n, C], and for their device.
 
     Copies are of 16 bytes and tiles of 2^i streams.
     """
     x = streams[-1]
-    if x is None or any(t is None or t.dtype != torch.bfloat16 or not t.is_contiguous() for t in streams):
+    if x is None or any(t is None or not in_order(t, 2 - (x.dim() - t.dim())) for t in streams):
         return False
     n, width = x.shape[-2:]
     alike = n in (2, 4) and width % 16 == 0 and phi.shape[0] <= ROWS and x.numel() > 0

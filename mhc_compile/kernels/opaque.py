@@ -8,6 +8,7 @@ plans its memory all the same, because what it makes are arguments that it write
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, reduce
 from operator import or_
@@ -133,10 +134,9 @@ class Launch:
 
         return self._load(compiled, device, self._args, self._places) or by_triton
 
-    def compile_for(self, target: tuple[Any, ...]) -> None:
-        """Compile the kernel into Triton's cache for a GPU, Triton's description of it, that may not be here."""
-        with _without_gpu(target):
-            self._compiled([2] * (len(self._places) - len(self._dtypes)))
+    def compile(self) -> None:
+        """Compile the kernel into Triton's cache, for any sizes."""
+        self._compiled([2] * (len(self._places) - len(self._dtypes)))
 
     def _compiled(self, sizes: Sequence[int]) -> Any:
         """The kernel as Triton compiles it for tensors by their dtypes, and for any sizes."""
@@ -167,14 +167,37 @@ class _Absent:
         return self._target
 
 
+def triton_here() -> dict[str, str]:
+    """With what Triton compiles in this process, and where it keeps the result, as variables for `compiling_for`."""
+    from triton import knobs
+
+    libdevice = os.environ.get("TRITON_LIBDEVICE_PATH")
+    return {"TRITON_PTXAS_PATH": knobs.nvidia.ptxas.path, "TRITON_CACHE_DIR": knobs.cache.dir} | (
+        {} if libdevice is None else {"TRITON_LIBDEVICE_PATH": libdevice}
+    )
+
+
 @contextlib.contextmanager
-def _without_gpu(target: tuple[Any, ...]) -> Iterator[None]:
-    """Triton compiles for this GPU, in a process that launches nothing."""
+def compiling_for(target: tuple[Any, ...], environment: dict[str, str]) -> Iterator[None]:
+    """Triton compiles for a GPU, its own description of it, as a process with these variables would.
+
+    The GPU need not be there: nothing is launched. Triton remembers the version of its assembler, which is part of a
+    kernel's key in the cache, and of which another than this process's may be meant.
+    """
     from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import get_ptxas_version
     from triton.runtime import driver
 
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    get_ptxas_version.cache_clear()
     driver.set_active(_Absent(GPUTarget(*target)))
     try:
         yield
     finally:
         driver.set_active(None)
+        get_ptxas_version.cache_clear()
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value

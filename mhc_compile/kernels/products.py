@@ -291,7 +291,7 @@ def backward_products(
         dx = empty_gradient(x, need_dx, x)
     d_x = laid_out_as(d_x, dx)
     if need_dx and streamed_products.fits((x, dx, d_out, d_x), phi):
-        part = streamed_products.multiply(x, d_out, d_x, phi, norm_weight, dh, coefficient, h_pre, dx)
+        part = streamed_products.multiply(x, d_out, d_x, phi, norm_weight, dh, coefficient, h_pre, dx, need_sum)
         return Products(dx, *reduce_parameters(part, x, phi, norm_weight, affine, needs[1:]))
     # All rows at once need one launch and read x once.
     kb = block_k(rows, most_rows(x) if rows <= most_rows(x) else MAX_BLOCK_K)

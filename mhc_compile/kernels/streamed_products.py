@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from mhc_compile.kernels import one_pass
-from mhc_compile.kernels.common import cdiv, launch, on_device, processors
+from mhc_compile.kernels.common import cdiv, expected, launch, on_device, processors
 from mhc_compile.kernels.one_pass import barrier, split_phi
 from mhc_compile.kernels.opaque import opaque
 
@@ -118,8 +118,8 @@ def _store_dphi(dphi, dphi_part, k_first, split, first_stream, C, block, N: gl.c
 def streamed_products_kernel(x, d_out, d_x, phi, norm_weight, dh, coefficient, h_pre, dx, dphi_part, M, tokens_each, C,
                              phi_k, phi_c, N: gl.constexpr, STREAMS: gl.constexpr, K: gl.constexpr, ROW: gl.constexpr,
                              FIRST: gl.constexpr, SECOND: gl.constexpr, HAS_NORM: gl.constexpr, HAS_OUT: gl.constexpr,
-                             HAS_DX: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_C: gl.constexpr, WARPS: gl.constexpr,
-                             STAGES: gl.constexpr):  # fmt: skip
+                             HAS_DX: gl.constexpr, NEED_DPHI: gl.constexpr, BLOCK_M: gl.constexpr,
+                             BLOCK_C: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """dx, and dphi_part [splits, K, n*C] of BLOCK_C columns of STREAMS streams of tokens_each tokens.
 
     dh [3, M, ROW] comes as bf16 parts, the largest first; of phi * norm_weight two are made here.
@@ -205,11 +205,13 @@ def streamed_products_kernel(x, d_out, d_x, phi, norm_weight, dh, coefficient, h
                             second_t, BLOCK_M)  # fmt: skip
             added = added + (v,)
         for s in gl.static_range(STREAMS):
-            rows = x_t.slice(s * BLOCK_M, BLOCK_M, 0)
-            products = products + (_dphi_of_tile(rows, first_t, dphi[s], BLOCK_M),)
-            products = products + (_dphi_of_tile(rows, second_t, more[s], BLOCK_M),)
-        added = warpgroup_mma_wait(len(products) * 3, deps=added)
-        for s in gl.static_range(STREAMS):
+            # While tensor cores are busy with this stream's dphi, its dx is finished.
+            if NEED_DPHI:
+                rows = x_t.slice(s * BLOCK_M, BLOCK_M, 0)
+                products = products + (_dphi_of_tile(rows, first_t, dphi[s], BLOCK_M),)
+                products = products + (_dphi_of_tile(rows, second_t, more[s], BLOCK_M),)
+            if s == 0:
+                added = warpgroup_mma_wait(3 * len(products), deps=added)
             v = gl.convert_layout(gl.permute(added[s], (1, 0)), TILE)
             v += factor * x_t.slice(s * BLOCK_M, BLOCK_M, 0).load(TILE).to(gl.float32)
             if HAS_OUT:
@@ -218,35 +220,42 @@ def streamed_products_kernel(x, d_out, d_x, phi, norm_weight, dh, coefficient, h
                 v += before_s.index(turn).slice(s * BLOCK_M, BLOCK_M, 0).load(TILE).to(gl.float32)
             at = tok[:, None] * (N * C) + (first_stream + s) * C + c
             gl.store(dx + at, v.to(gl.bfloat16), mask=mask)
-        products = warpgroup_mma_wait(0, deps=products)
-        summed = ()
-        summed_more = ()
-        for s in gl.static_range(STREAMS):
-            # Not accumulated by tensor cores, which truncate (`common.add_rounded`).
-            summed = summed + (gl.fma(products[2 * s], gl.full_like(dphi[s], 1.0), dphi[s]),)
-            summed_more = summed_more + (gl.fma(products[2 * s + 1], gl.full_like(more[s], 1.0), more[s]),)
-        dphi = summed
-        more = summed_more
+        if NEED_DPHI:
+            products = warpgroup_mma_wait(0, deps=products)
+            summed = ()
+            summed_more = ()
+            for s in gl.static_range(STREAMS):
+                # Not accumulated by tensor cores, which truncate (`common.add_rounded`).
+                summed = summed + (gl.fma(products[2 * s], gl.full_like(dphi[s], 1.0), dphi[s]),)
+                summed_more = summed_more + (gl.fma(products[2 * s + 1], gl.full_like(more[s], 1.0), more[s]),)
+            dphi = summed
+            more = summed_more
         turn = (turn + 1) % STAGES
     async_copy.wait_group(0)
-    _store_dphi(dphi, dphi_part, 0, split, first_stream, C, block, N, K, FIRST, STREAMS, BLOCK_C, DPHI)
-    _store_dphi(more, dphi_part, FIRST, split, first_stream, C, block, N, K, SECOND, STREAMS, BLOCK_C, MORE)
+    if NEED_DPHI:
+        _store_dphi(dphi, dphi_part, 0, split, first_stream, C, block, N, K, FIRST, STREAMS, BLOCK_C, DPHI)
+        _store_dphi(more, dphi_part, FIRST, split, first_stream, C, block, N, K, SECOND, STREAMS, BLOCK_C, MORE)
 
 
 def fits(streams: Sequence[torch.Tensor | None], phi: torch.Tensor) -> bool:
     """Whether the kernel is for these x, dx and, if there are any, d_x [M, n, C] and d_out [M, C], and their device."""
     x = streams[0]
-    if x is None or any(t is not None and (t.dtype != torch.bfloat16 or not t.is_contiguous()) for t in streams):
+    if x is None or not all(t is None or one_pass.in_order(t, t.dim() - 1) for t in streams):
         return False
     rows, (n, width) = phi.shape[0], x.shape[-2:]
-    alike = ROWS[0] < rows <= sum(ROWS) and rows % 8 == 0 and n % STREAMS == 0 and width % 16 == 0 and x.numel() > 0
+    alike = n == 8 and ROWS[0] < rows <= sum(ROWS) and rows % 8 == 0 and width % 16 == 0 and x.numel() > 0
     return alike and one_pass.runs_on(x.device, 90)
 
 
 def split_tokens(tokens: int, groups: int, device: torch.device) -> tuple[int, int]:
     """How many programs share the tokens of a group of columns, and how many tokens each of them takes."""
-    # Rounds that the device needs, shorter with fewer tokens a program; each split costs partial sums of dphi.
-    splits = min(range(1, 5), key=lambda s: cdiv(groups * s, processors(device)) / s + 0.02 * s)
+    at_once, usual = processors(device), expected(tokens)
+
+    def time(splits: int) -> float:
+        """In rounds of programs with all tokens; partial sums of dphi take as long as the streams of 100 tokens."""
+        return cdiv(groups * splits, at_once) / splits + groups / at_once * splits * 100 / usual
+
+    splits = min(range(1, max(1, min(4 * at_once // groups, usual // (4 * TOKENS))) + 1), key=time)
     each = cdiv(cdiv(tokens, splits), TOKENS) * TOKENS
     # Without tokens a program's sums are zeros: a symbolic number leaves the splits as they are.
     return (cdiv(tokens, each) if isinstance(tokens, int) else splits), each
@@ -262,19 +271,20 @@ def multiply(
     coefficient: torch.Tensor,
     h_pre: torch.Tensor | None,
     dx: torch.Tensor,
+    need_dphi: bool,
 ) -> torch.Tensor:
-    """Fill dx [M, n, C], which may be d_x; return the partial sums of dphi [splits, K, n*C]."""
+    """Fill dx [M, n, C], which may be d_x; return the partial sums of dphi [splits, K, n*C], none if not needed."""
     tokens, n, width = x.shape
     rows, columns = phi.shape
     groups = n // STREAMS * cdiv(width, COLUMNS)
     splits, each = split_tokens(tokens, groups, x.device)
-    dphi_part = torch.empty(splits, rows, columns, dtype=torch.float32, device=x.device)
+    dphi_part = torch.empty(splits if need_dphi else 0, rows, columns, dtype=torch.float32, device=x.device)
     with on_device(x):
         launch(
             streamed_products_kernel, (splits * groups,),
             x, d_out, d_x, phi, norm_weight, dh, coefficient, h_pre, dx, dphi_part, tokens, each, width,
             phi.stride(0), phi.stride(1), N=n, STREAMS=STREAMS, K=rows, ROW=dh.shape[2], FIRST=ROWS[0],
             SECOND=ROWS[1], HAS_NORM=norm_weight is not None, HAS_OUT=d_out is not None, HAS_DX=d_x is not None,
-            BLOCK_M=TOKENS, BLOCK_C=COLUMNS, WARPS=WARPS, STAGES=STAGES, num_warps=WARPS,
+            NEED_DPHI=need_dphi, BLOCK_M=TOKENS, BLOCK_C=COLUMNS, WARPS=WARPS, STAGES=STAGES, num_warps=WARPS,
         )  # fmt: skip
     return dphi_part

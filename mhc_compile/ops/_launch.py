@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import os
+import logging
 from typing import Any
 
 import torch
@@ -19,13 +19,15 @@ from mhc_compile import compat
 from mhc_compile.ops._transforms import library
 from mhc_compile.text import from_text
 
+log = logging.getLogger(__name__)
+
 
 @functools.cache
 def _read(text: str) -> Any:
     # Not at the top: operators work where Triton is missing.
     from mhc_compile.kernels.opaque import Launch
 
-    compat.triton_as_inductor_has_it()
+    compat.keep_triton_kernels()
     path, places, dtypes, rest, options = from_text(text)
     module, name = path.rsplit(".", 1)
     kernel = getattr(importlib.import_module(module), name)
@@ -37,22 +39,36 @@ def launch(text: str, read: list[torch.Tensor], sizes: list[int], *, written: li
     _read(text)([*written, *read], sizes)
 
 
-def compile_elsewhere(text: str) -> Any:
-    """Have another process compile a launch's kernel, where its first launch finds it in Triton's cache: a future.
+@functools.cache
+def compile_elsewhere(text: str) -> None:
+    """Have another process compile a launch's kernel, if there is one, so that the first launch finds it.
 
-    In this process it would wait for that launch, and then everything for it. None if there is nothing to be gained.
+    In this process it would wait for that launch, and then everything for it.
     """
     if not torch.cuda.is_available():
-        return None
+        return
     from triton.runtime import driver
 
-    target = driver.active.get_current_target()
-    return compat.call_in_worker(_compile, text, dataclasses.astuple(target), compat.triton_as_inductor_has_it())
+    from mhc_compile.kernels.opaque import triton_here
+
+    compat.keep_triton_kernels()
+    target = dataclasses.astuple(driver.active.get_current_target())
+    job = compat.call_in_worker(_compile, text, target, triton_here())
+    if job is not None:
+        job.add_done_callback(functools.partial(_tell, text))
 
 
 def _compile(text: str, target: tuple[Any, ...], environment: dict[str, str]) -> None:
-    os.environ.update(environment)
-    _read(text).compile_for(target)
+    from mhc_compile.kernels.opaque import compiling_for
+
+    with compiling_for(target, environment):
+        _read(text).compile()
+
+
+def _tell(text: str, job: Any) -> None:
+    error = None if job.cancelled() else job.exception()
+    if error is not None:  # the first launch will compile it
+        log.info("another process did not compile %s: %s: %s", text, type(error).__name__, error)
 
 
 # With as little between call and kernel as torch allows: the time that a launch takes is the host's.

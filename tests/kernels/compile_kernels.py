@@ -79,7 +79,7 @@ def _calls(n: int, width: int, tokens: int, dtype: torch.dtype) -> None:
     if n <= 8:
         combine_gradients.backward(x, f, x, f, post, x, res)
     if n == 8:
-        streamed_products.multiply(x, f, x, phi, norm, dh, ms, pre.t().contiguous(), x)
+        streamed_products.multiply(x, f, x, phi, norm, dh, ms, pre.t().contiguous(), x, True)
     if n <= 4:
         combine_project.forward(f, post, x, res, phi, norm, x)
         boundary_gradients.backward(x, f, x, f, x, f, x, phi, norm, dh, ms, pre.t().contiguous(), post, res)
@@ -137,7 +137,7 @@ def _eight(width: int, tokens: int) -> None:
     phi, ms, pre = torch.empty(rows, 8 * width), torch.empty(tokens), torch.empty(8, tokens)
     dh = products.dh_parts(x, rows)
     combine_gradients.backward(x, f, x, f, post, x, res)
-    streamed_products.multiply(x, f, x, phi, None, dh, ms, pre, x)
+    streamed_products.multiply(x, f, x, phi, None, dh, ms, pre, x, True)
 
 
 def _norm(n: int, width: int, tokens: int, dtype: torch.dtype) -> None:

@@ -107,15 +107,16 @@ def _streamed_products(
     **__: Any,
 ) -> None:
     """In float64, the sum whole in the place of its first part."""
-    d_h = dh.double().sum(0)[:, : dphi_part.shape[1]]
+    d_h = dh.double().sum(0)[:, : phi.shape[0]]
     weight = phi.double() if norm_weight is None else phi.double() * norm_weight.double()
     value = coefficient[:, None, None] * x.double() + (d_h @ weight).view(x.shape)
     if d_out is not None and h_pre is not None:
         value += h_pre.t()[:, :, None] * d_out.double()[:, None]
     if d_x is not None:
         value += d_x.double()
-    dphi_part.zero_()[0] = d_h.t() @ x.double().flatten(1)
     dx.copy_(value)
+    if dphi_part.numel():
+        dphi_part.zero_()[0] = d_h.t() @ x.double().flatten(1)
 
 
 def _combine_project(

@@ -63,8 +63,9 @@ def _streams(n: int = 4, width: int = 64, dtype: torch.dtype = BF16) -> list[Ten
         (_streams(), 40),
         ([None, *_streams()[1:]], 24),
         ([*_streams()[:4], torch.zeros(3, 64, 4, dtype=BF16).mT], 24),
+        ([*_streams()[:4], torch.zeros(4, 1, 64, dtype=BF16).transpose(0, 1)], 24),
     ],
-    ids=["float32", "8 streams", "3 streams", "width", "rows", "no gradient", "channels first"],
+    ids=["float32", "8 streams", "3 streams", "width", "rows", "no gradient", "channels first", "streams first"],
 )
 def test_what_it_is_not_for(streams: list[Tensor | None], rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(one_pass, "runs_on", lambda device, *capabilities: 90 in capabilities)

@@ -81,6 +81,15 @@ def test_it_is_not_for_channels_first(launched: list[str]) -> None:
     assert launched == []
 
 
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_it_is_not_for_streams_first(tokens: int, launched: list[str]) -> None:
+    """A single token lies as in a contiguous tensor, and takes the kernel that it takes among others."""
+    f, _, post, x, res = arguments(tokens, 4, 48, BF16, bias=False)
+    x = torch.zeros(4, tokens, 48, dtype=BF16, device=x.device).transpose(0, 1)
+    expand_combine.backward(torch.zeros_like(x), f, None, post, x, res, NEEDED)
+    assert launched == []
+
+
 @GPU
 @pytest.mark.parametrize(("tokens", "n", "width"), [(1, 8, 64), (1000, 8, 1296), (500, 4, 2576), (4096, 8, 4096)])
 def test_against_the_reference(tokens: int, n: int, width: int) -> None:

@@ -94,8 +94,20 @@ def _streams(n: int = 8, width: int = 64, dtype: torch.dtype = BF16) -> list[Ten
         (_streams(), 88),
         ([None, *_streams()[1:]], 80),
         ([*_streams()[:3], torch.zeros(3, 64, 8, dtype=BF16).mT], 80),
+        ([*_streams()[:3], torch.zeros(8, 1, 64, dtype=BF16).transpose(0, 1)], 80),
     ],
-    ids=["float32", "4 streams", "9 streams", "width", "few rows", "odd rows", "many rows", "no x", "channels first"],
+    ids=[
+        "float32",
+        "4 streams",
+        "9 streams",
+        "width",
+        "few rows",
+        "odd rows",
+        "many rows",
+        "no x",
+        "channels first",
+        "streams first",
+    ],
 )
 def test_what_it_is_not_for(streams: list[Tensor | None], rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(one_pass, "runs_on", lambda device, *capabilities: 90 in capabilities)
@@ -104,12 +116,14 @@ def test_what_it_is_not_for(streams: list[Tensor | None], rows: int, monkeypatch
     assert not fits(streams, torch.zeros(rows, 512))
 
 
-def test_tokens_are_split_without_a_rest() -> None:
-    for tokens in (1, 32, 33, 1000, 8192):
-        for groups in (1, 80, 128, 224):
-            splits, each = split_tokens(tokens, groups, torch.device(DEVICE))
-            assert each % TOKENS == 0
-            assert (splits - 1) * each < tokens <= splits * each
+@pytest.mark.parametrize("tokens", [1, 32, 33, 1000, 8192])
+@pytest.mark.parametrize("groups", [4, 24, 80, 128, 224])
+def test_tokens_are_split_without_a_rest(tokens: int, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streamed_products, "processors", lambda device: 132)
+    splits, each = split_tokens(tokens, groups, torch.device(DEVICE))
+    assert each % TOKENS == 0
+    assert (splits - 1) * each < tokens <= splits * each
+    assert splits * groups >= 100 or tokens < 8192
 
 
 @GPU
@@ -135,14 +149,14 @@ def test_against_the_reference(tokens: int, width: int, rows: int, norm: bool, g
     dh = torch.stack([high, middle, (d_h - high - middle).to(BF16)])
     coefficient, h_pre = draw(tokens), draw(8, tokens)
 
-    def run(s: slice, in_place: bool = False, replace: bool = False) -> list[Tensor]:
+    def run(s: slice, in_place: bool = False, replace: bool = False, need_dphi: bool = True) -> list[Tensor]:
         cut = [None if t is None else t[s].clone() for t in (x, d_out, d_x)]
         dx = torch.empty_like(x[s], dtype=torch.float64 if replace else BF16)
         if in_place and cut[2] is not None:
             dx = cut[2]
         with watched(replace):
             part = streamed_products.multiply(
-                *cut, phi, weight, dh[:, s].contiguous(), coefficient[s], h_pre[:, s].contiguous(), dx
+                *cut, phi, weight, dh[:, s].contiguous(), coefficient[s], h_pre[:, s].contiguous(), dx, need_dphi
             )  # type: ignore[arg-type]
         return [dx, part.sum(0, dtype=torch.float64)]
 
@@ -153,3 +167,4 @@ def test_against_the_reference(tokens: int, width: int, rows: int, norm: bool, g
     for again in (run(whole), run(whole, in_place=True)):
         assert all(map(torch.equal, got, again))
     assert torch.equal(run(last)[0], got[0][last])
+    assert torch.equal(run(whole, need_dphi=False)[0], got[0])

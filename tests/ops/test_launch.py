@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from mhc_compile import compat, passes
-from mhc_compile.kernels.opaque import opaque
+from mhc_compile.kernels.opaque import compiling_for, opaque, triton_here
 from mhc_compile.ops import _launch
 from mhc_compile.text import from_text, to_text
 
@@ -124,17 +128,44 @@ halve = opaque("out")(_halve)
 
 
 def test_another_process_compiles_what_the_first_launch_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Into Triton's cache, under the name by which this process looks for it."""
+    """Into Triton's cache, under the key by which this process looks for it, whatever the other has compiled with."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("TRITON_PTXAS_PATH", "")
-    monkeypatch.delenv("TRITON_PTXAS_PATH")
     monkeypatch.setattr(config, "compile_threads", 2)
-    environment, target = compat.triton_as_inductor_has_it(), ("cuda", 90, 32)
+    environment, target = triton_here(), ("cuda", 90, 32)
     assert environment["TRITON_CACHE_DIR"] == str(tmp_path)
+    assert compat.call_in_worker(_remember_another_assembler).result(timeout=200) is None
     text = to_text([f"{__name__}.halve", [1, 0], ["float32"] * 2, [None, None, 0.5, 3], {"BLOCK": 128}])
     future = compat.call_in_worker(_launch._compile, text, target, environment)
     assert future.result(timeout=200) is None
     kept = sorted(tmp_path.iterdir())
     assert list(tmp_path.rglob("_halve.cubin"))
-    _launch._read(text).compile_for(target)
+    with compiling_for(target, {}):
+        _launch._read(text).compile()
     assert sorted(tmp_path.iterdir()) == kept
+
+
+def _remember_another_assembler() -> None:
+    """As if Triton had compiled with it."""
+    from triton.backends.nvidia import compiler
+
+    compiler.get_ptxas_version.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler.subprocess, "check_output", lambda *_, **__: b"another, release 13.0")
+        compiler.get_ptxas_version(90)
+
+
+def test_variables_are_those_of_before_when_a_kernel_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", "before")
+    monkeypatch.delenv("TRITON_LIBDEVICE_PATH", raising=False)
+    with compiling_for(("cuda", 90, 32), {"TRITON_CACHE_DIR": "within", "TRITON_LIBDEVICE_PATH": "within"}):
+        assert os.environ["TRITON_CACHE_DIR"] == os.environ["TRITON_LIBDEVICE_PATH"] == "within"
+    assert os.environ["TRITON_CACHE_DIR"] == "before"
+    assert "TRITON_LIBDEVICE_PATH" not in os.environ
+
+
+def test_a_kernel_that_another_process_cannot_compile_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    job: Future[None] = Future()
+    job.add_done_callback(partial(_launch._tell, "text"))
+    with caplog.at_level(logging.INFO, logger=_launch.__name__):
+        job.set_exception(ModuleNotFoundError("No module named 'here'"))
+    assert "did not compile text: ModuleNotFoundError: No module named 'here'" in caplog.text
