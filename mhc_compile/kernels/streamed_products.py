@@ -3,8 +3,8 @@
     dx = d_x + h_pre d_out + coefficient x + dh @ phi        dphi = dh^T @ x
 
 A program owns COLUMNS columns of STREAMS streams and a stretch of tokens, TOKENS at a time. It copies the next tile
-into shared memory while it computes, from where tensor cores take all they multiply, and makes dx while they are busy
-with dphi. The 80 rows of phi are 64 and 16 here: Triton's tiles have 2^i rows.
+into shared memory while it computes, from where tensor cores take all they multiply, and finishes dx while they are
+busy with dphi. The 80 rows of phi are 64 and 16 here: Triton's tiles have 2^i rows.
 """
 
 # mypy: disable-error-code="assignment,misc,var-annotated"
@@ -204,14 +204,14 @@ def streamed_products_kernel(x, d_out, d_x, phi, norm_weight, dh, coefficient, h
             v = _dx_of_rows(v, high_2s.slice(s * SECOND, SECOND, 0), middle_2s.slice(s * SECOND, SECOND, 0),
                             second_t, BLOCK_M)  # fmt: skip
             added = added + (v,)
-        for s in gl.static_range(STREAMS):
-            # While tensor cores are busy with this stream's dphi, its dx is finished.
-            if NEED_DPHI:
+        if NEED_DPHI:
+            for s in gl.static_range(STREAMS):
                 rows = x_t.slice(s * BLOCK_M, BLOCK_M, 0)
                 products = products + (_dphi_of_tile(rows, first_t, dphi[s], BLOCK_M),)
                 products = products + (_dphi_of_tile(rows, second_t, more[s], BLOCK_M),)
-            if s == 0:
-                added = warpgroup_mma_wait(3 * len(products), deps=added)
+        # Those of dphi are three each; of all that are under way a processor lets no more than seven go on.
+        added = warpgroup_mma_wait(3 * len(products), deps=added)
+        for s in gl.static_range(STREAMS):
             v = gl.convert_layout(gl.permute(added[s], (1, 0)), TILE)
             v += factor * x_t.slice(s * BLOCK_M, BLOCK_M, 0).load(TILE).to(gl.float32)
             if HAS_OUT:
