@@ -130,13 +130,12 @@ halve = opaque("out")(_halve)
 def test_another_process_compiles_what_the_first_launch_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Into Triton's cache, under the key by which this process looks for it, whatever the other has compiled with."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(config, "compile_threads", 2)
     environment, target = triton_here(), ("cuda", 90, 32)
     assert environment["TRITON_CACHE_DIR"] == str(tmp_path)
-    assert compat.call_in_worker(_remember_another_assembler).result(timeout=200) is None
     text = to_text([f"{__name__}.halve", [1, 0], ["float32"] * 2, [None, None, 0.5, 3], {"BLOCK": 128}])
-    future = compat.call_in_worker(_launch._compile, text, target, environment)
-    assert future.result(timeout=200) is None
+    with config.patch(compile_threads=2):
+        assert compat.call_in_worker(_remember_another_assembler).result(timeout=200) is None
+        assert compat.call_in_worker(_launch._compile, text, target, environment).result(timeout=200) is None
     kept = sorted(tmp_path.iterdir())
     assert list(tmp_path.rglob("_halve.cubin"))
     with compiling_for(target, {}):
