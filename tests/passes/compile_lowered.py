@@ -64,11 +64,12 @@ def pretend() -> None:
     torch.cuda.get_device_properties = lambda *given: type("Properties", (), PROPERTIES | {"minor": 0})  # type: ignore[assignment]
 
 
-def step(x: Tensor, f: Tensor, phi: Tensor, scale: Tensor, bias: Tensor) -> list[Tensor]:
+def step(x: Tensor, f: Tensor, layer_bias: Tensor, phi: Tensor, scale: Tensor, bias: Tensor) -> list[Tensor]:
+    """With a bias, so that all kernels are those that Inductor compiles."""
     mhc = torch.ops.mhc
     u, post, res, h, ms = mhc.generate_mix_and_aggregate(x, phi, scale, bias)
-    y = mhc.expand_combine(f, None, post, x, res)
-    d = mhc.expand_combine_backward(y, f, None, post, x, res, [True, False, True, True, True])
+    y = mhc.expand_combine(f, layer_bias, post, x, res)
+    d = mhc.expand_combine_backward(y, f, layer_bias, post, x, res, [True] * 5)
     saved = (x, phi, scale, bias, None, h, ms, [True, True, True, True, False])
     return [u, y, *d, *mhc.generate_mix_and_aggregate_backward(u, d[2], d[4], None, None, *saved)]
 
@@ -87,7 +88,10 @@ def generate(tokens: int) -> tuple[str, dict[str, Any]]:
     embedded.record = noting
     shape_env, n, width = ShapeEnv(), 4, 1280
     mode, count = FakeTensorMode(shape_env=shape_env), tokens or any_number(shape_env)
-    shapes = {"x": (count, n, width), "f": (count, width), "phi": (24, n * width), "scale": (3,), "bias": (24,)}
+    shapes = {
+        "x": (count, n, width), "f": (count, width), "layer_bias": (width,), "phi": (24, n * width), "scale": (3,),
+        "bias": (24,),
+    }  # fmt: skip
     with mode:
         values = [
             torch.empty(shape, device="cuda:0", dtype=torch.bfloat16 if name in "xf" else torch.float32)
