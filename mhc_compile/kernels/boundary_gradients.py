@@ -22,7 +22,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from mhc_compile.kernels import one_pass
-from mhc_compile.kernels.common import cdiv, launch, on_device, processors
+from mhc_compile.kernels.common import cdiv, launch, on_device, processors, share_tokens
 from mhc_compile.kernels.one_pass import ROWS, barrier, split_phi
 from mhc_compile.kernels.opaque import opaque
 
@@ -222,9 +222,7 @@ def fits(streams: Sequence[torch.Tensor | None], phi: torch.Tensor) -> bool:
 def split_tokens(tokens: int, width: int, device: torch.device) -> tuple[int, int]:
     """How many programs share the tokens of a column block, and how many tokens each of them takes."""
     splits = max(1, WAVES * processors(device) // cdiv(width, COLUMNS))
-    each = cdiv(cdiv(tokens, splits), TOKENS) * TOKENS
-    # Without tokens a program's sums are zeros: a symbolic number leaves the splits as they are.
-    return (cdiv(tokens, each) if isinstance(tokens, int) else splits), each
+    return share_tokens(tokens, splits, TOKENS)
 
 
 def backward(

@@ -176,6 +176,13 @@ def blocks_each(width: int, block: int, tokens: int, tile: int, waves: int, devi
     return cdiv(cdiv(width, programs), block)
 
 
+def share_tokens(tokens: int, splits: int, tile: int) -> tuple[int, int]:
+    """How many programs share the tokens, `splits` at most, and how many tokens, in whole tiles, each of them takes."""
+    each = cdiv(cdiv(tokens, splits), tile) * tile
+    # Without tokens a program's sums are zeros: a symbolic number leaves the splits as they are.
+    return (cdiv(tokens, each) if isinstance(tokens, int) else splits), each
+
+
 def nothing(t: torch.Tensor) -> torch.Tensor:
     """What a backward returns in place of a gradient that nobody needs."""
     return t.new_empty(0)

@@ -64,11 +64,11 @@ def in_order(t: torch.Tensor, inner: int) -> bool:
     Kernels are chosen by this, and a token's bits must not depend on the number of tokens.
     """
     size = 1
-    for d in range(1, inner + 1):
+    for d in range(1, min(inner + 1, t.dim()) + 1):
         if t.stride(-d) != size:
             return False
         size *= t.shape[-d]
-    return t.dtype == torch.bfloat16 and t.is_contiguous() and (t.dim() == inner or t.stride(-inner - 1) == size)
+    return t.dtype == torch.bfloat16 and t.is_contiguous()
 
 
 def fits(streams: Sequence[torch.Tensor | None], phi: torch.Tensor, *capabilities: int) -> bool:
@@ -77,7 +77,7 @@ def fits(streams: Sequence[torch.Tensor | None], phi: torch.Tensor, *capabilitie
     Copies are of 16 bytes and tiles of 2^i streams.
     """
     x = streams[-1]
-    if x is None or any(t is None or not in_order(t, 2 - (x.dim() - t.dim())) for t in streams):
+    if x is None or any(t is None or not in_order(t, t.dim() - x.dim() + 2) for t in streams):
         return False
     n, width = x.shape[-2:]
     alike = n in (2, 4) and width % 16 == 0 and phi.shape[0] <= ROWS and x.numel() > 0

@@ -27,6 +27,7 @@ from mhc_compile.kernels.common import (
     nothing,
     on_device,
     processors,
+    share_tokens,
     split_bf16,
 )
 from mhc_compile.kernels.config import tile_for
@@ -302,9 +303,7 @@ def backward_products(
     # Enough programs to fill the device, each with enough tokens to pay for its share of dphi's partial sums.
     most_splits = cdiv(expected(tokens), 4 * block_m)
     splits = max(1, min(cdiv(WAVES * processors(x.device), column_blocks), most_splits))
-    tokens_each = cdiv(cdiv(tokens, splits), block_m) * block_m
-    if isinstance(tokens, int):  # otherwise some may have no tokens, and sums that are zeros
-        splits = cdiv(tokens, tokens_each)
+    splits, tokens_each = share_tokens(tokens, splits, block_m)
     dx_strides = dx.stride() if need_dx else (0, 0, 0)
     part = torch.empty(splits if need_sum else 0, rows, columns, dtype=torch.float32, device=x.device)
 

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from mhc_compile.kernels import one_pass
-from mhc_compile.kernels.common import cdiv, expected, launch, on_device, processors
+from mhc_compile.kernels.common import cdiv, expected, launch, on_device, processors, share_tokens
 from mhc_compile.kernels.one_pass import barrier, split_phi
 from mhc_compile.kernels.opaque import opaque
 
@@ -256,9 +256,7 @@ def split_tokens(tokens: int, groups: int, device: torch.device) -> tuple[int, i
         return cdiv(groups * splits, at_once) / splits + groups / at_once * splits * 100 / usual
 
     splits = min(range(1, max(1, min(4 * at_once // groups, usual // (4 * TOKENS))) + 1), key=time)
-    each = cdiv(cdiv(tokens, splits), TOKENS) * TOKENS
-    # Without tokens a program's sums are zeros: a symbolic number leaves the splits as they are.
-    return (cdiv(tokens, each) if isinstance(tokens, int) else splits), each
+    return share_tokens(tokens, splits, TOKENS)
 
 
 def multiply(

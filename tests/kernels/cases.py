@@ -120,6 +120,13 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) ->
     return (torch.randn(*shape) * scale).to(dtype).to(DEVICE)
 
 
+def bf16_parts(t: Tensor) -> Tensor:
+    """Three bf16 tensors whose sum is t, the largest first."""
+    high = t.bfloat16()
+    middle = (t - high).bfloat16()
+    return torch.stack([high, middle, (t - high - middle).bfloat16()])
+
+
 @dataclass
 class MixCase:
     """Arguments of a mix and gradients of its outputs (layer_input, h_post, h_res, h, ms)."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mhc_compile.kernels import boundary, boundary_gradients, one_pass
 from mhc_compile.kernels.boundary_gradients import TOKENS, fits, split_tokens
-from tests.kernels.cases import DEVICE, FORMS, MARKS, USUAL, draw, keywords, mix_case
+from tests.kernels.cases import DEVICE, FORMS, MARKS, USUAL, bf16_parts, draw, keywords, mix_case
 from tests.kernels.gluon import GPU, watched
 from tests.kernels.test_boundary import before, check
 
@@ -89,10 +89,7 @@ def test_against_the_reference(tokens: int, n: int, width: int, rows: int) -> No
     wide = [draw(tokens, n, width, dtype=BF16) for _ in range(3)]
     thin = [draw(tokens, width, dtype=BF16) for _ in range(2)]
     phi = draw(rows, n * width, scale=0.1)
-    d_h = draw(tokens, -(-rows // 8) * 8)
-    high = d_h.to(BF16)
-    middle = (d_h - high).to(BF16)
-    dh = torch.stack([high, middle, (d_h - high - middle).to(BF16)])
+    dh = bf16_parts(draw(tokens, -(-rows // 8) * 8))
     gates = draw(tokens), draw(n, tokens), draw(tokens, n), draw(tokens, n, n)
     args = thin[0], wide[1], thin[1], wide[2], phi, None, dh, *gates
 

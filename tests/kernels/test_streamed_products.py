@@ -15,6 +15,7 @@ from tests.kernels.cases import (
     USUAL,
     assert_all_near,
     assert_near,
+    bf16_parts,
     draw,
     keywords,
     mix_case,
@@ -143,10 +144,7 @@ def test_against_the_reference(tokens: int, width: int, rows: int, norm: bool, g
     d_x = draw(tokens, 8, width, dtype=BF16) if given[1] else None
     phi = draw(rows, 8 * width, scale=0.1)
     weight = draw(8 * width).abs() + 0.5 if norm else None
-    d_h = draw(tokens, rows)
-    high = d_h.to(BF16)
-    middle = (d_h - high).to(BF16)
-    dh = torch.stack([high, middle, (d_h - high - middle).to(BF16)])
+    dh = bf16_parts(draw(tokens, rows))
     coefficient, h_pre = draw(tokens), draw(8, tokens)
 
     def run(s: slice, in_place: bool = False, replace: bool = False, need_dphi: bool = True) -> list[Tensor]:
