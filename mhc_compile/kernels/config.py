@@ -21,6 +21,7 @@ class Tile:
 
 TILES = {
     "project": Tile(128, 64, 8, 3),
+    "project_half": Tile(64, 64, 4, 5),
     "project_few": Tile(16, 64, 4, 3),
     "aggregate": Tile(8, 512, 4),
     "pre_gradient": Tile(16, 256, 4),
@@ -44,6 +45,9 @@ def tile_for(name: str, n: int, itemsize: int) -> Tile:
         return replace(tile, tokens=tile.tokens // 2) if wide or n > 4 else tile
     if name == "aggregate" and 4 < n <= 8 and not wide:
         return replace(tile, tokens=4)
+    if name == "project_half" and (n > 4 or wide):
+        # More rows of phi, or wider columns of x, in the same shared memory.
+        return replace(tile, stages=3)
     if n > 8:
         # Streams are unrolled: what 4 can hold in registers, 16 would spill.
         if name == "pre_gradient":

@@ -36,7 +36,7 @@ from mhc_compile.kernels.common import (
     token_view,
     wanted,
 )
-from mhc_compile.kernels.config import TILES, tile_for
+from mhc_compile.kernels.config import TILES, Tile, tile_for
 from mhc_compile.kernels.products import backward_products, block_k, dh_parts, most_rows, no_tokens, store_gradient
 
 # Groups of chunks that the partial sums are stored in when there are many tokens.
@@ -306,15 +306,31 @@ def split_ahead(phi: torch.Tensor, norm_weight: torch.Tensor | None, parts: int,
     return weight
 
 
-def _is_few(x: torch.Tensor, rows: int, stored: int) -> bool:
-    """Whether a tile for few tokens has no more programs than there are processors: half the time for n = 4.
+def _share(x: torch.Tensor, rows: int, cut: Cut) -> tuple[Tile, int]:
+    """The tile of a program, and how many chunks it adds up.
 
-    Tensor cores multiply 16 tokens by another instruction than 128. On compute capability 9.0 that gives the same bits
-    for bf16 and float32, not for float16, and elsewhere nobody looked. With the rows of 2 streams or of 8 it is slower.
+    Fewer tokens are shared in smaller tiles, so that no processor is left over; then in chunks, whose sums are written
+    and read once more. With 2,048 tokens of n = 4 that takes two thirds of the time, with 4,096 of n = 8 half of it.
     """
-    programs = cdiv(expected(x.shape[0]), TILES["project_few"].tokens) * stored
-    alike = x.dtype != torch.float16 and capability(x.device) == 90
-    return alike and 16 < rows <= 32 and programs <= processors(x.device)
+    n = x.shape[1]
+    at_once, groups = processors(x.device), cdiv(cut.total, cut.group)
+
+    def programs(tile: Tile, share: int) -> int:
+        return cdiv(expected(x.shape[0]), tile.tokens) * share
+
+    many, half, few = (tile_for(name, n, x.element_size()) for name in ("project", "project_half", "project_few"))
+    # Tensor cores multiply 16 tokens by another instruction than 64 and 128. On compute capability 9.0 the bits are the
+    # same, but for float16 with 16, and elsewhere nobody looked.
+    looked = capability(x.device) == 90
+    too_few, enough = 4 * programs(many, groups) < 5 * at_once, 4 * programs(half, groups) >= 3 * at_once
+    if looked and 16 < rows <= 80 and too_few and enough:
+        return half, cut.group
+    if programs(many, groups) >= at_once:
+        return many, cut.group
+    # With the rows of 2 streams or of 8 it is slower.
+    if looked and x.dtype != torch.float16 and 16 < rows <= 32 and programs(few, cut.total) <= at_once:
+        return few, 1
+    return many, 1
 
 
 def project(x: torch.Tensor, phi: torch.Tensor, norm_weight: torch.Tensor | None) -> Partials:
@@ -325,18 +341,13 @@ def project(x: torch.Tensor, phi: torch.Tensor, norm_weight: torch.Tensor | None
     cut = cut_columns(n, width)
     block = block_k(rows)
     more = more_rows(rows, block) if most_rows(x) > block else 0
-    tile = tile_for("project", n, x.element_size())
-    expected_tiles = cdiv(expected(tokens), tile.tokens)
-    groups = cdiv(cut.total, cut.group)
-    each = cut.group if expected_tiles * groups >= processors(x.device) else 1
+    tile, each = _share(x, rows, cut)
     stored = cdiv(cut.total, each)
-    if _is_few(x, rows, stored):
-        tile = TILES["project_few"]
     h = torch.empty(stored, rows, tokens, dtype=torch.float32, device=x.device)
     squares = torch.empty(stored, tokens, dtype=torch.float32, device=x.device)
     parts = parts_of(x, phi, norm_weight)
     blocks_k = cdiv(rows, block + more)
-    ahead = parts > 1 and expected_tiles >= SPLIT_AHEAD_TILES
+    ahead = parts > 1 and cdiv(expected(tokens), TILES["project"].tokens) >= SPLIT_AHEAD_TILES
     tiles, weight = cdiv(tokens, tile.tokens), phi
     with on_device(x):
         if ahead:
