@@ -23,6 +23,7 @@ from mhc_compile.ops._launch import compile_elsewhere
 from mhc_compile.ops._register import KERNELS, REFERENCES
 from mhc_compile.passes.fuse.joint import arguments, calls, items
 from mhc_compile.passes.lower import cpu
+from mhc_compile.passes.lower.zeros import merge_zeros
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ def lower(graph: fx.Graph) -> Counter[str]:
         counts[name] += 1
         counts["in place"] += in_place and results[_DX] is node.args[0]
         _replace(node, results, memory)
+    merge_zeros(graph)
     _compile_elsewhere(graph)
     return +counts
 

@@ -1,0 +1,64 @@
+"""One tensor of zeros for the counters of all launches in a graph.
+
+A launch whose programs wait for each other counts from zero. Each such tensor would be a kernel of its own that does
+nothing else, and take as long as a tenth of the launch with 2,048 tokens.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import fx
+
+from mhc_compile import compat
+
+_FULL = torch.ops.aten.full.default
+_SLICE = torch.ops.aten.slice.Tensor
+_LAUNCH = torch.ops.mhc._launch.default
+# Bytes: launches copy what begins elsewhere.
+_ALIGNED = 16
+
+
+def merge_zeros(graph: fx.Graph) -> None:
+    """Make the zeros that launches alone use parts of one tensor, made where the first of them was."""
+    alike: dict[Any, list[fx.Node]] = defaultdict(list)
+    for node in graph.find_nodes(op="call_function", target=_FULL):
+        if _counts(node):
+            alike[tuple(node.kwargs.items())].append(node)
+    for nodes in alike.values():
+        if len(nodes) > 1:
+            _merge(graph, nodes)
+
+
+def _counts(node: fx.Node) -> bool:
+    """Whether this is a row of zeros, of a number that is known, for one launch."""
+    sizes: Any
+    sizes, value = node.args[:2]
+    users = [user.target for user in node.users]
+    return len(sizes) == 1 and isinstance(sizes[0], int) and value == 0 and users == [_LAUNCH]
+
+
+def _merge(graph: fx.Graph, nodes: list[fx.Node]) -> None:
+    values = [compat.example(node) for node in nodes]
+    step = _ALIGNED // values[0].element_size()
+    rooms = [(len(value) + step - 1) // step * step for value in values]
+    *starts, total = accumulate(rooms, initial=0)
+    with compat.fake_mode_of(values[0]):
+        # Filled afterwards: of a constant that is no memory yet, Inductor would make each part anew.
+        memory = _call(graph, nodes[0], torch.ops.aten.empty.memory_format, ([total],), dict(nodes[0].kwargs))
+        whole = _call(graph, nodes[0], torch.ops.aten.fill_.Scalar, (memory, 0), {})
+        for node, value, start in zip(nodes, values, starts, strict=True):
+            part = _call(graph, node, _SLICE, (whole, 0, start, start + len(value)), {})
+            node.replace_all_uses_with(part)
+            graph.erase_node(node)
+
+
+def _call(graph: fx.Graph, before: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+    with graph.inserting_before(before):
+        node = graph.call_function(target, args, kwargs)
+    node.meta = {key: value for key, value in before.meta.items() if key == "stack_trace"}
+    node.meta["val"] = target(*fx.node.map_arg(args, compat.example), **kwargs)
+    return node
