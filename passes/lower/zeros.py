@@ -35,10 +35,10 @@ def merge_zeros(graph: fx.Graph) -> None:
 
 def _counts(node: fx.Node) -> bool:
     """Whether this is a row of zeros, of a number that is known, for one launch."""
-    sizes: Any
     sizes, value = node.args[:2]
-    users = [user.target for user in node.users]
-    return len(sizes) == 1 and isinstance(sizes[0], int) and value == 0 and users == [_LAUNCH]
+    assert isinstance(sizes, list)
+    row = len(sizes) == 1 and isinstance(sizes[0], int)
+    return row and type(value) is int and value == 0 and [user.target for user in node.users] == [_LAUNCH]
 
 
 def _merge(graph: fx.Graph, nodes: list[fx.Node]) -> None:

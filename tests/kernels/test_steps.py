@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mhc_compile.forms import Gates, Rms, Sinkhorn
-from mhc_compile.kernels import aggregate, generate_mix, projection, scale, sinkhorn
+from mhc_compile.kernels import aggregate, common, generate_mix, projection, scale, sinkhorn
 from mhc_compile.kernels.common import room_like, token_view
 from tests.kernels.cases import (
     DEVICE,
@@ -391,6 +391,33 @@ def test_a_token_of_a_step_does_not_depend_on_the_batch(n: int, parts: int, dtyp
     for s in slices:
         for a, b in zip(run_steps(case.x[s], *arguments), whole, strict=True):
             assert torch.equal(a, b[s])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "n", "tile", "whole"),
+    [
+        (32, 4, 16, False),
+        (1000, 4, 128, False),
+        (2048, 4, 64, True),
+        (4096, 8, 64, True),
+        (8192, 4, 128, True),
+        (2048, 2, 128, False),
+        (2048, 16, 128, False),
+        (4300, 16, 128, True),
+    ],
+)
+def test_how_a_projection_is_shared(
+    tokens: int, n: int, tile: int, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole groups of chunks where they are work for all processors, in tiles of tokens as large as that allows."""
+    monkeypatch.setattr(projection, "INTERPRETED", False)  # whose chunks are small
+    monkeypatch.setattr(common, "gpu", lambda device: (90, 132))
+    x, cut = torch.empty(tokens, n, 4096, dtype=torch.bfloat16, device="meta"), projection.cut_columns(n, 4096)
+    got, each = projection._share(x, n * n + 2 * n, cut)
+    assert (got.tokens, each) == (tile, cut.group if whole else 1)
+    # Nobody compared the bits of the smaller tiles on others.
+    monkeypatch.setattr(common, "gpu", lambda device: (80, 132))
+    assert projection._share(x, n * n + 2 * n, cut)[0].tokens == 128
 
 
 @pytest.mark.parametrize("n", [2, 3])
