@@ -45,8 +45,8 @@ def tile_for(name: str, n: int, itemsize: int) -> Tile:
         return replace(tile, tokens=tile.tokens // 2) if wide or n > 4 else tile
     if name == "aggregate" and 4 < n <= 8 and not wide:
         return replace(tile, tokens=4)
-    if name == "project_half" and (n > 4 or wide):
-        # More rows of phi, or wider columns of x, in the same shared memory.
+    if name == "project_half" and n > 4:
+        # More rows of phi in the same shared memory.
         return replace(tile, stages=3)
     if n > 8:
         # Streams are unrolled: what 4 can hold in registers, 16 would spill.

@@ -92,6 +92,16 @@ def _few(n: int, width: int, dtype: torch.dtype) -> None:
         _calls(n, width, 1, dtype)
 
 
+def _some(width: int, tokens: int) -> None:
+    """A projection of some thousand tokens on a GPU, which would not be work for all processors in large tiles."""
+    arch, _ = common.gpu(torch.device("cpu"))
+    with mock.patch.object(common, "gpu", return_value=(arch, 132)):
+        for n in (4, 8):
+            projection.forward(
+                torch.empty(tokens, n, width, dtype=torch.bfloat16), torch.empty(n * n + 2 * n, n * width)
+            )
+
+
 def _pass(width: int, tokens: int) -> None:
     """The kernel whose programs, as many as a GPU runs at once, work together."""
     forms: dict[str, Any] = {"rms": Rms(), "gates": Gates(), "sinkhorn": Sinkhorn()}
@@ -161,6 +171,7 @@ def _starts() -> None:
 CASES: dict[str, Callable[[], None]] = {
     "bf16": lambda: _calls(4, 4096, 512, torch.bfloat16),
     "few": lambda: _few(4, 4096, torch.bfloat16),
+    "some": lambda: _some(4096, 2048),
     "pass": lambda: _pass(4096, 512),
     "tf32": lambda: _tf32(4, 4096, 512),
     "starts": _starts,

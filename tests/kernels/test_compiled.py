@@ -28,7 +28,7 @@ SPILLS: dict[int, dict[str, int]] = {
     100: {"combine_backward_kernel": 160, "boundary_gradients_kernel": 16},
 }
 # float32 and more streams take minutes.
-CASES = ("bf16", "few", "pass", "tf32", "starts", "gates", "eight", "norm")
+CASES = ("bf16", "few", "some", "pass", "tf32", "starts", "gates", "eight", "norm")
 
 
 # The GPUs that are measured, and the others.

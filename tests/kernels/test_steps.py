@@ -394,27 +394,34 @@ def test_a_token_of_a_step_does_not_depend_on_the_batch(n: int, parts: int, dtyp
 
 
 @pytest.mark.parametrize(
-    ("tokens", "n", "tile", "whole"),
+    ("tokens", "n", "dtype", "tile", "whole"),
     [
-        (32, 4, 16, False),
-        (1000, 4, 128, False),
-        (2048, 4, 64, True),
-        (4096, 8, 64, True),
-        (8192, 4, 128, True),
-        (2048, 2, 128, False),
-        (2048, 16, 128, False),
-        (4300, 16, 128, True),
+        (64, 4, torch.bfloat16, 16, False),
+        (65, 4, torch.bfloat16, 128, False),
+        (64, 4, torch.float16, 128, False),
+        (1536, 4, torch.bfloat16, 128, False),
+        (1537, 4, torch.bfloat16, 64, True),
+        (5248, 4, torch.bfloat16, 64, True),
+        (5249, 4, torch.bfloat16, 128, True),
+        (4096, 8, torch.bfloat16, 64, True),
+        (2048, 4, torch.float32, 128, False),
+        (2048, 2, torch.bfloat16, 128, False),
+        (2048, 16, torch.bfloat16, 128, False),
+        (4300, 16, torch.bfloat16, 128, True),
     ],
 )
 def test_how_a_projection_is_shared(
-    tokens: int, n: int, tile: int, whole: bool, monkeypatch: pytest.MonkeyPatch
+    tokens: int, n: int, dtype: torch.dtype, tile: int, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole groups of chunks where they are work for all processors, in tiles of tokens as large as that allows."""
     monkeypatch.setattr(projection, "INTERPRETED", False)  # whose chunks are small
     monkeypatch.setattr(common, "gpu", lambda device: (90, 132))
-    x, cut = torch.empty(tokens, n, 4096, dtype=torch.bfloat16, device="meta"), projection.cut_columns(n, 4096)
+    x, cut = torch.empty(tokens, n, 4096, dtype=dtype, device="meta"), projection.cut_columns(n, 4096)
     got, each = projection._share(x, n * n + 2 * n, cut)
     assert (got.tokens, each) == (tile, cut.group if whole else 1)
+    # Where tokens lie side by side, a tile decides in which order squares are added.
+    beside = torch.empty(n, 4096, tokens, dtype=dtype, device="meta").permute(2, 0, 1)
+    assert projection._share(beside, n * n + 2 * n, cut)[0].tokens == 128
     # Nobody compared the bits of the smaller tiles on others.
     monkeypatch.setattr(common, "gpu", lambda device: (80, 132))
     assert projection._share(x, n * n + 2 * n, cut)[0].tokens == 128

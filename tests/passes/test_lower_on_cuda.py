@@ -54,15 +54,26 @@ KINDS = pytest.mark.parametrize(
 @pytest.mark.parametrize("tokens", [1, 37, 256, 4096])
 @KINDS
 def test_bitwise_as_whole_operators(dtype: torch.dtype, streams: int, tokens: int) -> None:
-    model, x = _chain(dtype, tokens, streams=streams)
+    _as_whole_operators(*_chain(dtype, tokens, streams=streams))
+
+
+def test_boundaries_in_one_pass() -> None:
+    """Each counts from zero, in its part of one tensor."""
+    code = _as_whole_operators(*_chain(torch.bfloat16, 2048, 4096))
+    assert code.count("boundary_pass_kernel") == 3
+
+
+def _as_whole_operators(model: Chain, x: Tensor) -> str:
+    """Compare a step's bits with and without lowering; returns the code of the former."""
     whole = evaluate(torch.compile(model, backend="mhc", options={"mhc.lower": False}, dynamic=False), model, x)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="mhc", dynamic=False)
-    values = evaluate(compiled, model, x)
+    values, code = run_and_get_code(evaluate, compiled, model, x)
     assert backend.last_report is not None
     assert backend.last_report.lowered["boundary"] == 3
     for name, value in values.items():
         assert torch.equal(value, whole[name]), name
+    return "\n".join(code)
 
 
 @KINDS

@@ -1,6 +1,8 @@
-"""Rows of zeros that launches alone use become parts of one; `tests.passes.test_lower_on_cuda` runs such programs."""
+"""Rows of zeros that launches alone use become parts of one."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, fx
@@ -9,54 +11,77 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import mhc_compile.ops  # noqa: F401  (registers the operators)
 from mhc_compile import compat
-from mhc_compile.passes.lower.zeros import merge_zeros
+from mhc_compile.passes.lower import lower
 
 FULL = torch.ops.aten.full.default
+LAUNCH = torch.ops.mhc._launch.default
 
 
 def _launch(x: Tensor, flags: Tensor) -> None:
     torch.ops.mhc._launch("", [x], [], written=[flags])
 
 
-def _graph(program: object) -> fx.GraphModule:
+def _graph(program: Callable[[Tensor], Tensor]) -> fx.GraphModule:
     with FakeTensorMode():
-        module: fx.GraphModule = make_fx(program, compat.inductor_decompositions())(torch.empty(3))  # type: ignore[arg-type]
-    return module
+        return make_fx(program, compat.inductor_decompositions())(torch.empty(3))
 
 
-def _launched(graph: fx.Graph) -> list[fx.Node]:
-    launches = graph.find_nodes(op="call_function", target=torch.ops.mhc._launch.default)
-    return [launch.kwargs["written"][0] for launch in launches]
+def _launches(graph: fx.Graph) -> list[fx.Node]:
+    return graph.find_nodes(op="call_function", target=LAUNCH)
 
 
 def test_rows_become_parts_of_one() -> None:
+    sizes = (5, 8, 3)
+
     def program(x: Tensor) -> Tensor:
-        sizes = (5, 8, 3)
         for size in sizes:
             _launch(x, torch.zeros(size, dtype=torch.int64))
             x = x + 1
         return x
 
     module = _graph(program)
-    merge_zeros(module.graph)
+    assert not lower(module.graph)
     module.graph.lint()
-    parts = _launched(module.graph)
     assert not module.graph.find_nodes(op="call_function", target=FULL)
-    assert len({part.args[0] for part in parts}) == 1
+    parts = [launch.kwargs["written"][0] for launch in _launches(module.graph)]  # type: ignore[index]
+    (whole,) = {part.args[0] for part in parts}  # type: ignore[union-attr]
     # Each begins at a multiple of 16 bytes, and none overlap.
-    assert [(part.args[2], part.args[3]) for part in parts] == [(0, 5), (6, 14), (14, 17)]
-    assert [len(part.meta["val"]) for part in parts] == [5, 8, 3]
-    (whole,) = {part.args[0] for part in parts}
-    assert len(whole.meta["val"]) == 18  # type: ignore[union-attr]
-    filled: list[Tensor] = []
-    for part in parts:
-        part.meta["val"] = None
-    for launch in module.graph.find_nodes(op="call_function", target=torch.ops.mhc._launch.default):
-        launch.target = lambda text, read, sizes, *, written: filled.append(written[0].clone())
+    assert [part.args[2:] for part in parts] == [(0, 5), (6, 14), (14, 17)]  # type: ignore[union-attr]
+    for node, size in zip([whole, *parts], [18, *sizes], strict=True):
+        value = compat.example(node)
+        assert (value.shape, value.dtype, value.device.type) == ((size,), torch.int64, "cpu")
+
+    seen: list[Tensor] = []
+
+    def note(text: str, read: list[Tensor], sizes: list[int], *, written: list[Tensor]) -> None:
+        seen.append(written[0].clone())
+        written[0].fill_(7)
+
+    for launch in _launches(module.graph):
+        launch.target = note
     module.recompile()
-    module(torch.ones(3))
-    assert [len(row) for row in filled] == [5, 8, 3]
-    assert all(torch.equal(row, torch.zeros_like(row)) for row in filled)
+    # Memory that was something else before.
+    for _ in range(3):
+        torch.full((18,), 5)
+        module(torch.ones(3))
+    assert [len(row) for row in seen] == 3 * list(sizes)
+    assert not any(row.any() for row in seen)
+
+
+def test_rows_of_another_kind_have_their_own() -> None:
+    kinds = [(torch.int64, "cpu"), (torch.int32, "cpu"), (torch.int64, "meta")]
+
+    def program(x: Tensor) -> Tensor:
+        for dtype, device in kinds * 2:
+            _launch(x, torch.zeros(4, dtype=dtype, device=device))
+        return x
+
+    module = _graph(program)
+    lower(module.graph)
+    parts = [launch.kwargs["written"][0] for launch in _launches(module.graph)]  # type: ignore[index]
+    values = [compat.example(part) for part in parts]
+    assert [(value.dtype, value.device.type) for value in values] == kinds * 2
+    assert len({part.args[0] for part in parts}) == 3  # type: ignore[union-attr]
 
 
 def test_what_stays() -> None:
@@ -75,5 +100,15 @@ def test_what_stays() -> None:
     module = _graph(program)
     assert len(module.graph.find_nodes(op="call_function", target=FULL)) == 6
     before = str(module.graph)
-    merge_zeros(module.graph)
+    lower(module.graph)
+    assert str(module.graph) == before
+
+
+def test_constants_of_others_are_not_looked_at() -> None:
+    """Which another pass may have written in its own way."""
+    module = _graph(lambda x: x + torch.zeros(3))
+    (full,) = module.graph.find_nodes(op="call_function", target=FULL)
+    full.args, full.meta = (torch.Size([3]), 0), {}
+    before = str(module.graph)
+    lower(module.graph)
     assert str(module.graph) == before
