@@ -313,33 +313,34 @@ def _share(x: torch.Tensor, rows: int, cut: Cut) -> tuple[Tile, int]:
     whose sums are written and read once more. With mix and aggregate, 2,048 tokens of n = 4 take 64 microseconds with
     half a tile, 75 with chunks; 2,048 of n = 8 170 and 260.
     """
-    n = x.shape[1]
     at_once, groups = processors(x.device), cdiv(cut.total, cut.group)
 
-    def programs(tile: Tile, share: int) -> int:
-        return cdiv(expected(x.shape[0]), tile.tokens) * share
+    def tile(name: str) -> Tile:
+        return tile_for(name, x.shape[1], x.element_size())
 
-    many, half, few = (tile_for(name, n, x.element_size()) for name in ("project", "project_half", "project_few"))
+    def programs(of: Tile, share: int) -> int:
+        return cdiv(expected(x.shape[0]), of.tokens) * share
+
+    many = tile("project")
+    if 4 * programs(many, groups) >= 5 * at_once:
+        return many, cut.group
     # Tensor cores multiply 16 tokens by another instruction than 64 and 128. On compute capability 9.0 the bits are the
     # same, but for float16 with 16, and elsewhere nobody looked. Where tokens lie side by side, it depends on the tile
-    # in which order the squares of a token are added.
-    looked = capability(x.device) == 90 and not _is_one(x.stride(0))
-    too_few, enough = 4 * programs(many, groups) < 5 * at_once, 4 * programs(half, groups) >= 3 * at_once
+    # in which order the squares of a token are added; a symbolic stride is not asked.
+    stride = x.stride(0)
+    looked = capability(x.device) == 90 and not (isinstance(stride, int) and stride == 1)
     # The others were not measured; the rows of 2 streams are so few that their sums may as well be stored.
     measured = x.dtype == torch.bfloat16 and 16 < rows <= 80
-    if looked and measured and too_few and enough:
+    half = tile("project_half")
+    if looked and measured and 4 * programs(half, groups) >= 3 * at_once:
         return half, cut.group
     if programs(many, groups) >= at_once:
         return many, cut.group
+    few = tile("project_few")
     # With the rows of 2 streams or of 8 it is slower.
     if looked and x.dtype != torch.float16 and 16 < rows <= 32 and programs(few, cut.total) <= at_once:
         return few, 1
     return many, 1
-
-
-def _is_one(stride: int | torch.SymInt) -> bool:
-    """Whether a stride is 1; of a symbolic one nothing is asked."""
-    return isinstance(stride, int) and stride == 1
 
 
 def project(x: torch.Tensor, phi: torch.Tensor, norm_weight: torch.Tensor | None) -> Partials:

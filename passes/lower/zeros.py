@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from mhc_compile import compat
+from mhc_compile.passes.fuse.joint import call
 
 _FULL = torch.ops.aten.full.default
 _EMPTY = torch.ops.aten.empty.memory_format
@@ -52,18 +53,12 @@ def _merge(graph: fx.Graph, nodes: list[fx.Node]) -> None:
     *starts, total = accumulate(rooms, initial=0)
     options = {"dtype": values[0].dtype, "device": values[0].device}
     with compat.fake_mode_of(values[0]):
-        # Filled afterwards: of a constant that is no memory yet, Inductor would make each part anew.
-        memory = _call(graph, nodes[0], _EMPTY, ([total],), options)
-        whole = _call(graph, nodes[0], _FILL, (memory, 0), {})
+        with graph.inserting_before(nodes[0]):
+            # Filled afterwards: of a constant that is no memory yet, Inductor would make each part anew.
+            memory = call(graph, _EMPTY, ([total],), options, like=nodes[0])
+            whole = call(graph, _FILL, (memory, 0), {}, like=nodes[0])
         for node, value, start in zip(nodes, values, starts, strict=True):
-            part = _call(graph, node, _SLICE, (whole, 0, start, start + len(value)), {})
+            with graph.inserting_before(node):
+                part = call(graph, _SLICE, (whole, 0, start, start + len(value)), {}, like=node)
             node.replace_all_uses_with(part)
             graph.erase_node(node)
-
-
-def _call(graph: fx.Graph, before: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-    with graph.inserting_before(before):
-        node = graph.call_function(target, args, kwargs)
-    node.meta = {key: value for key, value in before.meta.items() if key == "stack_trace"}
-    node.meta["val"] = target(*fx.node.map_arg(args, compat.example), **kwargs)
-    return node
