@@ -28,7 +28,7 @@ _PREFIX = "mhc."
 _FUSE = "mhc.fuse."
 _INPUT_NORM = _FUSE + "input_norm"
 OPTIONS: dict[str, Any] = {"mhc.strict": False} | {_FUSE + name: True for name in FUSIONS}
-OPTIONS |= {_INPUT_NORM: passes.INPUT_NORMS, "mhc.recompute": None, "mhc.lower": True}
+OPTIONS |= {_INPUT_NORM: passes.INPUT_NORMS, "mhc.recompute": None, "mhc.share_layers": True, "mhc.lower": True}
 
 last_report: Report | None = None
 
@@ -82,9 +82,15 @@ class FusePass(_Configured):
 
 
 class LowerPass(_Configured):
-    """The post-grad pass: takes operators apart, and adds to the report of the graph."""
+    """The post-grad pass: lets sublayers that are alike be one graph, takes operators apart, and reports both."""
 
     def __call__(self, graph: fx.Graph) -> None:
+        if self.options["mhc.share_layers"] and compat.calls_graphs():
+            bodies, report = passes.share(graph)
+            if last_report is not None:
+                last_report.add(report)
+            for body in bodies:
+                compat.run_passes_after_grad(body, LowerPass(self.options | {"mhc.share_layers": False}))
         if self.options["mhc.lower"]:
             compat.tell_workers()
             report = passes.lower(graph)

@@ -20,6 +20,7 @@ from mhc_compile.passes import fuse as fusing
 from mhc_compile.passes import lower as lowering
 from mhc_compile.passes import plan as planning
 from mhc_compile.passes import shadow as shadowing
+from mhc_compile.passes import share as sharing
 from mhc_compile.passes import sizes
 from mhc_compile.passes.functional import functional
 from mhc_compile.passes.fuse.joint import is_operator
@@ -104,6 +105,20 @@ def fuse(
     report.seconds = time.perf_counter() - begin
     log.info("fused: %s", ", ".join(f"{count} x {name}" for name, count in report.fusions.items()) or "nothing")
     return report
+
+
+def share(graph: fx.Graph) -> tuple[list[fx.GraphModule], Report]:
+    """Let layers that are alike be calls of one graph, in place; returns the graphs that are called, and the report."""
+    begin = time.perf_counter()
+    report = Report()
+    bodies: list[fx.GraphModule] = []
+    try:
+        bodies = sharing.share(graph, report.shared)
+    except Exception as error:  # a compile must never fail because of us; the graph is still whole
+        log.exception("sharing failed; each layer is compiled")
+        report.errors.append(f"{type(error).__name__}: {error}")
+    report.seconds = time.perf_counter() - begin
+    return bodies, report
 
 
 def lower(graph: fx.Graph) -> Report:

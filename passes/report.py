@@ -57,6 +57,7 @@ class Report:
     seconds: float = 0.0
     errors: list[str] = field(default_factory=list)
     fusions: Counter[str] = field(default_factory=Counter)
+    shared: Counter[str] = field(default_factory=Counter)
     lowered: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -73,6 +74,7 @@ class Report:
         self.seconds += other.seconds
         self.errors += other.errors
         self.fusions += other.fusions
+        self.shared += other.shared
         self.lowered += other.lowered
 
     def __str__(self) -> str:
@@ -87,6 +89,7 @@ class Report:
             lines.append(f"  declined: {f'{count} x ' if count > 1 else ''}{op} at {location}  {code}")
             lines.append(f"      {reason}")
         lines += [f"  fused: {count} x {name}" for name, count in self.fusions.items()]
+        lines += [f"  compiled once: {count} x {name}" for name, count in self.shared.items()]
         lines += [f"  lowered: {count} x {name}" for name, count in self.lowered.items()]
         lines += [f"  error: {message}" for message in self.errors]
         if not self.sites and not self.errors:

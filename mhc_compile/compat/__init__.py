@@ -28,6 +28,7 @@ from mhc_compile.compat.inductor import (
     as_list,
     call_directly,
     call_in_worker,
+    calls_graphs,
     compile_with_inductor,
     compiles_ahead_of_time,
     cpp_library,
@@ -40,6 +41,8 @@ from mhc_compile.compat.inductor import (
     is_inference_aware,
     keep_triton_kernels,
     launches_from_c,
+    run_passes_after_grad,
+    strides_to_keep,
     tell_workers,
 )
 from mhc_compile.compat.launches import (
@@ -89,6 +92,7 @@ from mhc_compile.compat.values import (
     settled,
     storage_of,
     symbolic_expression,
+    symbols,
     without_guards,
 )
 
@@ -107,6 +111,7 @@ __all__ = [
     "below_autograd",
     "call_directly",
     "call_in_worker",
+    "calls_graphs",
     "changes_global_state",
     "common_fake_mode",
     "compile_id",
@@ -150,6 +155,7 @@ __all__ = [
     "quiet_shape_env",
     "readable",
     "registered_operators",
+    "run_passes_after_grad",
     "same_size",
     "same_strides",
     "settle_sizes",
@@ -157,7 +163,9 @@ __all__ = [
     "sort_topologically",
     "state_change",
     "storage_of",
+    "strides_to_keep",
     "symbolic_expression",
+    "symbols",
     "tell_workers",
     "tensor_metadata",
     "trace_artifact",

@@ -54,6 +54,29 @@ def compiles_ahead_of_time() -> bool:
     return V.aot_compilation is True
 
 
+def calls_graphs() -> bool:
+    """Whether Inductor compiles a graph once that another calls several times: in Python code, without CUDA graphs,
+    for which it looks at the nodes of the calling graph alone."""
+    config = inductor_config()
+    return not (compiles_ahead_of_time() or config.cpp_wrapper or config.fx_wrapper or config.triton.cudagraphs)
+
+
+def strides_to_keep(output: fx.Node) -> dict[str, Any]:
+    """What is noted on the output of a graph that another calls, all of tensors, so that they keep their strides."""
+    values = [result.meta["val"] for result in output.args[0]]  # type: ignore[union-attr]
+    strides = [value.stride() for value in values]
+    return {"user_visible_output_idxs": list(range(len(values))), "original_output_strides": strides}
+
+
+def run_passes_after_grad(module: fx.GraphModule, custom: Any) -> None:
+    """What Inductor does to a graph after grad, in place, with this custom pass alone."""
+    from torch._inductor.fx_passes.post_grad import post_grad_passes
+
+    nothing = {"post_grad_custom_pre_pass": None, "post_grad_custom_post_pass": custom}
+    with inductor_config().patch(nothing):
+        post_grad_passes(module, is_inference=False)
+
+
 def call_directly(operator: str, function: str) -> None:
     """Let Inductor's Python code call this function, named with its module, wherever it would call the operator.
 

@@ -16,6 +16,15 @@ def symbolic_expression(size: Any) -> Any:
     return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat)) else None
 
 
+def symbols(values: Any) -> set[Any]:
+    """The symbols in the sizes, strides and offsets of some tensors, and in sizes themselves."""
+    leaves = torch.utils._pytree.tree_leaves(values)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    numbers = [*leaves, *(n for t in tensors for n in (*t.shape, *t.stride(), t.storage_offset()))]
+    found = map(symbolic_expression, numbers)
+    return {symbol for expression in found if expression is not None for symbol in expression.free_symbols}
+
+
 @contextlib.contextmanager
 def quiet_shape_env(fake_mode: Any) -> Iterator[None]:
     """Run fake tensors for looking only: no guards are added, no unbacked symbols left pending."""

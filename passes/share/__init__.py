@@ -1,0 +1,36 @@
+"""Stage 7, share: sublayers that are alike become calls of one graph, which Inductor compiles once.
+
+A model's layers are the same program with other parameters. Inductor compiles each of them anew: the nodes, their
+schedule, the code that calls the kernels. It knows calls of a graph (`invoke_subgraph`, behind
+`torch.compiler.nested_compile_region`); what lies between two hyper-connections becomes one here, in the graphs after
+grad. Whatever a call could change has been decided by then: gradients, what is saved and what is computed again, and
+what is fused across sublayers, since hyper-connections stay with the graph that calls.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+from torch import fx
+
+from mhc_compile.passes.share.outline import Unsuitable, outline
+from mhc_compile.passes.share.sublayers import alike
+
+log = logging.getLogger(__name__)
+
+
+def share(graph: fx.Graph, counts: Counter[str]) -> list[fx.GraphModule]:
+    """Make calls of sublayers that are alike, in place; returns the graphs that are called, and counts the calls."""
+    bodies: list[fx.GraphModule] = []
+    for sublayers in alike(graph):
+        try:
+            bodies.append(outline(graph, sublayers))
+        except Unsuitable as reason:
+            log.info(
+                "%d sublayers of %d nodes are alike, and each compiled: %s", len(sublayers), len(sublayers[0]), reason
+            )
+        else:
+            log.info("%d sublayers of %d nodes are compiled once", len(sublayers), len(sublayers[0]))
+            counts[f"sublayer of {len(sublayers[0])} nodes"] += len(sublayers)
+    return bodies

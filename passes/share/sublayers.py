@@ -1,0 +1,183 @@
+"""What a graph computes between its hyper-connections, and which of that is the same."""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from mhc_compile import compat
+from mhc_compile.passes.fuse.joint import calls, is_operator, items
+
+# Nodes: a shorter sublayer is not worth a call, nor are so few that they would be compiled soon.
+_LENGTH = 8
+_SAVED = 100
+# Bytes: what Inductor takes addresses to be multiples of.
+_ALIGNED = 16
+
+Sublayer = list[fx.Node]
+
+
+def alike(graph: fx.Graph) -> list[list[Sublayer]]:
+    """Sublayers that are the same calls, of values that are laid out alike and of each other's results in one way.
+
+    Each is a row of nodes of the graph, in which nodes are moved: what several sublayers read of one, a table of
+    angles or a mask, is made before it.
+    """
+    for node in list(graph.nodes):
+        if _is_result(node):
+            node.args[0].append(node)
+    dependent = _dependent(graph)
+    sublayers = _sublayers(graph)
+    shared = _shared(sublayers, dependent)
+    rest = [_behind(shared, sublayer) for sublayer in sublayers]
+    found = [group for group in _groups(rest, dependent) if len(group[0]) >= _LENGTH and _saved(group) >= _SAVED]
+    return found + [group for group in _groups(_on_a_cpu(graph), dependent) if found and _saved(group)]
+
+
+def _groups(sublayers: Iterable[Sublayer], dependent: set[fx.Node]) -> list[list[Sublayer]]:
+    groups: dict[Any, list[Sublayer]] = defaultdict(list)
+    for sublayer in sublayers:
+        groups[_structure(sublayer)].append(sublayer)
+    several = {structure: group for structure, group in groups.items() if len(group) > 1}
+    for (alone,) in (group for group in groups.values() if len(group) == 1):
+        for structure, group in several.items():
+            part = _part(alone, structure, dependent)
+            if part is not None:
+                group.append(part)
+                break
+    return list(several.values())
+
+
+def _part(sublayer: Sublayer, structure: Sequence[Any], dependent: set[fx.Node]) -> Sublayer | None:
+    """A part of this structure: the first and the last sublayer may have more around them, an embedding or a head, and
+    among their nodes some that make what others are given, a table that was not worth keeping."""
+    for begin in range(len(sublayer) - len(structure) + 1):
+        numbers: dict[fx.Node, int] = {}
+        apart = set()
+        for node in sublayer[begin:]:
+            if len(numbers) == len(structure):
+                break
+            if _call(node, numbers) == structure[len(numbers)]:
+                numbers[node] = len(numbers)
+            elif node in dependent:
+                break
+            else:
+                apart.add(node)
+        if len(numbers) == len(structure):
+            last = sublayer.index(next(reversed(numbers)))
+            return _behind(apart, sublayer[begin : last + 1])
+    return None
+
+
+def _saved(group: Sequence[Sublayer]) -> int:
+    """How many nodes need not be compiled."""
+    return (len(group) - 1) * len(group[0])
+
+
+def _on_a_cpu(graph: fx.Graph) -> list[Sublayer]:
+    """Each hyper-connection with its results: on a CPU it is compiled as well, of many more nodes."""
+    found = []
+    for node in calls(graph):
+        values = [compat.example(source) for source in node.all_input_nodes]
+        if values and all(isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in values):
+            found.append([node, *(result for _, result in sorted(items(node), key=lambda item: item[0]))])
+    return found
+
+
+def _is_result(node: fx.Node) -> bool:
+    """Whether a node is one of the results of a hyper-connection."""
+    return node.target is operator.getitem and isinstance(node.args[0], fx.Node) and is_operator(node.args[0])
+
+
+def _sublayers(graph: fx.Graph) -> list[Sublayer]:
+    """Nodes that may become one call, between hyper-connections and whatever else has to stay where it is."""
+    found: list[Sublayer] = [[]]
+    for node in graph.nodes:
+        if _may_move(node):
+            found[-1].append(node)
+        elif found[-1]:
+            found.append([])
+    return [sublayer for sublayer in found if sublayer]
+
+
+def _may_move(node: fx.Node) -> bool:
+    """Whether a node computes tensors of tensors, and does nothing else."""
+    if node.op != "call_function" or is_operator(node) or _is_result(node):
+        return False
+    values = [value for value in pytree.tree_leaves(compat.example(node)) if value is not None]
+    if not values or not all(isinstance(value, torch.Tensor) for value in values):
+        return False
+    if node.target is operator.getitem:
+        return True
+    target = node.target
+    if not compat.is_pure(node) or node.is_impure():
+        return False
+    # Which Inductor moves and joins; and the numbers of seeds, which differ from layer to layer.
+    return "c10d" not in target.namespace and target._opname != "inductor_lookup_seed"  # type: ignore[union-attr]
+
+
+def _behind(shared: set[fx.Node], sublayer: Sublayer) -> Sublayer:
+    """The sublayer without what is shared, which comes before it now."""
+    rest = [node for node in sublayer if node not in shared]
+    for node in sublayer:
+        if rest and node in shared:
+            rest[0].prepend(node)
+    return rest
+
+
+def _shared(sublayers: Sequence[Sublayer], dependent: set[fx.Node]) -> set[fx.Node]:
+    """What another sublayer reads of one, with what it is made of, unless it depends on the streams."""
+    home = {node: number for number, sublayer in enumerate(sublayers) for node in sublayer}
+    found: set[fx.Node] = set()
+    for node in reversed(list(home)):
+        if node not in dependent:
+            readers = {home.get(user, home[node]) for user in node.users}
+            if readers != {home[node]} or not found.isdisjoint(node.users):
+                found.add(node)
+    return found
+
+
+def _dependent(graph: fx.Graph) -> set[fx.Node]:
+    """The hyper-connections, and all that is computed of their results."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if is_operator(node) or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _structure(sublayer: Sublayer) -> Any:
+    """What is the same of sublayers that can be compiled once."""
+    numbers = {node: i for i, node in enumerate(sublayer)}
+    return tuple(_call(node, numbers) for node in sublayer)
+
+
+def _call(node: fx.Node, numbers: dict[fx.Node, int]) -> Any:
+    leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
+    given = tuple(
+        numbers.get(leaf, _layouts(compat.example(leaf))) if isinstance(leaf, fx.Node) else repr(leaf)
+        for leaf in leaves
+    )
+    # What an operator of somebody else's is to be given exactly.
+    exact = _layouts(node.meta.get("eager_input_vals"))
+    return (node.target, str(spec), given, _layouts(compat.example(node)), exact)
+
+
+def _layouts(values: Any) -> Any:
+    return tuple(map(_layout, pytree.tree_leaves(values)))
+
+
+def _layout(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return (type(value), str(value))
+    offset = value.storage_offset()
+    aligned = offset * value.element_size() % _ALIGNED == 0 if isinstance(offset, int) else str(offset)
+    # Symbolic sizes, which have no hash, by their names.
+    sizes = (*map(str, value.shape), *map(str, value.stride()))
+    return (type(value), value.dtype, value.device, value.dim(), sizes, aligned)
