@@ -85,6 +85,7 @@ class LowerPass(_Configured):
     """The post-grad pass: lets sublayers that are alike be one graph, takes operators apart, and reports both."""
 
     def __call__(self, graph: fx.Graph) -> None:
+        compat.keep_arguments_of_calls()  # of regions that a user marked, too
         if self.options["mhc.share_layers"] and compat.calls_graphs():
             bodies, report = passes.share(graph)
             if last_report is not None:
@@ -158,6 +159,7 @@ def mhc(
     - "mhc.recompute" ("auto", a number of layers, or None): of so many layers keep one set of streams for the backward
       pass and compute the others again there; a layer is one sublayer with its hyper-connection, "auto" takes the
       square root of n L / (n + 2) for a chain of L layers (`mhc_compile.passes.fuse.recompute`);
+    - "mhc.share_layers" (bool): False compiles sublayers that are alike one by one (`mhc_compile.passes.share`);
     - "mhc.lower" (bool): False leaves operators whole in the compiled graph, each a call of its own from Python
       (`mhc_compile.passes.lower`).
 

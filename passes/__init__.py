@@ -1,7 +1,7 @@
 """How graphs change: from a Dynamo graph to one with registered operators, then to fused ones, then to their kernels.
 
 functional -> sizes -> shadow -> recognise -> plan -> rewrite -> report, before autograd; fuse, on the joint graph of
-forward and backward; lower, on each of the two once they are apart
+forward and backward; share -> lower, on each of the two once they are apart
 """
 
 from __future__ import annotations
@@ -215,4 +215,4 @@ def _sinkhorn(form: Sinkhorn) -> str:
     return steps + (", log domain" if form.log_domain else f", eps {form.eps:g}{' clamped' if form.clamp else ''}")
 
 
-__all__ = ["Location", "Report", "SiteReport", "fuse", "lower", "run", "run_recursively"]
+__all__ = ["Location", "Report", "SiteReport", "fuse", "lower", "run", "run_recursively", "share"]

@@ -49,7 +49,8 @@ class Report:
 
     sites lists every site in program order, rewritten the accepted and declined the refused ones. graphs counts the
     graphs looked at, errors the messages of internal failures, after which a graph was left as it was. fusions counts,
-    by name, what was fused in joint graphs, lowered the operators that Inductor compiled as parts of a graph.
+    by name, what was fused in joint graphs, shared the calls of graphs that are compiled once, lowered the operators
+    that Inductor compiled as parts of a graph.
     """
 
     sites: list[SiteReport] = field(default_factory=list)

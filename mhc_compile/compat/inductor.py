@@ -61,6 +61,17 @@ def calls_graphs() -> bool:
     return not (compiles_ahead_of_time() or config.cpp_wrapper or config.fx_wrapper or config.triton.cudagraphs)
 
 
+def keep_arguments_of_calls() -> None:
+    """Let no graph that is called overwrite its arguments.
+
+    A backward graph may write into tensors that forward saved for it alone. Inductor (torch 2.11 to 2.13) takes their
+    numbers among its inputs for those among the inputs of every graph that it calls, and so writes into parameters.
+    """
+    from torch._inductor.graph import SubgraphLowering
+
+    SubgraphLowering.bw_donated_idxs = property(lambda self: None, lambda self, numbers: None)  # type: ignore[assignment]
+
+
 def strides_to_keep(output: fx.Node) -> dict[str, Any]:
     """What is noted on the output of a graph that another calls, all of tensors, so that they keep their strides."""
     values = [result.meta["val"] for result in output.args[0]]  # type: ignore[union-attr]

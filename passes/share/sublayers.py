@@ -35,23 +35,28 @@ def alike(graph: fx.Graph) -> list[list[Sublayer]]:
     dependent = _dependent(graph)
     sublayers = _sublayers(graph)
     shared = _shared(sublayers, dependent)
-    rest = [_behind(shared, sublayer) for sublayer in sublayers]
-    found = [group for group in _groups(rest, dependent) if len(group[0]) >= _LENGTH and _saved(group) >= _SAVED]
-    return found + [group for group in _groups(_on_a_cpu(graph), dependent) if found and _saved(group)]
+    groups = _groups(_behind(shared, sublayer) for sublayer in sublayers)
+    longest = sorted(groups, key=len, reverse=True)
+    several = {key: groups[key] for key in longest if len(groups[key]) > 1 and len(key) >= _LENGTH}
+    for (alone,) in (group for group in groups.values() if len(group) == 1):
+        for structure, group in several.items():
+            if part := _part(alone, structure, dependent):
+                group.append(part)
+                break
+    found = [group for group in several.values() if _saved(group) >= _SAVED]
+    return found + [group for group in _groups(_on_a_cpu(graph)).values() if found and _saved(group)]
 
 
-def _groups(sublayers: Iterable[Sublayer], dependent: set[fx.Node]) -> list[list[Sublayer]]:
+def _groups(sublayers: Iterable[Sublayer]) -> dict[Any, list[Sublayer]]:
     groups: dict[Any, list[Sublayer]] = defaultdict(list)
     for sublayer in sublayers:
         groups[_structure(sublayer)].append(sublayer)
-    several = {structure: group for structure, group in groups.items() if len(group) > 1}
-    for (alone,) in (group for group in groups.values() if len(group) == 1):
-        for structure, group in several.items():
-            part = _part(alone, structure, dependent)
-            if part is not None:
-                group.append(part)
-                break
-    return list(several.values())
+    return groups
+
+
+def _saved(group: Sequence[Sublayer]) -> int:
+    """How many nodes need not be compiled."""
+    return (len(group) - 1) * len(group[0])
 
 
 def _part(sublayer: Sublayer, structure: Sequence[Any], dependent: set[fx.Node]) -> Sublayer | None:
@@ -73,11 +78,6 @@ def _part(sublayer: Sublayer, structure: Sequence[Any], dependent: set[fx.Node])
             last = sublayer.index(next(reversed(numbers)))
             return _behind(apart, sublayer[begin : last + 1])
     return None
-
-
-def _saved(group: Sequence[Sublayer]) -> int:
-    """How many nodes need not be compiled."""
-    return (len(group) - 1) * len(group[0])
 
 
 def _on_a_cpu(graph: fx.Graph) -> list[Sublayer]:

@@ -406,3 +406,43 @@ def test_compiled_programs_agree(dynamic: bool) -> None:
         for name, value in exact.items():
             errors = {shared: check.error(results[shared][name], value) for shared in calls}
             assert errors[True] <= 2 * errors[False] + 1e-7, (name, errors)
+
+
+class _Tied(nn.Module):
+    """A layer of parameters as large as what it is given, which backward could overwrite if they were its own."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.factors = nn.ParameterList(random_parameter(*shape) for _ in range(10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for factor in self.factors:
+            x = torch.tanh(x * factor)
+        return x
+
+
+@pytest.mark.usefixtures("fresh_dynamo", "fresh_cache")
+def test_calls_overwrite_none_of_their_arguments() -> None:
+    """Inductor has the numbers of the calling graph's inputs that backward may overwrite, and takes them for those of
+    every graph. Where layers share parameters, there are few inputs that it may not."""
+    model = Stack(layers=4)
+    first, *others = model.sublayers
+    first.layer = _Tied(2, 6, ZOO_WIDTH)
+    for sublayer in others:
+        for name in ("phi", "scale", "bias", "layer_bias", "layer"):
+            setattr(sublayer, name, getattr(first, name))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    x = torch.randn(2, 6, STREAMS, ZOO_WIDTH)
+
+    def gradients(call: Callable[..., Any]) -> dict[str, Tensor]:
+        model.zero_grad()
+        call(x)[0].sin().sum().backward()
+        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}  # type: ignore[union-attr]
+
+    found = gradients(torch.compile(model, backend="mhc"))
+    assert backend.last_report is not None
+    assert backend.last_report.shared.total() >= 6
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]), name
+    for name, expected in gradients(model).items():
+        assert check.error(found[name], expected) < 1e-4, name
