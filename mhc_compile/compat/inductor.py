@@ -61,14 +61,32 @@ def calls_graphs() -> bool:
     return not (compiles_ahead_of_time() or config.cpp_wrapper or config.fx_wrapper or config.triton.cudagraphs)
 
 
-def keep_arguments_of_calls() -> None:
-    """Let no graph that is called overwrite its arguments.
+def keep_memory_of_calls() -> None:
+    """Have nobody write over what a graph that is called was given or returned.
 
-    A backward graph may write into tensors that forward saved for it alone. Inductor (torch 2.11 to 2.13) takes their
-    numbers among its inputs for those among the inputs of every graph that it calls, and so writes into parameters.
+    Of a backward graph's inputs some were saved for it alone, and it may write over them. Inductor (torch 2.11 to 2.13)
+    takes the numbers that these have for numbers of the inputs of every graph that it calls, and so writes over others.
+    And a graph may return what lies in the memory of another result or of an argument, such as a part of what it
+    concatenates, of which the calling graph knows nothing.
     """
     from torch._inductor.graph import SubgraphLowering
+    from torch._inductor.lowering import lowerings
+    from torch._inductor.virtualized import V
 
+    invoke = torch.ops.higher_order.invoke_subgraph
+    lower = lowerings[invoke]
+    if getattr(lower, "_keeps_memory", False):
+        return
+
+    @functools.wraps(lower)
+    def keep(graph: Any, name: Any, *arguments: Any) -> Any:
+        results = lower(graph, name, *arguments)
+        kept = (value for value in (*arguments, *results) if hasattr(value, "get_name"))
+        V.graph.never_reuse_buffers.update(value.get_name() for value in kept)
+        return results
+
+    keep._keeps_memory = True  # type: ignore[attr-defined]
+    lowerings[invoke] = keep
     SubgraphLowering.bw_donated_idxs = property(lambda self: None, lambda self, numbers: None)  # type: ignore[assignment]
 
 
