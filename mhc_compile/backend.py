@@ -85,7 +85,7 @@ class LowerPass(_Configured):
     """The post-grad pass: lets sublayers that are alike be one graph, takes operators apart, and reports both."""
 
     def __call__(self, graph: fx.Graph) -> None:
-        compat.keep_memory_of_calls()  # of regions that a user marked, too
+        compat.keep_arguments_of_calls()  # of regions that a user marked, too
         if self.options["mhc.share_layers"] and compat.calls_graphs():
             bodies, report = passes.share(graph)
             if last_report is not None:

@@ -113,9 +113,10 @@ def share(graph: fx.Graph) -> tuple[list[fx.GraphModule], Report]:
     report = Report()
     bodies: list[fx.GraphModule] = []
     try:
-        bodies = sharing.share(graph, report.shared)
-    except Exception as error:  # a compile must never fail because of us; the graph is still whole
-        log.exception("sharing failed; each layer is compiled")
+        for body in sharing.share(graph, report.shared):
+            bodies.append(body)
+    except Exception as error:  # a compile must never fail because of us; sublayers that are no calls yet are whole
+        log.exception("sharing failed; each of the other sublayers is compiled")
         report.errors.append(f"{type(error).__name__}: {error}")
     report.seconds = time.perf_counter() - begin
     return bodies, report

@@ -61,37 +61,23 @@ def calls_graphs() -> bool:
     return not (compiles_ahead_of_time() or config.cpp_wrapper or config.fx_wrapper or config.triton.cudagraphs)
 
 
-def keep_memory_of_calls() -> None:
-    """Have nobody write over what a graph that is called was given or returned.
+def keep_arguments_of_calls() -> None:
+    """Let no graph that is called write over its arguments, whoever compiles it in this process.
 
     Of a backward graph's inputs some were saved for it alone, and it may write over them. Inductor (torch 2.11 to 2.13)
-    takes the numbers that these have for numbers of the inputs of every graph that it calls, and so writes over others.
-    And a graph may return what lies in the memory of another result or of an argument, such as a part of what it
-    concatenates, of which the calling graph knows nothing.
+    takes the numbers that these have for numbers of the inputs of every graph that it calls, and so writes over others,
+    parameters among them.
     """
     from torch._inductor.graph import SubgraphLowering
-    from torch._inductor.lowering import lowerings
-    from torch._inductor.virtualized import V
 
-    invoke = torch.ops.higher_order.invoke_subgraph
-    lower = lowerings[invoke]
-    if getattr(lower, "_keeps_memory", False):
-        return
-
-    @functools.wraps(lower)
-    def keep(graph: Any, name: Any, *arguments: Any) -> Any:
-        results = lower(graph, name, *arguments)
-        kept = (value for value in (*arguments, *results) if hasattr(value, "get_name"))
-        V.graph.never_reuse_buffers.update(value.get_name() for value in kept)
-        return results
-
-    keep._keeps_memory = True  # type: ignore[attr-defined]
-    lowerings[invoke] = keep
     SubgraphLowering.bw_donated_idxs = property(lambda self: None, lambda self, numbers: None)  # type: ignore[assignment]
 
 
 def strides_to_keep(output: fx.Node) -> dict[str, Any]:
-    """What is noted on the output of a graph that another calls, all of tensors, so that they keep their strides."""
+    """What is noted on the output of a graph that another calls, all of tensors, so that they keep their strides.
+
+    With it each has memory of its own as well: what may lie anywhere is put where a concatenation wants it.
+    """
     values = [result.meta["val"] for result in output.args[0]]  # type: ignore[union-attr]
     strides = [value.stride() for value in values]
     return {"user_visible_output_idxs": list(range(len(values))), "original_output_strides": strides}

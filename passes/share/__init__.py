@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Iterator
 
 from torch import fx
 
@@ -20,17 +21,16 @@ from mhc_compile.passes.share.sublayers import alike
 log = logging.getLogger(__name__)
 
 
-def share(graph: fx.Graph, counts: Counter[str]) -> list[fx.GraphModule]:
-    """Make calls of sublayers that are alike, in place; returns the graphs that are called, and counts the calls."""
-    bodies: list[fx.GraphModule] = []
+def share(graph: fx.Graph, counts: Counter[str]) -> Iterator[fx.GraphModule]:
+    """Make calls of sublayers that are alike, in place; yields the graphs that are called, and counts the calls."""
     for sublayers in alike(graph):
         try:
-            bodies.append(outline(graph, sublayers))
+            body = outline(graph, sublayers)
         except Unsuitable as reason:
             log.info(
                 "%d sublayers of %d nodes are alike, and each compiled: %s", len(sublayers), len(sublayers[0]), reason
             )
-        else:
-            log.info("%d sublayers of %d nodes are compiled once", len(sublayers), len(sublayers[0]))
-            counts[f"sublayer of {len(sublayers[0])} nodes"] += len(sublayers)
-    return bodies
+            continue
+        log.info("%d sublayers of %d nodes are compiled once", len(sublayers), len(sublayers[0]))
+        counts[f"sublayer of {len(sublayers[0])} nodes"] += len(sublayers)
+        yield body

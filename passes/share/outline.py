@@ -27,18 +27,19 @@ def outline(graph: fx.Graph, sublayers: Sequence[Sequence[fx.Node]]) -> fx.Graph
     What others read of a sublayer the call returns. A view is made again where it is read, so that no two results,
     and no result and argument, share memory: who compiles the calling graph takes them for apart.
     """
-    given = _given(sublayers)
+    places, given = _given(sublayers)
     returned = _returned(sublayers)
     _check_memory(graph, sublayers, given, returned)
-    sizes = _sizes(graph, sublayers[0], [arguments[0] for arguments in given.values()])
-    body = _body(sublayers[0], sizes + [arguments[0] for arguments in given.values()], returned)
+    sizes = _sizes(graph, sublayers[0], given[0])
+    body = _body(sublayers[0], places, sizes, given[0], returned)
     owner = graph.owning_module
     assert owner is not None
     name = _unused(owner)
     owner.add_submodule(name, body)
     for sublayer in sublayers:
-        arguments = sizes + [_leaves(sublayer[i])[at] for i, at in given]
-        _call(graph, name, sublayer, arguments, returned)
+        # As they are now: some were results of sublayers before.
+        leaves = {number: _leaves(sublayer[i])[at] for (i, at), number in places.items()}
+        _call(graph, name, sublayer, [*sizes, *(leaves[number] for number in range(len(given[0])))], returned)
     return body
 
 
@@ -46,13 +47,14 @@ def _leaves(node: fx.Node) -> list[Any]:
     return pytree.tree_leaves((node.args, node.kwargs))
 
 
-def _given(sublayers: Sequence[Sequence[fx.Node]]) -> dict[Place, tuple[fx.Node, ...]]:
-    """What the sublayers read that is made elsewhere, one node a sublayer, by where it is read first.
+def _given(sublayers: Sequence[Sequence[fx.Node]]) -> tuple[dict[Place, int], list[list[fx.Node]]]:
+    """What sublayers read that is made elsewhere: which argument stands where, and what each sublayer is given.
 
     Two places share an argument if they do in every sublayer.
     """
     inside = [{node: i for i, node in enumerate(sublayer)} for sublayer in sublayers]
-    found: dict[tuple[fx.Node, ...], Place] = {}
+    places: dict[Place, int] = {}
+    arguments: dict[tuple[fx.Node, ...], int] = {}
     for i, alike in enumerate(zip(*sublayers, strict=True)):
         for at, leaves in enumerate(zip(*map(_leaves, alike), strict=True)):
             if not isinstance(leaves[0], fx.Node):
@@ -63,8 +65,8 @@ def _given(sublayers: Sequence[Sequence[fx.Node]]) -> dict[Place, tuple[fx.Node,
             if numbers == {None}:
                 if not all(isinstance(compat.example(leaf), torch.Tensor | torch.SymInt) for leaf in leaves):
                     raise Unsuitable("an argument is no tensor")
-                found.setdefault(leaves, (i, at))
-    return {place: leaves for leaves, place in found.items()}
+                places[i, at] = arguments.setdefault(leaves, len(arguments))
+    return places, [list(given) for given in zip(*arguments, strict=True)] or [[] for _ in sublayers]
 
 
 def _returned(sublayers: Sequence[Sequence[fx.Node]]) -> list[int]:
@@ -84,29 +86,29 @@ def _returned(sublayers: Sequence[Sequence[fx.Node]]) -> list[int]:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether a node's result lies in the memory of its first argument, or is one of several that do."""
+    """Whether a node's result lies in the memory of an argument, or is one of several of which it does."""
     if node.target is operator.getitem:
-        return _is_view(node.args[0])  # type: ignore[arg-type]
+        returns = node.args[0].target._schema.returns  # type: ignore[union-attr]
+        return (returns[node.args[1]] if len(returns) > 1 else returns[0]).alias_info is not None
     return node.target is torch.ops.aten._unsafe_view.default or bool(compat.aliased(node))
 
 
 def _viewed(view: fx.Node) -> fx.Node:
-    source = view.args[0]
-    if not isinstance(source, fx.Node):
+    sources = compat.aliased(view) or list(view.all_input_nodes[:1])
+    if len(sources) != 1:
         raise Unsuitable(f"{view.target} is a view of several tensors")
-    return source
+    return sources[0]
 
 
 def _check_memory(
     graph: fx.Graph,
     sublayers: Sequence[Sequence[fx.Node]],
-    given: dict[Place, tuple[fx.Node, ...]],
+    given: Sequence[Sequence[fx.Node]],
     returned: Sequence[int],
 ) -> None:
     memory = Memory(graph)
-    for number, sublayer in enumerate(sublayers):
+    for sublayer, arguments in zip(sublayers, given, strict=True):
         results = [sublayer[i] for i in returned]
-        arguments = [leaves[number] for leaves in given.values()]
         for i, result in enumerate(results):
             if any(memory.is_shared(result, other) for other in (*results[:i], *arguments)):
                 raise Unsuitable("a result lies in the memory of another, or of an argument")
@@ -122,15 +124,26 @@ def _sizes(graph: fx.Graph, sublayer: Sequence[fx.Node], arguments: Sequence[fx.
     return [node for size, node in inputs.items() if size in symbols and node not in arguments]
 
 
-def _body(sublayer: Sequence[fx.Node], arguments: Sequence[fx.Node], returned: Sequence[int]) -> fx.GraphModule:
+def _body(
+    sublayer: Sequence[fx.Node],
+    places: dict[Place, int],
+    sizes: Sequence[fx.Node],
+    arguments: Sequence[fx.Node],
+    returned: Sequence[int],
+) -> fx.GraphModule:
     graph = fx.Graph()
+    inputs = []
+    for number, argument in enumerate([*sizes, *arguments]):
+        # Of the first sublayer two arguments may be one node.
+        inputs.append(graph.placeholder(f"argument_{number}"))
+        inputs[-1].meta["val"] = compat.example(argument)
+    given = inputs[len(sizes) :]
     copies: dict[fx.Node, fx.Node] = {}
-    for argument in arguments:
-        # The first sublayer's names only.
-        copies[argument] = graph.placeholder(argument.name)
-        copies[argument].meta["val"] = compat.example(argument)
-    for node in sublayer:
-        copies[node] = graph.node_copy(node, lambda n: copies[n])
+    for i, node in enumerate(sublayer):
+        leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
+        new = [given[places[i, at]] if (i, at) in places else copies.get(x, x) for at, x in enumerate(leaves)]
+        copies[node] = graph.node_copy(node, lambda n: n)
+        copies[node].args, copies[node].kwargs = pytree.tree_unflatten(new, spec)
     output = graph.output(tuple(copies[sublayer[i]] for i in returned))
     output.meta |= compat.strides_to_keep(output)
     return fx.GraphModule(torch.nn.Module(), graph)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ def alike(graph: fx.Graph) -> list[list[Sublayer]]:
         if _is_result(node):
             node.args[0].append(node)
     dependent = _dependent(graph)
-    sublayers = _sublayers(graph)
+    sublayers = _sublayers(graph, _written(graph))
     shared = _shared(sublayers, dependent)
     groups = _groups(_behind(shared, sublayer) for sublayer in sublayers)
     longest = sorted(groups, key=len, reverse=True)
@@ -64,13 +64,15 @@ def _part(sublayer: Sublayer, structure: Sequence[Any], dependent: set[fx.Node])
     among their nodes some that make what others are given, a table that was not worth keeping."""
     for begin in range(len(sublayer) - len(structure) + 1):
         numbers: dict[fx.Node, int] = {}
-        apart = set()
-        for node in sublayer[begin:]:
+        apart: set[fx.Node] = set()
+        # No further, however long an encoder is, all of which could stand apart.
+        for node in sublayer[begin : begin + 2 * len(structure)]:
             if len(numbers) == len(structure):
                 break
-            if _call(node, numbers) == structure[len(numbers)]:
+            expected = structure[len(numbers)]
+            if node.target == expected[0] and _call(node, numbers) == expected:
                 numbers[node] = len(numbers)
-            elif node in dependent:
+            elif node in dependent or not numbers:
                 break
             else:
                 apart.add(node)
@@ -95,11 +97,32 @@ def _is_result(node: fx.Node) -> bool:
     return node.target is operator.getitem and isinstance(node.args[0], fx.Node) and is_operator(node.args[0])
 
 
-def _sublayers(graph: fx.Graph) -> list[Sublayer]:
+def _written(graph: fx.Graph) -> set[fx.Node]:
+    """What lies between an input that is written and its new value, made in place if nothing comes between the two."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.target is torch.ops.aten.copy_.default and node.args[0].op == "placeholder":
+            behind = _reached([node.args[0]], lambda reader: reader.users)
+            found |= behind & _reached(node.args[1:2], lambda source: source.all_input_nodes)
+    return found
+
+
+def _reached(start: Iterable[Any], nearby: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    left = [node for node in start if isinstance(node, fx.Node)]
+    while left:
+        node = left.pop()
+        if node not in found:
+            found.add(node)
+            left += nearby(node)
+    return found
+
+
+def _sublayers(graph: fx.Graph, written: set[fx.Node]) -> list[Sublayer]:
     """Nodes that may become one call, between hyper-connections and whatever else has to stay where it is."""
     found: list[Sublayer] = [[]]
     for node in graph.nodes:
-        if _may_move(node):
+        if node not in written and _may_move(node):
             found[-1].append(node)
         elif found[-1]:
             found.append([])
@@ -108,13 +131,13 @@ def _sublayers(graph: fx.Graph) -> list[Sublayer]:
 
 def _may_move(node: fx.Node) -> bool:
     """Whether a node computes tensors of tensors, and does nothing else."""
-    if node.op != "call_function" or is_operator(node) or _is_result(node):
+    if node.op != "call_function" or is_operator(node):
         return False
     values = [value for value in pytree.tree_leaves(compat.example(node)) if value is not None]
     if not values or not all(isinstance(value, torch.Tensor) for value in values):
         return False
     if node.target is operator.getitem:
-        return True
+        return isinstance(node.args[0], fx.Node) and _may_move(node.args[0])
     target = node.target
     if not compat.is_pure(node) or node.is_impure():
         return False

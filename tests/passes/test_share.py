@@ -237,22 +237,24 @@ def test_addresses_tell_layers_apart() -> None:
     assert _shared(_layer, inputs) == [2, 2]
 
 
-def test_one_weight_in_two_places() -> None:
-    """Of one layer alone: others have two."""
+@pytest.mark.parametrize("tied", range(LAYERS))
+def test_one_weight_in_two_places(tied: int) -> None:
+    """Of one layer alone, the first or another: others have two."""
     inputs = _inputs()
-    others = [torch.randn(WIDTH, WIDTH) for _ in range(LAYERS)]
-    others[1] = inputs[3]
+    more = [torch.randn(WIDTH, WIDTH) for _ in range(LAYERS)]
 
     def run(x: Tensor, post: Tensor, *weights: Tensor) -> list[Tensor]:
-        first, second = weights[:LAYERS], (*weights[LAYERS : LAYERS + 1], weights[1], *weights[LAYERS + 1 :])
+        first, second = weights[:LAYERS], list(weights[LAYERS:])
+        second[tied] = first[tied]
         return _program(lambda u, w, number: torch.tanh(u @ w) @ second[number] + 1)(x, post, *first)
 
-    module = _graph(run, inputs + others[:1] + others[2:])
-    before = module(*inputs, *others[:1], *others[2:])
-    passes.share(module.graph)
+    module = _graph(run, inputs + more)
+    before = module(*inputs, *more)
+    _, report = passes.share(module.graph)
+    assert not report.errors
     module.recompile()
     assert len(_calls(module)) == LAYERS
-    assert torch.equal(module(*inputs, *others[:1], *others[2:])[0], before[0])
+    assert torch.equal(module(*inputs, *more)[0], before[0])
 
 
 def test_what_backward_needs() -> None:
@@ -289,6 +291,23 @@ def test_one_of_several_results() -> None:
     assert _shared(layer) == [LAYERS]
 
 
+def test_results_of_other_graphs_stay() -> None:
+    """With the calls of those."""
+
+    def layer(u: Tensor, w: Tensor, number: int) -> Tensor:
+        v = torch.tanh(u @ w) * 2
+        (v,) = torch.cond(v.sum() > 0, lambda v: (v * 2,), lambda v: (v - 1,), (v,))
+        return torch.relu(v * 3) @ w
+
+    module = _graph(_program(layer), _inputs())
+    before = module(*_inputs())
+    _, report = passes.share(module.graph)
+    assert not report.errors
+    module.recompile()
+    assert len(_calls(module)) == 2 * LAYERS
+    assert torch.equal(module(*_inputs())[0], before[0])
+
+
 def test_a_layer_that_returns_its_input() -> None:
     def layer(u: Tensor, w: Tensor, number: int) -> Any:
         return u.view(1, 3, WIDTH).squeeze(0), torch.tanh(u @ w) * 2
@@ -313,6 +332,63 @@ def test_what_writes_stays() -> None:
     assert targets.count(torch.ops.aten.add_.Tensor) == LAYERS
     assert len(_calls(module)) == 2 * LAYERS
     assert torch.equal(module(*inputs)[0], before[0])
+
+
+def test_a_cache_is_written_in_place() -> None:
+    """What an input becomes stays with it, and what is around that is shared. Else all of the cache would be copied."""
+    caches = [torch.randn(8, WIDTH) for _ in range(LAYERS)]
+
+    def run(x: Tensor, post: Tensor, *tensors: Tensor) -> list[Tensor]:
+        weights, rooms = tensors[:LAYERS], tensors[LAYERS:]
+        new = []
+
+        def layer(u: Tensor, w: Tensor, number: int) -> Tensor:
+            keys = torch.slice_scatter(rooms[number], torch.tanh(u @ w) * 2, 0, 2, 5)
+            new.append(keys)
+            return torch.relu(u @ keys.t() * 3) @ keys
+
+        results = _program(layer)(x, post, *weights)
+        for room, keys in zip(rooms, new, strict=True):
+            room.copy_(keys)
+        return results
+
+    module = _graph(run, _inputs() + caches)
+    expected = run(*_inputs(), *(cache.clone() for cache in caches))
+    passes.share(module.graph)
+    module.graph.lint()
+    module.recompile()
+    targets = [node.target for node in module.graph.nodes]
+    assert targets.count(torch.ops.aten.slice_scatter.default) == LAYERS
+    assert len(_calls(module)) == 2 * LAYERS
+    assert torch.equal(module(*_inputs(), *caches)[0], expected[0])
+
+
+def test_numbers_of_seeds_stay() -> None:
+    """They differ from layer to layer; what is made of the seed need not."""
+    prims = torch.ops.prims
+
+    def run(x: Tensor, post: Tensor, *weights: Tensor) -> list[Tensor]:
+        seeds = prims.inductor_seeds(LAYERS, torch.device("cpu"))
+
+        def layer(u: Tensor, w: Tensor, number: int) -> Tensor:
+            seed = prims.inductor_lookup_seed(seeds, number)
+            return torch.tanh(u @ w) * prims.inductor_random(list(u.shape), seed, "rand") + 1
+
+        return _program(layer)(x, post, *weights)
+
+    module = _graph(run, _inputs())
+    passes.share(module.graph)
+    targets = [node.target for node in module.graph.nodes]
+    assert targets.count(prims.inductor_lookup_seed.default) == LAYERS
+    assert prims.inductor_random.default not in targets
+    assert len(_calls(module)) == LAYERS
+
+
+@pytest.mark.parametrize("setting", ["cpp_wrapper", "fx_wrapper", "triton.cudagraphs"])
+def test_where_inductor_cannot_call_graphs(setting: str) -> None:
+    assert compat.calls_graphs()
+    with compat.inductor_config().patch({setting: True}):
+        assert not compat.calls_graphs()
 
 
 def test_random_numbers_stay_in_order() -> None:
