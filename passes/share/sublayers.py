@@ -27,8 +27,10 @@ def alike(graph: fx.Graph) -> list[list[Sublayer]]:
     """Sublayers that are the same calls, of values that are laid out alike and of each other's results in one way.
 
     Each is a row of nodes of the graph, in which nodes are moved: what several sublayers read of one, a table of
-    angles or a mask, is made before it.
+    angles or a mask, is made before it. A graph without hyper-connections is not looked at.
     """
+    if not any(calls(graph)):
+        return []
     for node in list(graph.nodes):
         if _is_result(node):
             node.args[0].append(node)

@@ -126,6 +126,21 @@ def test_hyper_connections_are_shared_on_a_cpu() -> None:
         assert len(operators(module.graph)) == 2 * LAYERS - expected
 
 
+def test_graphs_without_hyper_connections_are_left() -> None:
+    """Those of other models, where the passes are enabled for all of a process."""
+
+    def run(*weights: Tensor) -> list[Tensor]:
+        x = weights[0]
+        for number, w in enumerate(weights):
+            x = _layer(x, w, number).cumsum(0)
+        return [x]
+
+    module = _graph(run, _inputs()[2:])
+    before = str(module.graph)
+    assert passes.share(module.graph)[0] == []
+    assert str(module.graph) == before
+
+
 def test_hyper_connections_alone_are_not_shared() -> None:
     """A chain of nothing else takes no time to compile, and calls take some when it runs."""
     assert _shared(lambda u, w, number: u) == []
