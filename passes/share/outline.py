@@ -35,6 +35,7 @@ def outline(graph: fx.Graph, sublayers: Sequence[Sequence[fx.Node]]) -> fx.Graph
     owner = graph.owning_module
     assert owner is not None
     name = _unused(owner)
+    _try(body, name, [*sizes, *given[0]], [sublayers[0][i] for i in returned])
     owner.add_submodule(name, body)
     for sublayer in sublayers:
         # As they are now: some were results of sublayers before.
@@ -147,6 +148,18 @@ def _body(
     output = graph.output(tuple(copies[sublayer[i]] for i in returned))
     output.meta |= compat.strides_to_keep(output)
     return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _try(body: fx.GraphModule, name: str, arguments: Sequence[fx.Node], results: Sequence[fx.Node]) -> None:
+    """Raise Unsuitable unless a call returns what the first sublayer makes, as far as fake tensors tell."""
+    values = [compat.example(argument) for argument in arguments]
+    try:
+        with compat.quiet_fakes(values):
+            found = torch.ops.higher_order.invoke_subgraph(body, name, *values)
+    except Exception as error:  # whatever a dispatcher refuses
+        raise Unsuitable(f"a call of it is refused: {type(error).__name__}: {error}") from error
+    if not all(map(compat.same_strides, found, map(compat.example, results))):
+        raise Unsuitable("a call would return tensors laid out otherwise")
 
 
 def _call(

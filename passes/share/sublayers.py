@@ -136,7 +136,9 @@ def _may_move(node: fx.Node) -> bool:
     if node.op != "call_function" or is_operator(node):
         return False
     values = [value for value in pytree.tree_leaves(compat.example(node)) if value is not None]
-    if not values or not all(isinstance(value, torch.Tensor) for value in values):
+    given = (compat.example(source) for source in node.all_input_nodes)
+    tensors = all(isinstance(value, torch.Tensor) for value in values)
+    if not values or not tensors or not all(map(_is_plain, (*values, *pytree.tree_leaves(list(given))))):
         return False
     if node.target is operator.getitem:
         return isinstance(node.args[0], fx.Node) and _may_move(node.args[0])
@@ -145,6 +147,13 @@ def _may_move(node: fx.Node) -> bool:
         return False
     # Which Inductor moves and joins; and the numbers of seeds, which differ from layer to layer.
     return "c10d" not in target.namespace and target._opname != "inductor_lookup_seed"  # type: ignore[union-attr]
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is one that calls take and return: a size, or a tensor of which no operation is put off."""
+    if not isinstance(value, torch.Tensor):
+        return isinstance(value, int | torch.SymInt)
+    return value.layout is torch.strided and not value.is_complex() and not value.is_neg()
 
 
 def _behind(shared: set[fx.Node], sublayer: Sublayer) -> Sublayer:

@@ -306,6 +306,40 @@ def test_one_of_several_results() -> None:
     assert _shared(layer) == [LAYERS]
 
 
+def test_complex_numbers_stay() -> None:
+    """Calls take no tensors whose conjugation is put off."""
+
+    def layer(u: Tensor, w: Tensor, number: int) -> Tensor:
+        z = torch.view_as_complex((torch.tanh(u @ w) * 2).view(3, WIDTH // 2, 2))
+        return torch.relu(torch.view_as_real(z.conj() * z * 2j).flatten(-2) * 3) @ w
+
+    module = _graph(_program(layer), _inputs())
+    before = module(*_inputs())
+    _, report = passes.share(module.graph)
+    assert not report.errors
+    module.recompile()
+    assert len(_calls(module)) == 2 * LAYERS
+    for node in _calls(module):
+        body = getattr(module, str(node.args[1]))
+        assert not any(inner.meta["val"].is_complex() for inner in body.graph.nodes if inner.op != "output")
+    assert torch.equal(module(*_inputs())[0], before[0])
+
+
+def test_what_a_dispatcher_refuses_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compilation does not fail because of a call."""
+    outline = sys.modules["mhc_compile.passes.share.outline"]
+
+    def refuse(*given: Any) -> Any:
+        raise NotImplementedError("no kernel")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(outline.torch.ops.higher_order, "invoke_subgraph", refuse)
+        assert _shared(_layer) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(outline.compat, "same_strides", lambda left, right: False)
+        assert _shared(_layer) == []
+
+
 def test_results_of_other_graphs_stay() -> None:
     """With the calls of those."""
 
