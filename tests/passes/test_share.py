@@ -440,6 +440,46 @@ def test_where_inductor_cannot_call_graphs(setting: str) -> None:
         assert not compat.calls_graphs()
 
 
+def test_communication_stays() -> None:
+    """Inductor moves it, and joins some."""
+
+    def layer(u: Tensor, w: Tensor, number: int) -> Tensor:
+        v = torch.ops._c10d_functional.wait_tensor(torch.tanh(u @ w) * 2)
+        return torch.relu(v * 3) @ w
+
+    module = _graph(_program(layer), _inputs())
+    passes.share(module.graph)
+    targets = [node.target for node in module.graph.nodes]
+    assert targets.count(torch.ops._c10d_functional.wait_tensor.default) == LAYERS
+    assert len(_calls(module)) == 2 * LAYERS
+
+
+@pytest.mark.parametrize("nodes", [60, 240])
+def test_the_search_does_not_grow_faster_than_the_graph(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An encoder before the first hyper-connection reads no streams, so that all of it could be made apart."""
+
+    def run(x: Tensor, post: Tensor, *weights: Tensor) -> list[Tensor]:
+        h = weights[0]
+        for _ in range(nodes // 2):
+            h = torch.sin(h) * 2
+        return _program(lambda u, w, number: torch.sin(u @ w) * 2 + 1)(x + h[:3, None, :], post, *weights)
+
+    module = _graph(run, _inputs())
+    sublayers = sys.modules["mhc_compile.passes.share.sublayers"]
+    seen = 0
+    call = sublayers._call
+
+    def counted(*given: Any) -> Any:
+        nonlocal seen
+        seen += 1
+        return call(*given)
+
+    monkeypatch.setattr(sublayers, "_call", counted)
+    passes.share(module.graph)
+    assert len(_calls(module)) == LAYERS
+    assert seen < 4 * len(module.graph.nodes) + 100
+
+
 def test_random_numbers_stay_in_order() -> None:
     def layer(u: Tensor, w: Tensor, number: int) -> Tensor:
         return torch.relu(torch.tanh(u @ w) * 2 + torch.rand_like(u)) * 3
