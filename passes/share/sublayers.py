@@ -31,9 +31,9 @@ def alike(graph: fx.Graph) -> list[list[Sublayer]]:
     """
     if not any(calls(graph)):
         return []
-    for node in list(graph.nodes):
-        if _is_result(node):
-            node.args[0].append(node)
+    for call in calls(graph):
+        for _, result in items(call):
+            call.append(result)
     dependent = _dependent(graph)
     sublayers = _sublayers(graph, _written(graph))
     shared = _shared(sublayers, dependent)
@@ -92,11 +92,6 @@ def _on_a_cpu(graph: fx.Graph) -> list[Sublayer]:
         if values and all(isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in values):
             found.append([node, *(result for _, result in sorted(items(node), key=lambda item: item[0]))])
     return found
-
-
-def _is_result(node: fx.Node) -> bool:
-    """Whether a node is one of the results of a hyper-connection."""
-    return node.target is operator.getitem and isinstance(node.args[0], fx.Node) and is_operator(node.args[0])
 
 
 def _written(graph: fx.Graph) -> set[fx.Node]:
