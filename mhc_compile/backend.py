@@ -60,12 +60,19 @@ class MhcPass(_Configured):
         last_report = records.add(report)
         if self.options["mhc.strict"] and (report.declined or report.errors):
             raise StrictError(str(report))
+        if new is not None and _is_for_cpu(graph):
+            compat.compile_beside()
         module = graph.owning_module
         if new is not None and module is not None:
             module.graph = new
             module.recompile()
             compat.trace_artifact("mhc_rewritten_graph", lambda: compat.readable(module))
         compat.trace_artifact("mhc_report", lambda: str(report))
+
+
+def _is_for_cpu(graph: fx.Graph) -> bool:
+    given = [compat.example(node) for node in graph.find_nodes(op="placeholder")]
+    return all(value.device.type == "cpu" for value in given if isinstance(value, torch.Tensor))
 
 
 class FusePass(_Configured):

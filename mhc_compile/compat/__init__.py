@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from mhc_compile.compat.cpp import (
+    compile_beside,
+)
 from mhc_compile.compat.driver import (
     load_kernel,
 )
@@ -115,6 +118,7 @@ __all__ = [
     "calls_graphs",
     "changes_global_state",
     "common_fake_mode",
+    "compile_beside",
     "compile_id",
     "compile_with_inductor",
     "compile_without_inductor",

@@ -1,0 +1,90 @@
+"""What Inductor's C++ code on a CPU waits for, begun earlier, so that it happens beside other work.
+
+Nothing is compiled in another way: what was begun lies in Inductor's own caches when Inductor comes to it.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import logging
+import os
+import subprocess
+import sys
+import threading
+from typing import Any
+
+from mhc_compile.compat.inductor import inductor_cache_dir
+
+log = logging.getLogger(__name__)
+
+# Functions with vector instructions and functions without have a precompiled header each.
+_FIRST = """
+import os
+from torch._inductor.codecache import CppPythonBindingsCodeCache
+from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+pick_vec_isa()
+for note in ("// at::vec::", ""):
+    source = f'#include <torch/csrc/inductor/cpp_prefix.h>\\n{note}\\nextern "C" void kernel() {{}}\\n'
+    if os.path.isdir(os.environ["TORCHINDUCTOR_CACHE_DIR"]):  # it may have been for one compilation
+        CppPythonBindingsCodeCache.load_pybinding([], source)
+"""
+
+
+def compile_beside() -> None:
+    """Let C++ compilers be at work while Python is; from now on, in this process.
+
+    Inductor first finds out which vector instructions compiler and CPU know, by ten files that it compiles (7 to 10 s),
+    and compiles the header of all kernels (4 s). Where neither this process nor Inductor's cache has an answer, another
+    process looks for it while the graph is still being traced. And a kernel is compiled from when its code is written,
+    not from when that of the last one is, as torch has it with Triton's.
+    """
+    try:
+        from torch._inductor.async_compile import get_compile_threads
+        from torch._inductor.codegen.wrapper import PythonWrapperCodegen as Wrapper
+        from torch._inductor.cpu_vec_isa import valid_vec_isa_list
+
+        if get_compile_threads() <= 1:
+            return
+        if not valid_vec_isa_list.cache_info().currsize:
+            _settle_first(str(inductor_cache_dir()))
+        if not hasattr(Wrapper.define_kernel, "__wrapped__"):
+            Wrapper.define_kernel = _early(Wrapper.define_kernel)  # type: ignore[method-assign]
+    except Exception as error:  # a torch that goes about it in another way does so when it comes to it
+        log.debug("nothing is compiled early: %s", error)
+
+
+@functools.cache
+def _settle_first(cache: str) -> None:
+    from torch._inductor.codecache import get_lock_dir
+    from torch._inductor.utils import python_subprocess_env
+
+    if os.listdir(get_lock_dir()):  # files were compiled before
+        return
+    environment = python_subprocess_env() | {"TORCHINDUCTOR_CACHE_DIR": cache}
+    nothing = subprocess.DEVNULL
+    look = functools.partial(subprocess.run, env=environment, stdin=nothing, stdout=nothing, stderr=nothing)
+    threading.Thread(target=look, args=([sys.executable, "-c", _FIRST],), daemon=True).start()
+
+
+def _early(define_kernel: Any) -> Any:
+    """Inductor's method that writes a kernel into its Python code; what that code will ask for is begun."""
+
+    @functools.wraps(define_kernel)
+    def define(self: Any, name: str, body: str, *args: Any, **kwargs: Any) -> None:
+        define_kernel(self, name, body, *args, **kwargs)
+        if body.startswith("async_compile.cpp_pybinding("):
+            try:
+                _compile(body)
+            except Exception as error:  # Inductor will meet it, too, and say so
+                log.debug("%s is not compiled early: %s", name, error)
+
+    return define
+
+
+def _compile(kernel: str) -> None:
+    from torch._inductor.async_compile import AsyncCompile
+
+    call = ast.parse(kernel, mode="eval").body
+    AsyncCompile().cpp_pybinding(*map(ast.literal_eval, call.args))  # type: ignore[attr-defined]
