@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 
 import pytest
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -17,3 +18,11 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> FakeTensorMode:
     monkeypatch.setattr(kernels, "_has_tensor_cores", lambda index: True)
     monkeypatch.setattr(importlib.import_module("mhc_compile.kernels.common"), "gpu", lambda device: (90, 132))
     return FakeTensorMode()
+
+
+@pytest.fixture
+def short_sublayers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sublayers of tests are short, and worth a call all the same."""
+    sublayers = sys.modules["mhc_compile.passes.share.sublayers"]
+    monkeypatch.setattr(sublayers, "_LENGTH", 2)
+    monkeypatch.setattr(sublayers, "_SAVED", 2)
