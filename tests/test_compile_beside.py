@@ -84,10 +84,12 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     from torch._inductor import cpu_vec_isa
 
     commands: list[list[str]] = []
-    monkeypatch.setattr(
-        cpp.threading, "Thread", lambda target, args, daemon: SimpleNamespace(start=lambda: target(*args))
-    )
-    monkeypatch.setattr(cpp.subprocess, "run", lambda command, **kwargs: commands.append(command))
+
+    def begin(command: list[str], **kwargs: Any) -> Any:
+        commands.append(command)
+        return SimpleNamespace(wait=lambda: 0)
+
+    monkeypatch.setattr(cpp.subprocess, "Popen", begin)
     monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", functools.cache(cpu_vec_isa.valid_vec_isa_list.__wrapped__))
     monkeypatch.setattr("torch._inductor.async_compile.get_compile_threads", lambda: 2)
     monkeypatch.setattr(cpp, "_settle_first", functools.cache(cpp._settle_first.__wrapped__))
@@ -121,6 +123,17 @@ def test_nothing_is_begun_with_one_thread(begun: list[list[str]], monkeypatch: p
     monkeypatch.setattr("torch._inductor.async_compile.get_compile_threads", lambda: 1)
     cpp.compile_beside()
     assert not begun
+
+
+def test_a_process_that_cannot_be_started_is_no_error(
+    begun: list[list[str]], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise PermissionError
+
+    monkeypatch.setattr(cpp.subprocess, "Popen", fail)
+    cpp.compile_beside()
+    assert capfd.readouterr().err == ""
 
 
 def test_nothing_is_begun_without_hyper_connections(monkeypatch: pytest.MonkeyPatch) -> None:

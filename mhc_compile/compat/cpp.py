@@ -47,10 +47,10 @@ def compile_beside() -> None:
 
         if get_compile_threads() <= 1:
             return
-        if not valid_vec_isa_list.cache_info().currsize:
-            _settle_first(str(inductor_cache_dir()))
         if not hasattr(Wrapper.define_kernel, "__wrapped__"):
             Wrapper.define_kernel = _early(Wrapper.define_kernel)  # type: ignore[method-assign]
+        if not valid_vec_isa_list.cache_info().currsize:
+            _settle_first(str(inductor_cache_dir()))
     except Exception as error:  # a torch that goes about it in another way does so when it comes to it
         log.debug("nothing is compiled early: %s", error)
 
@@ -64,8 +64,10 @@ def _settle_first(cache: str) -> None:
         return
     environment = python_subprocess_env() | {"TORCHINDUCTOR_CACHE_DIR": cache}
     nothing = subprocess.DEVNULL
-    look = functools.partial(subprocess.run, env=environment, stdin=nothing, stdout=nothing, stderr=nothing)
-    threading.Thread(target=look, args=([sys.executable, "-c", _FIRST],), daemon=True).start()
+    look = subprocess.Popen(
+        [sys.executable, "-c", _FIRST], env=environment, stdin=nothing, stdout=nothing, stderr=nothing
+    )
+    threading.Thread(target=look.wait, daemon=True).start()
 
 
 def _early(define_kernel: Any) -> Any:
