@@ -150,17 +150,49 @@ build = CppBuilder.build
 CppBuilder.build = lambda self: (print(self.get_target_file_path()), build(self))
 pick_vec_isa()
 for body in ("auto sum = at::vec::Vectorized<float>(1);", ""):
-    source = f'#include <torch/csrc/inductor/cpp_prefix.h>\\nextern "C" void kernel() {{ {body} }}\\n'
+    source = f'#include <torch/csrc/inductor/cpp_prefix.h>\\nextern "C" void kernel() {{ {body} }} // another\\n'
     CppPythonBindingsCodeCache.load_pybinding([], source)
 """
 
 
+def _first(folder: Path, parent: int) -> Path:
+    """Run the process that looks, for this parent, where somebody left a file of a library's name."""
+    cache = folder / "cache"
+    cache.mkdir()
+    (folder / "random.py").write_text("raise SystemExit(1)")
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TMPDIR": str(folder)}
+    subprocess.run([sys.executable, "-c", cpp._FIRST, str(parent)], env=environment, check=True, cwd=folder)
+    return cache
+
+
 def test_a_process_that_comes_afterwards_compiles_its_kernels_alone(tmp_path: Path) -> None:
-    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)}
-    (tmp_path / "cache").mkdir()
-    subprocess.run([sys.executable, "-c", cpp._FIRST], env=environment, check=True)
+    cache = _first(tmp_path, os.getpid())
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-c", _AFTERWARDS]
     ran = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
     # Each header is preprocessed to see if it is the one that was compiled.
     built = [path for path in ran.stdout.split() if Path(path).suffix != ".i"]
     assert [Path(path).suffixes for path in built] == [[".main", ".so"]] * 2, ran.stdout
+
+
+def test_nothing_is_built_for_a_process_that_has_ended(tmp_path: Path) -> None:
+    cache = _first(tmp_path, 1 << 30)
+    assert not list(cache.rglob("*.so"))
+
+
+def test_the_process_is_told_whose_it_is_and_writes_no_traces(
+    begun: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, str] = {}
+    begin = cpp.subprocess.Popen
+
+    def note(command: list[str], env: dict[str, str], **kwargs: Any) -> Any:
+        given.update(env)
+        return begin(command, env=env, **kwargs)
+
+    monkeypatch.setattr(cpp.subprocess, "Popen", note)
+    monkeypatch.setenv("TORCH_TRACE", "somewhere")
+    cpp.compile_beside()
+    assert begun[0][-1] == str(os.getpid())
+    assert "TORCH_TRACE" not in given
+    assert given["TORCHINDUCTOR_CACHE_DIR"] == str(compat.inductor_cache_dir())

@@ -18,17 +18,27 @@ from mhc_compile.compat.inductor import inductor_cache_dir
 
 log = logging.getLogger(__name__)
 
-# Functions with vector instructions and functions without have a precompiled header each.
+# Run by a process of its own, which ends with the one that waits for it, or with the cache that this one has.
 _FIRST = """
+import sys
+sys.path = [place for place in sys.path if place]  # not the working directory, which Python puts first for this code
 import os
 from torch._inductor.codecache import CppPythonBindingsCodeCache
-from torch._inductor.cpu_vec_isa import pick_vec_isa
+from torch._inductor.cpu_vec_isa import VecISA, pick_vec_isa
 
+def stop_if_unwanted():
+    if os.getppid() != int(sys.argv[1]) or not os.path.isdir(os.environ["TORCHINDUCTOR_CACHE_DIR"]):
+        sys.exit()
+
+def check_build(isa, code):
+    stop_if_unwanted()
+    return build(isa, code)
+
+build, VecISA.check_build = VecISA.check_build, check_build
 pick_vec_isa()
-for note in ("// at::vec::", ""):
-    source = f'#include <torch/csrc/inductor/cpp_prefix.h>\\n{note}\\nextern "C" void kernel() {{}}\\n'
-    if os.path.isdir(os.environ["TORCHINDUCTOR_CACHE_DIR"]):  # it may have been for one compilation
-        CppPythonBindingsCodeCache.load_pybinding([], source)
+stop_if_unwanted()
+source = '#include <torch/csrc/inductor/cpp_prefix.h>\\nextern "C" void kernel() {}\\n'
+CppPythonBindingsCodeCache.load_pybinding([], source)
 """
 
 
@@ -62,11 +72,12 @@ def _settle_first(cache: str) -> None:
 
     if os.listdir(get_lock_dir()):  # files were compiled before
         return
-    environment = python_subprocess_env() | {"TORCHINDUCTOR_CACHE_DIR": cache}
+    # Its messages would be read for those of this process.
+    inherited = {k: v for k, v in python_subprocess_env().items() if not k.startswith(("TORCH_LOGS", "TORCH_TRACE"))}
+    environment = inherited | {"TORCHINDUCTOR_CACHE_DIR": cache}
+    command = [sys.executable, "-c", _FIRST, str(os.getpid())]
     nothing = subprocess.DEVNULL
-    look = subprocess.Popen(
-        [sys.executable, "-c", _FIRST], env=environment, stdin=nothing, stdout=nothing, stderr=nothing
-    )
+    look = subprocess.Popen(command, env=environment, stdin=nothing, stdout=nothing, stderr=nothing)
     threading.Thread(target=look.wait, daemon=True).start()
 
 
@@ -74,13 +85,13 @@ def _early(define_kernel: Any) -> Any:
     """Inductor's method that writes a kernel into its Python code; what that code will ask for is begun."""
 
     @functools.wraps(define_kernel)
-    def define(self: Any, name: str, body: str, *args: Any, **kwargs: Any) -> None:
-        define_kernel(self, name, body, *args, **kwargs)
-        if body.startswith("async_compile.cpp_pybinding("):
+    def define(self: Any, kernel_name: str, kernel_body: str, *args: Any, **kwargs: Any) -> None:
+        define_kernel(self, kernel_name, kernel_body, *args, **kwargs)
+        if kernel_body.startswith("async_compile.cpp_pybinding("):
             try:
-                _compile(body)
+                _compile(kernel_body)
             except Exception as error:  # Inductor will meet it, too, and say so
-                log.debug("%s is not compiled early: %s", name, error)
+                log.debug("%s is not compiled early: %s", kernel_name, error)
 
     return define
 
