@@ -60,10 +60,10 @@ class MhcPass(_Configured):
         last_report = records.add(report)
         if self.options["mhc.strict"] and (report.declined or report.errors):
             raise StrictError(str(report))
-        if new is not None and _is_for_cpu(graph):
-            compat.compile_beside()
         module = graph.owning_module
         if new is not None and module is not None:
+            if _is_for_cpu(graph):
+                compat.compile_beside()
             module.graph = new
             module.recompile()
             compat.trace_artifact("mhc_rewritten_graph", lambda: compat.readable(module))

@@ -22,6 +22,8 @@ from tests.zoo import check
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "fresh_cache")
 
+Begun = list[tuple[list[str], dict[str, str]]]
+
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, str]]:
@@ -79,30 +81,30 @@ def test_what_cannot_be_begun_is_left_to_inductor(
 
 
 @pytest.fixture
-def begun(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The commands of processes that look at compiler and CPU; none is run. Nothing is known yet."""
+def begun(monkeypatch: pytest.MonkeyPatch) -> Begun:
+    """The processes that look at compiler and CPU, each its command and environment; none is run. Nothing is known."""
     from torch._inductor import cpu_vec_isa
 
-    commands: list[list[str]] = []
+    processes: Begun = []
 
-    def begin(command: list[str], **kwargs: Any) -> Any:
-        commands.append(command)
+    def begin(command: list[str], env: dict[str, str], **kwargs: Any) -> Any:
+        processes.append((command, env))
         return SimpleNamespace(wait=lambda: 0)
 
     monkeypatch.setattr(cpp.subprocess, "Popen", begin)
     monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", functools.cache(cpu_vec_isa.valid_vec_isa_list.__wrapped__))
     monkeypatch.setattr("torch._inductor.async_compile.get_compile_threads", lambda: 2)
     monkeypatch.setattr(cpp, "_settle_first", functools.cache(cpp._settle_first.__wrapped__))
-    return commands
+    return processes
 
 
-def test_one_process_looks_where_nothing_is_known(begun: list[list[str]]) -> None:
+def test_one_process_looks_where_nothing_is_known(begun: Begun) -> None:
     cpp.compile_beside()
     cpp.compile_beside()
     assert len(begun) == 1
 
 
-def test_none_looks_where_files_were_compiled_before(begun: list[list[str]]) -> None:
+def test_none_looks_where_files_were_compiled_before(begun: Begun) -> None:
     from torch._inductor.codecache import get_lock_dir
 
     Path(get_lock_dir(), "one.lock").touch()
@@ -110,7 +112,7 @@ def test_none_looks_where_files_were_compiled_before(begun: list[list[str]]) -> 
     assert not begun
 
 
-def test_none_looks_where_this_process_has(begun: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_none_looks_where_this_process_has(begun: Begun, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import cpu_vec_isa
 
     monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", lambda self, code: True)
@@ -119,14 +121,14 @@ def test_none_looks_where_this_process_has(begun: list[list[str]], monkeypatch: 
     assert not begun
 
 
-def test_nothing_is_begun_with_one_thread(begun: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_begun_with_one_thread(begun: Begun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch._inductor.async_compile.get_compile_threads", lambda: 1)
     cpp.compile_beside()
     assert not begun
 
 
 def test_a_process_that_cannot_be_started_is_no_error(
-    begun: list[list[str]], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    begun: Begun, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise PermissionError
@@ -180,19 +182,10 @@ def test_nothing_is_built_for_a_process_that_has_ended(tmp_path: Path) -> None:
     assert not list(cache.rglob("*.so"))
 
 
-def test_the_process_is_told_whose_it_is_and_writes_no_traces(
-    begun: list[list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: dict[str, str] = {}
-    begin = cpp.subprocess.Popen
-
-    def note(command: list[str], env: dict[str, str], **kwargs: Any) -> Any:
-        given.update(env)
-        return begin(command, env=env, **kwargs)
-
-    monkeypatch.setattr(cpp.subprocess, "Popen", note)
+def test_the_process_is_told_whose_it_is_and_writes_no_traces(begun: Begun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_TRACE", "somewhere")
     cpp.compile_beside()
-    assert begun[0][-1] == str(os.getpid())
-    assert "TORCH_TRACE" not in given
-    assert given["TORCHINDUCTOR_CACHE_DIR"] == str(compat.inductor_cache_dir())
+    ((command, environment),) = begun
+    assert command[-1] == str(os.getpid())
+    assert "TORCH_TRACE" not in environment
+    assert environment["TORCHINDUCTOR_CACHE_DIR"] == str(compat.inductor_cache_dir())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 
 import pytest
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -23,6 +22,6 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> FakeTensorMode:
 @pytest.fixture
 def short_sublayers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sublayers of tests are short, and worth a call all the same."""
-    sublayers = sys.modules["mhc_compile.passes.share.sublayers"]
+    sublayers = importlib.import_module("mhc_compile.passes.share.sublayers")
     monkeypatch.setattr(sublayers, "_LENGTH", 2)
     monkeypatch.setattr(sublayers, "_SAVED", 2)
