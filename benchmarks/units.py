@@ -2,7 +2,7 @@
 
 A unit is one such row, read or written. Parameters, gates and partial sums are not counted: beside n rows of C numbers
 they are small. An operator whose gates depend on a whole token reads x twice, once for the projection and once for the
-sum that the gates weigh. The same counts are in docs/performance.md, and a test compares them with what the host
+sum that the gates weigh, but where it keeps x meanwhile. The same counts are in docs/performance.md, and a test compares them with what the host
 functions hand to their kernels.
 """
 
@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 # The numbers of bfloat16 streams that a boundary goes through once, on the GPU that is measured.
 _IN_ONE_PASS = (2, 4)
-# From so many numbers of a layer's output on, new streams are not even read again.
-MANY = 8 << 20
+# From so many numbers of a layer's output on, streams are not read again to be weighed.
+MANY = {"boundary": 8 << 20, "generate_mix_and_aggregate": 4 << 20}
 
 # n: the number of streams. What one kernel reads and writes is in brackets.
 _UNITS: dict[str, Callable[[int], int]] = {
@@ -51,9 +51,8 @@ def units(operator: str, n: int, numbers: int = 1) -> int:
 
     KeyError for an operator without a count.
     """
-    if operator == "boundary" and n in _IN_ONE_PASS and numbers >= MANY:
-        return n + 1 + n + 1
-    return _UNITS[operator](n)
+    again = n if n in _IN_ONE_PASS and numbers >= MANY.get(operator, numbers + 1) else 0
+    return _UNITS[operator](n) - again
 
 
 def floor(mode: str, n: int) -> int:

@@ -48,19 +48,20 @@ def forward(
     out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """(x_new [..., n, C], layer_input [..., C], the next h_post and h_res, h [..., K], ms [...])."""
-    as_x = streams_dtype in (None, x.dtype)
-    if as_x and input_norm_eps is None and boundary_pass.fits(f, layer_bias, x, h_res, phi):
-        x_new, layer_input = torch.empty_like(x), torch.empty_like(f, dtype=out_dtype)
-        gates_made = empty_gates(x, phi.shape[0])
-        boundary_pass.forward(
-            *_rows(f, h_post, x, h_res), phi, scale, bias, norm_weight, token_view(x_new, 2),
-            token_view(layer_input, 1), gates_made, rms=rms, gates=gates, sinkhorn=sinkhorn,
-        )  # fmt: skip
-        return x_new, layer_input, *gates_made
     projected = None
-    if as_x and combine_project.fits(f, layer_bias, x, h_res, phi):
+    if streams_dtype in (None, x.dtype) and combine_project.fits(f, layer_bias, x, h_res, phi):
         x_new = torch.empty_like(x)
-        projected = combine_project.forward(*_rows(f, h_post, x, h_res), phi, norm_weight, token_view(x_new, 2))
+        f_rows, post, x_rows, res = _rows(f, h_post, x, h_res)
+        combine = f_rows, post, res, token_view(x_new, 2)
+        in_one = boundary_pass.fits(x, phi) and boundary_pass.pays(x, boundary_pass.FEWEST)
+        if input_norm_eps is None and in_one:
+            layer_input, gates_made = torch.empty_like(f, dtype=out_dtype), empty_gates(x, phi.shape[0])
+            boundary_pass.forward(
+                x_rows, phi, scale, bias, norm_weight, token_view(layer_input, 1), gates_made, combine,
+                rms=rms, gates=gates, sinkhorn=sinkhorn,
+            )  # fmt: skip
+            return x_new, layer_input, *gates_made
+        projected = combine_project.forward(x_rows, phi, norm_weight, combine)
     else:
         x_new = expand_combine.forward(f, layer_bias, h_post, x, h_res, out_dtype=streams_dtype)
     mix = generate_mix_and_aggregate.forward(

@@ -2,10 +2,12 @@
 
     x'[o] = h_post[o] f + sum_i h_res[i, o] x[i]     h = x' phi^T     layer_input = sum_o h_pre[o](h) x'[o]
 
+Without the combine, where x' is given, it is `generate_mix_and_aggregate`.
+
 h_pre needs all columns of a token, which are too many for one processor. So a team of programs works on the same tile
 of tokens, each on 64 columns: it combines them, stores its part of h, keeps x' in shared memory and goes on to the
 next tile. LAG tiles later the gates are there, and it weighs x'. In C-units of n = 4 that is 10, where
-`combine_project` and the aggregate move 14.
+`combine_project` and the aggregate move 14; without the combine 5 in place of 9.
 
 Who does what, in a program:
 - `_stream`: combines, projects, and aggregates; waits for a tile's gates, each a number and the tile's tag in 8 bytes.
@@ -20,7 +22,7 @@ place of tile t's after it had the gates of tile t, which are sums of all parts 
 place of those of t after all programs have stored their parts of it, each when all its threads had the gates of t.
 """
 
-# mypy: disable-error-code="assignment,var-annotated"
+# mypy: disable-error-code="assignment,misc,var-annotated"
 # (A tuple that a kernel builds up one by one changes its type each time.)
 from __future__ import annotations
 
@@ -46,13 +48,17 @@ TOKENS, WARPS = 32, 4
 COLUMNS = combine_project.MANY.columns
 # Registers of a thread: 104 for those that add up, for which the others have 152 of their 128.
 PROGRAMS_EACH, REGISTERS, REGISTERS_TO_ADD = 2, 128, 104
-# Tiles between a tile's combine and its aggregate, while its parts of h come and go, by streams. With 1 it takes an
-# eighth more; more have no room with 4 streams, and gain nothing with 2.
-LAGS = {2: 3, 4: 2}
+# By streams: tiles between a tile's projection and its aggregate, while its parts of h come and go, and tiles that are
+# copied ahead. With a single tile between it takes an eighth more; for more there is no room with 4 streams. 2 gain
+# nothing by more where they are combined, and a tenth where they are not.
+LAGS = {2: (3, 1), 4: (2, 1)}
+LAGS_ALONE = {2: (6, 2), 4: (2, 1)}
 # The most tokens of a tile that a program adds up one after the other. Fewer than 449 columns have so few programs.
 MOST_OWN = 4
 # Numbers of f: with fewer, what a program does once, and the host's longer launch, take more time than a second pass.
 FEWEST = 8 << 20
+# Numbers of a stream that is given.
+FEWEST_ALONE = 4 << 20
 
 
 @gluon.constexpr_function
@@ -108,16 +114,17 @@ def _dot(left, phi_s, o, small, large, PARTS: gl.constexpr, COUNT: gl.constexpr,
 @gluon.jit
 def _stream(f, h_post, x, h_res, out, layer_input, parts, gates, stored, x_s, f_s, phi_s, team, teams, rank, ranks,
             mine, tokens, C, N: gl.constexpr, K: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr,
-            BLOCK_M: gl.constexpr, BLOCK_C: gl.constexpr, LAG: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
+            BLOCK_M: gl.constexpr, BLOCK_C: gl.constexpr, LAG: gl.constexpr, AHEAD: gl.constexpr,
+            WARPS: gl.constexpr):  # fmt: skip
     """Combine, project, and LAG tiles later aggregate the columns of this program, tile by tile."""
+    COMBINE: gl.constexpr = f is not None
     LANES: gl.constexpr = BLOCK_C // 8
     TILE: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
     TOKEN: gl.constexpr = gl.SliceLayout(1, TILE)
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [BLOCK_M // 16, WARPS // (BLOCK_M // 16)], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    # A tile on its way, one at work, and those that wait for their gates.
-    STAGES: gl.constexpr = LAG + 2
+    STAGES: gl.constexpr = AHEAD + 1 + LAG
     SLOTS: gl.constexpr = LAG + 1
     SLOT: gl.constexpr = BLOCK_M * ROWS
     start = rank * BLOCK_C
@@ -125,7 +132,10 @@ def _stream(f, h_post, x, h_res, out, layer_input, parts, gates, stored, x_s, f_
     row_h = gl.arange(0, BLOCK_M, gl.SliceLayout(1, MMA))[:, None]
     c = (start + gl.arange(0, BLOCK_C, gl.SliceLayout(0, TILE)))[None, :]
     inside = c < C
-    post, res = _coefficients(h_post, h_res, row + team.to(gl.int64) * BLOCK_M, tokens, N)
+    post = ()
+    res = ()
+    if COMBINE:
+        post, res = _coefficients(h_post, h_res, row + team.to(gl.int64) * BLOCK_M, tokens, N)
     for turn in range(mine + LAG):
         stage = turn % STAGES
         # Asked for now, since the answer takes a while.
@@ -133,27 +143,31 @@ def _stream(f, h_post, x, h_res, out, layer_input, parts, gates, stored, x_s, f_
         if turn < mine:
             first = (team + turn * teams).to(gl.int64) * BLOCK_M
             tok = row + first
-            _fetch(x_s, f_s, turn + 1, x, f, first + teams * BLOCK_M, start, tokens, C, N, STAGES, 2, BLOCK_M, BLOCK_C,
-                   TILE)  # fmt: skip
-            async_copy.wait_group(1)
+            _fetch(x_s, f_s, turn + AHEAD, x, f, first + AHEAD * teams * BLOCK_M, start, tokens, C, N, STAGES,
+                   AHEAD + 1, BLOCK_M, BLOCK_C, TILE)  # fmt: skip
+            async_copy.wait_group(AHEAD)
             barrier()
             mask = (tok < tokens)[:, None] & inside
-            out_at = out + tok[:, None] * (N * C) + c
-            f_row = f_s.index(turn % 2).load(TILE).to(gl.float32)
+            if COMBINE:
+                out_at = out + tok[:, None] * (N * C) + c
+                f_row = f_s.index(turn % (AHEAD + 1)).load(TILE).to(gl.float32)
             old = ()
             for i in gl.static_range(N):
                 old = old + (x_s[i].index(stage).load(TILE),)
             terms = gl.zeros([BLOCK_M, BLOCK_C], gl.float32, TILE)
             for o in gl.static_range(N):
-                new = combined(post, res, f_row, old, o, N).to(gl.bfloat16)
-                # A thread reads of x what it copied, and overwrites it.
-                x_s[o].index(stage).store(new)
+                new = old[o]
+                if COMBINE:
+                    new = combined(post, res, f_row, old, o, N).to(gl.bfloat16)
+                    # A thread reads of x what it copied, and overwrites it.
+                    x_s[o].index(stage).store(new)
                 v = new.to(gl.float32)
                 terms = gl.fma(v, v, terms)
             at_part = parts + (turn % SLOTS * ranks + rank) * SLOT
             gl.store(at_part + row * ROWS + K, gl.sum(terms, axis=1))
-            post, res = _coefficients(h_post, h_res, tok + teams * BLOCK_M, tokens, N)
-            barrier()
+            if COMBINE:
+                post, res = _coefficients(h_post, h_res, tok + teams * BLOCK_M, tokens, N)
+                barrier()
             sums = ()
             for piece in gl.static_range(_pieces(K)):
                 zero = gl.zeros([BLOCK_M, _rows_of(piece, K)], gl.float32, MMA)
@@ -171,9 +185,10 @@ def _stream(f, h_post, x, h_res, out, layer_input, parts, gates, stored, x_s, f_
                 gl.store(at_part + row_h * ROWS + k, large + small)
             barrier()
             mbarrier.arrive(stored.index(turn % STAGES), count=1)
-            # Last, since others wait for the sums.
-            for o in gl.static_range(N):
-                gl.store(out_at + o * C, x_s[o].index(stage).load(TILE), mask=mask)
+            if COMBINE:
+                # Last, since others wait for the sums.
+                for o in gl.static_range(N):
+                    gl.store(out_at + o * C, x_s[o].index(stage).load(TILE), mask=mask)
         if turn >= LAG:
             tok_then = row + (team + (turn - LAG) * teams).to(gl.int64) * BLOCK_M
             tag = gl.zeros_like(row) + (turn - LAG + 1)
@@ -295,7 +310,8 @@ def boundary_pass_kernel(f, h_post, x, h_res, phi, norm_weight, scale, bias, out
                          START: gl.constexpr, FIRST: gl.constexpr, CLAMP: gl.constexpr, LOG: gl.constexpr,
                          ODD: gl.constexpr, GROUPED: gl.constexpr, GROUPS: gl.constexpr, CHUNKS: gl.constexpr,
                          CHUNK: gl.constexpr, OWN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_C: gl.constexpr,
-                         LAG: gl.constexpr, WARPS: gl.constexpr, REGISTERS_TO_ADD: gl.constexpr):  # fmt: skip
+                         LAG: gl.constexpr, AHEAD: gl.constexpr, WARPS: gl.constexpr,
+                         REGISTERS_TO_ADD: gl.constexpr):  # fmt: skip
     """out [M, n, C], layer_input [M, C], next_post [M, n], next_res [M, n, n], h [M, K] and ms [M].
 
     parts [teams, LAG + 1, ranks, BLOCK_M, ROWS]: of h, in column K of the squares, and then nothing. flags, zero at
@@ -304,7 +320,8 @@ def boundary_pass_kernel(f, h_post, x, h_res, phi, norm_weight, scale, bias, out
     LANES: gl.constexpr = BLOCK_C // 8
     TILE: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
     WIDE: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    STAGES: gl.constexpr = LAG + 2
+    # Tiles on their way, one at work, and those that wait for their gates.
+    STAGES: gl.constexpr = AHEAD + 1 + LAG
     SLOTS: gl.constexpr = LAG + 1
     tokens = M.to(gl.int64)
     ranks = (C + BLOCK_C - 1) // BLOCK_C
@@ -314,7 +331,9 @@ def boundary_pass_kernel(f, h_post, x, h_res, phi, norm_weight, scale, bias, out
     x_s = ()
     for _ in gl.static_range(N):
         x_s = x_s + (gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_M, BLOCK_C], WIDE),)
-    f_s = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_M, BLOCK_C], WIDE)
+    f_s = x_s[0]
+    if f is not None:
+        f_s = gl.allocate_shared_memory(gl.bfloat16, [AHEAD + 1, BLOCK_M, BLOCK_C], WIDE)
     phi_s = ()
     for piece in gl.static_range(_pieces(K)):
         parts_s = ()
@@ -325,8 +344,9 @@ def boundary_pass_kernel(f, h_post, x, h_res, phi, norm_weight, scale, bias, out
     stored = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(stored.index(stage), count=1)
-    _fetch(x_s, f_s, 0, x, f, team.to(gl.int64) * BLOCK_M, rank * BLOCK_C, tokens, C, N, STAGES, 2, BLOCK_M, BLOCK_C,
-           TILE)  # fmt: skip
+    for turn in gl.static_range(AHEAD):
+        _fetch(x_s, f_s, turn, x, f, (team + turn * teams).to(gl.int64) * BLOCK_M, rank * BLOCK_C, tokens, C, N, STAGES,
+               AHEAD + 1, BLOCK_M, BLOCK_C, TILE)  # fmt: skip
     for piece in gl.static_range(_pieces(K)):
         split_phi(phi_s[piece], _rows_before(piece, K), phi, norm_weight, phi_k, phi_c, rank * BLOCK_C, C, N, K, PARTS,
                   _rows_of(piece, K), HAS_NORM, BLOCK_C, TILE)  # fmt: skip
@@ -336,7 +356,7 @@ def boundary_pass_kernel(f, h_post, x, h_res, phi, norm_weight, scale, bias, out
     gl.warp_specialize(
         [
             (_stream, (f, h_post, x, h_res, out, layer_input, parts, gates, stored, x_s, f_s, phi_s, team, teams, rank,
-                       ranks, mine, tokens, C, N, K, PARTS, ROWS, BLOCK_M, BLOCK_C, LAG, WARPS)),
+                       ranks, mine, tokens, C, N, K, PARTS, ROWS, BLOCK_M, BLOCK_C, LAG, AHEAD, WARPS)),
             (_announce, (stored, counts, team, teams, mine, STAGES)),
             (_add_up, (parts, gates, counts, scale, bias, h, ms, next_post, next_res, team, teams, rank, ranks, mine,
                        tokens, inverse_columns, rms_eps, pre_eps, post_mult, post_eps, sinkhorn_eps, start_eps, pairs,
@@ -353,18 +373,14 @@ def _teams(x: torch.Tensor) -> int:
     return PROGRAMS_EACH * processors(x.device) // cdiv(x.shape[-1], COLUMNS)
 
 
-def fits(
-    f: torch.Tensor, layer_bias: torch.Tensor | None, x: torch.Tensor, h_res: torch.Tensor | None, phi: torch.Tensor
-) -> bool:
-    """Whether the kernel is for f [..., C] and x [..., n, C] (x' of x's dtype), and faster than two on their device.
+def fits(x: torch.Tensor, phi: torch.Tensor) -> bool:
+    """Whether the kernel is for x [..., n, C] and its device, however many tokens; dtype and strides are not asked.
 
     Not with torch.distributed: all of the GPU has to be free for it to begin, and so it would wait for communication
     that other kernels run beside.
     """
-    if communicates() or not combine_project.fits(f, layer_bias, x, h_res, phi):
-        return False
     n, width = x.shape[-2:]
-    if phi.shape[0] != n * (n + 2) or not isinstance(f.numel(), int) or f.numel() < FEWEST:
+    if communicates() or phi.shape[0] != n * (n + 2):
         return False
     ranks, teams = cdiv(width, COLUMNS), _teams(x)
     # A fifth of the GPU idle is what the second pass costs; a single team has not been measured.
@@ -372,30 +388,37 @@ def fits(
     return filled and cdiv(TOKENS, ranks) <= MOST_OWN
 
 
+def pays(x: torch.Tensor, fewest: int) -> bool:
+    """Whether x has the tokens for it, of which the rows of C have so many numbers."""
+    numbers = x.numel() // x.shape[-2]
+    return isinstance(numbers, int) and numbers >= fewest
+
+
 def forward(
-    f: torch.Tensor,
-    h_post: torch.Tensor,
     x: torch.Tensor,
-    h_res: torch.Tensor,
     phi: torch.Tensor,
     scale: torch.Tensor,
     bias: torch.Tensor,
     norm_weight: torch.Tensor | None,
-    out: torch.Tensor,
     layer_input: torch.Tensor,
     gates_made: tuple[torch.Tensor, ...],
+    combine: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     *,
     rms: Rms,
     gates: Gates,
     sinkhorn: Sinkhorn,
 ) -> None:
-    """Fill out with x' [M, n, C] and layer_input [M, C], and with the next h_post [M, n], h_res [M, n, n], h [M, K]
-    and ms [M] those four."""
+    """Fill layer_input [M, C], and with the next h_post [M, n], h_res [M, n, n], h [M, K] and ms [M] those four.
+
+    combine: f [M, C], h_post, h_res, and out for x' [M, n, C]; without it the gates are those of x itself.
+    """
     tokens, n, width = x.shape
     rows = phi.shape[0]
     ranks, tiles, teams = cdiv(width, COLUMNS), cdiv(tokens, TOKENS), _teams(x)
     chunks, chunk = combine_project.cut(width)
-    slots = teams * (LAGS[n] + 1) * TOKENS
+    f, post, res, out = combine or (None, None, None, None)
+    lag, ahead = (LAGS if combine else LAGS_ALONE)[n]
+    slots = teams * (lag + 1) * TOKENS
     # A column more for the squares.
     row = next_power_of_2(rows + 1)
     parts = torch.empty(slots * ranks * row, dtype=torch.float32, device=x.device)
@@ -404,13 +427,14 @@ def forward(
     with on_device(x):
         launch(
             boundary_pass_kernel, (teams * ranks,),
-            f, h_post.float(), x, h_res.float(), phi, norm_weight, scale.contiguous(), bias.contiguous(), out,
-            layer_input, *gates_made, parts, flags, tokens, width, phi.stride(0), phi.stride(1), teams,
-            1.0 / (n * width), rms.eps, gates.pre_eps, gates.post_mult, gates.post_eps, sinkhorn.eps,
-            sinkhorn.start_eps, sinkhorn.steps // 2, N=n, K=rows, PARTS=max(2, parts_of(x, phi, norm_weight)),
-            ROWS=row, HAS_NORM=norm_weight is not None, RMS_MODE=rms.mode, START=sinkhorn.start, FIRST=sinkhorn.first,
-            CLAMP=sinkhorn.clamp, LOG=sinkhorn.log_domain, ODD=sinkhorn.steps % 2 == 1,
-            GROUPED=group_scale(scale, rows), GROUPS=GROUPS, CHUNKS=chunks, CHUNK=chunk, OWN=cdiv(TOKENS, ranks),
-            BLOCK_M=TOKENS, BLOCK_C=COLUMNS, LAG=LAGS[n], WARPS=WARPS, REGISTERS_TO_ADD=REGISTERS_TO_ADD,
-            num_warps=WARPS, maxnreg=REGISTERS, launch_cooperative_grid=True,
+            f, None if post is None else post.float(), x, None if res is None else res.float(), phi, norm_weight,
+            scale.contiguous(), bias.contiguous(), out, layer_input, *gates_made, parts, flags, tokens, width,
+            phi.stride(0), phi.stride(1), teams, 1.0 / (n * width), rms.eps, gates.pre_eps, gates.post_mult,
+            gates.post_eps, sinkhorn.eps, sinkhorn.start_eps, sinkhorn.steps // 2, N=n, K=rows,
+            PARTS=max(2, parts_of(x, phi, norm_weight)), ROWS=row, HAS_NORM=norm_weight is not None,
+            RMS_MODE=rms.mode, START=sinkhorn.start, FIRST=sinkhorn.first, CLAMP=sinkhorn.clamp,
+            LOG=sinkhorn.log_domain, ODD=sinkhorn.steps % 2 == 1, GROUPED=group_scale(scale, rows), GROUPS=GROUPS,
+            CHUNKS=chunks, CHUNK=chunk, OWN=cdiv(TOKENS, ranks), BLOCK_M=TOKENS, BLOCK_C=COLUMNS, LAG=lag, AHEAD=ahead,
+            WARPS=WARPS, REGISTERS_TO_ADD=REGISTERS_TO_ADD, num_warps=WARPS, maxnreg=REGISTERS,
+            launch_cooperative_grid=True,
         )  # fmt: skip

@@ -11,7 +11,7 @@ A program adds its blocks chunk by chunk, or, when there are few tokens, stores 
 and leaves the same additions to the reader, as in `projection`: a token's bits never depend on the number of tokens.
 """
 
-# mypy: disable-error-code="assignment,var-annotated"
+# mypy: disable-error-code="assignment,misc,var-annotated"
 # (A tuple that a kernel builds up one by one changes its type each time.)
 from __future__ import annotations
 
@@ -68,6 +68,7 @@ def combine_project_kernel(f, h_post, x, h_res, phi, norm_weight, out, h_part, s
     here, block by block. A program has TOKENS of the BLOCK_M rows that tensor cores multiply, and with one stage a
     single block.
     """
+    COMBINE: gl.constexpr = f is not None
     LANES: gl.constexpr = BLOCK_C // 8
     TILE: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
     TOKEN: gl.constexpr = gl.SliceLayout(1, TILE)
@@ -93,7 +94,9 @@ def combine_project_kernel(f, h_post, x, h_res, phi, norm_weight, out, h_part, s
     x_s = ()
     for _ in gl.static_range(N):
         x_s = x_s + (gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_M, BLOCK_C], WIDE),)
-    f_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TOKENS, BLOCK_C], WIDE)
+    f_s = x_s[0]
+    if COMBINE:
+        f_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TOKENS, BLOCK_C], WIDE)
     phi_s = ()
     for _ in gl.static_range(PARTS):
         phi_s = phi_s + (gl.allocate_shared_memory(gl.bfloat16, [STAGES, N * ROWS, BLOCK_C], RIGHT),)
@@ -103,10 +106,11 @@ def combine_project_kernel(f, h_post, x, h_res, phi, norm_weight, out, h_part, s
                TILE)  # fmt: skip
     post = ()
     res = ()
-    for o in gl.static_range(N):
-        post = post + (gl.load(h_post + tok * N + o, mask=live, other=0.0).to(gl.float32),)
-    for both in gl.static_range(N * N):
-        res = res + (gl.load(h_res + tok * (N * N) + both, mask=live, other=0.0).to(gl.float32),)
+    if COMBINE:
+        for o in gl.static_range(N):
+            post = post + (gl.load(h_post + tok * N + o, mask=live, other=0.0).to(gl.float32),)
+        for both in gl.static_range(N * N):
+            res = res + (gl.load(h_res + tok * (N * N) + both, mask=live, other=0.0).to(gl.float32),)
     h = gl.zeros([BLOCK_M, ROWS], gl.float32, MMA)
     squares = gl.zeros([TOKENS], gl.float32, TOKEN)
     turn = 0
@@ -131,21 +135,25 @@ def combine_project_kernel(f, h_post, x, h_res, phi, norm_weight, out, h_part, s
                        TILE)  # fmt: skip
             c = (start + gl.arange(0, BLOCK_C, gl.SliceLayout(0, TILE)))[None, :]
             mask = live[:, None] & (c < C)
-            out_at = out + tok[:, None] * (N * C) + c
-            row = f_s.index(turn).load(TILE).to(gl.float32)
+            if COMBINE:
+                out_at = out + tok[:, None] * (N * C) + c
+                row = f_s.index(turn).load(TILE).to(gl.float32)
             old = ()
             for i in gl.static_range(N):
                 old = old + (x_s[i].index(turn).slice(0, TOKENS, 0).load(TILE),)
             terms = gl.zeros([TOKENS, BLOCK_C], gl.float32, TILE)
             for o in gl.static_range(N):
-                new = combined(post, res, row, old, o, N).to(gl.bfloat16)
-                gl.store(out_at + o * C, new, mask=mask)
-                # A thread reads of x what it overwrites, and nothing else.
-                x_s[o].index(turn).slice(0, TOKENS, 0).store(new)
+                new = old[o]
+                if COMBINE:
+                    new = combined(post, res, row, old, o, N).to(gl.bfloat16)
+                    gl.store(out_at + o * C, new, mask=mask)
+                    # A thread reads of x what it overwrites, and nothing else.
+                    x_s[o].index(turn).slice(0, TOKENS, 0).store(new)
                 v = new.to(gl.float32)
                 terms = gl.fma(v, v, terms)
             squares_chunk += gl.sum(terms, axis=1)
-            barrier()
+            if COMBINE:
+                barrier()
             small = gl.zeros([BLOCK_M, ROWS], gl.float32, MMA)
             large = gl.zeros([BLOCK_M, ROWS], gl.float32, MMA)
             for o in gl.static_range(N):
@@ -185,15 +193,15 @@ def cut(width: int) -> tuple[int, int]:
 
 
 def forward(
-    f: torch.Tensor,
-    h_post: torch.Tensor,
     x: torch.Tensor,
-    h_res: torch.Tensor,
     phi: torch.Tensor,
     norm_weight: torch.Tensor | None,
-    out: torch.Tensor,
+    combine: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> Partials:
-    """Fill out with x' [M, n, C]; the partial sums are those of its projection."""
+    """The partial sums of the projection of x [M, n, C], or of x'.
+
+    combine: f [M, C], h_post, h_res, and out for x' [M, n, C], which is filled.
+    """
     tokens, n, width = x.shape
     rows = phi.shape[0]
     norm_weight = None if norm_weight is None else norm_weight.contiguous()
@@ -217,6 +225,7 @@ def forward(
     weight = split_ahead(phi, norm_weight, parts, ROWS) if ahead else phi
     few = each * chunk_blocks == 1 and cdiv(expected(tokens), FEW.tokens) * stored <= processors(x.device)
     tile = FEW if few else MANY
+    f, h_post, h_res, out = combine or (None, None, None, None)
     with on_device(x):
         launch(
             combine_project_kernel, (cdiv(tokens, tile.tokens) * stored,),

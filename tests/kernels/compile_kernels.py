@@ -81,7 +81,8 @@ def _calls(n: int, width: int, tokens: int, dtype: torch.dtype) -> None:
     if n == 8:
         streamed_products.multiply(x, f, x, phi, norm, dh, ms, pre.t().contiguous(), x, True)
     if n <= 4:
-        combine_project.forward(f, post, x, res, phi, norm, x)
+        combine_project.forward(x, phi, norm, (f, post, res, x))
+        combine_project.forward(x, phi, norm)
         boundary_gradients.backward(x, f, x, f, x, f, x, phi, norm, dh, ms, pre.t().contiguous(), post, res)
 
 
@@ -114,7 +115,8 @@ def _pass(width: int, tokens: int) -> None:
         parameters = torch.empty(rows, n * width), torch.empty(3), torch.empty(rows), None
         made = mix.empty_gates(x, rows)
         with mock.patch.object(common, "gpu", return_value=(arch, 132)):
-            boundary_pass.forward(f, made[0], x, made[1], *parameters, x, f, made, **forms)
+            boundary_pass.forward(x, *parameters, f, made, (f, *made[:2], x), **forms)
+            boundary_pass.forward(x, *parameters, f, made, **forms)
 
 
 def _tf32(n: int, width: int, tokens: int) -> None:
@@ -135,7 +137,7 @@ def _bf16_gates(n: int, width: int, tokens: int) -> None:
     x, f = torch.empty(tokens, n, width, dtype=torch.bfloat16), torch.empty(tokens, width, dtype=torch.bfloat16)
     post, res = torch.empty(tokens, n, dtype=torch.bfloat16), torch.empty(tokens, n, n, dtype=torch.bfloat16)
     phi, ms, pre = torch.empty(rows, n * width), torch.empty(tokens), torch.empty(n, tokens)
-    combine_project.forward(f, post, x, res, phi, None, x)
+    combine_project.forward(x, phi, None, (f, post, res, x))
     combine_gradients.backward(x, f, x, f, post, x, res)
     dh = products.dh_parts(x, rows)
     boundary_gradients.backward(x, f, x, f, x, f, x, phi, None, dh, ms, pre, post, res)

@@ -35,9 +35,9 @@ def count(n: int, numbers: int) -> dict[str, float]:
 
     Counted for TOKENS, with kernels as for so many numbers of f on a GPU of 132 processors.
     """
-    many = mock.patch.object(boundary_pass, "FEWEST", boundary_pass.FEWEST * TOKENS * WIDTH // numbers)
+    fewest = {name: getattr(boundary_pass, name) * TOKENS * WIDTH // numbers for name in ("FEWEST", "FEWEST_ALONE")}
     gpu = mock.patch.object(common, "gpu", return_value=(90, 132))
-    with many, gpu, mock.patch.object(one_pass, "runs_on", return_value=True):
+    with mock.patch.multiple(boundary_pass, **fewest), gpu, mock.patch.object(one_pass, "runs_on", return_value=True):
         return {name: sum(_units(bound) for _, bound, _ in _recorded(call)) for name, call in _calls(n).items()}
 
 

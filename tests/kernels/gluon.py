@@ -119,14 +119,23 @@ def _streamed_products(
         dphi_part.zero_()[0] = d_h.t() @ x.double().flatten(1)
 
 
+def _new_streams(
+    f: Tensor | None, h_post: Tensor | None, x: Tensor, h_res: Tensor | None, out: Tensor | None
+) -> Tensor:
+    """x', of which out is filled, or x where nothing is to be combined."""
+    if f is None or h_post is None or h_res is None or out is None:
+        return x
+    return out.copy_(combine(f.double(), None, h_post.double(), x.double(), h_res.double()))
+
+
 def _combine_project(
-    f: Tensor,
-    h_post: Tensor,
+    f: Tensor | None,
+    h_post: Tensor | None,
     x: Tensor,
-    h_res: Tensor,
+    h_res: Tensor | None,
     phi: Tensor,
     norm_weight: Tensor | None,
-    out: Tensor,
+    out: Tensor | None,
     h_part: Tensor,
     squares_part: Tensor,
     *_: Any,
@@ -135,23 +144,22 @@ def _combine_project(
 ) -> None:
     """In float64, each sum whole in the place of its first part."""
     rows = h_part.shape[1]
-    out.copy_(combine(f.double(), None, h_post.double(), x.double(), h_res.double()))
-    flat = out.double().flatten(1)
+    flat = _new_streams(f, h_post, x, h_res, out).double().flatten(1)
     weight = phi.double().sum(0)[:rows] if AHEAD else phi.double() * (1.0 if norm_weight is None else norm_weight)
     h_part.zero_()[0] = weight @ flat.t()
     squares_part.zero_()[0] = flat.square().sum(1)
 
 
 def _boundary_pass(
-    f: Tensor,
-    h_post: Tensor,
+    f: Tensor | None,
+    h_post: Tensor | None,
     x: Tensor,
-    h_res: Tensor,
+    h_res: Tensor | None,
     phi: Tensor,
     norm_weight: Tensor | None,
     scale: Tensor,
     bias: Tensor,
-    out: Tensor,
+    out: Tensor | None,
     layer_input: Tensor,
     next_post: Tensor,
     next_res: Tensor,
@@ -162,7 +170,7 @@ def _boundary_pass(
 ) -> None:
     """In float64."""
     assert not flags.any()
-    out.copy_(combine(f.double(), None, h_post.double(), x.double(), h_res.double()))
+    new = _new_streams(f, h_post, x, h_res, out)
     form = (
         Rms(rest["rms_eps"], rest["RMS_MODE"]),
         Gates(rest["pre_eps"], rest["post_mult"], rest["post_eps"]),
@@ -171,7 +179,7 @@ def _boundary_pass(
             rest["CLAMP"],
         ),
     )  # fmt: skip
-    given = (None if t is None else t.double() for t in (out, phi, scale, bias, norm_weight))
+    given = (None if t is None else t.double() for t in (new, phi, scale, bias, norm_weight))
     for made, value in zip((layer_input, next_post, next_res, h, ms), mix(*given, form)[1:], strict=True):  # type: ignore[arg-type]
         made.copy_(value.view(made.shape))
 

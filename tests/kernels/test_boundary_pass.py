@@ -1,4 +1,5 @@
-"""The forward of boundary in one pass: on a CPU the pass is what it computes, on a GPU it is that of two kernels."""
+"""The forward in one pass, of boundary and of generate_mix_and_aggregate: on a CPU the pass is what it computes, on a
+GPU it is that of two kernels."""
 
 from __future__ import annotations
 
@@ -9,10 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from mhc_compile.kernels import boundary, boundary_pass, common, one_pass
+from mhc_compile.kernels import (
+    boundary,
+    boundary_pass,
+    common,
+    expand_combine,
+    generate_mix_and_aggregate,
+    one_pass,
+)
 from tests.kernels.cases import DEVICE, FORMS, MARKS, USUAL, draw, keywords, mix_case
 from tests.kernels.gluon import GPU
 from tests.kernels.test_boundary import before, check
+from tests.kernels.test_mix import check as check_mix
 
 pytestmark = MARKS
 BF16 = torch.bfloat16
@@ -22,6 +31,7 @@ KERNEL = "boundary_pass_kernel"
 @pytest.fixture
 def any_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(boundary_pass, "FEWEST", 1)
+    monkeypatch.setattr(boundary_pass, "FEWEST_ALONE", 1)
     if DEVICE == "cpu":
         monkeypatch.setattr(boundary_pass, "processors", lambda device: 132)
 
@@ -52,12 +62,37 @@ def test_an_input_norm_takes_whole_rows(launched: list[str]) -> None:
     assert launched == ["combine_project_kernel"]
 
 
-def _fits(
-    tokens: int = 2048, n: int = 4, width: int = 4096, rows: int | None = None, dtype: torch.dtype = BF16
-) -> bool:
-    f, x = (torch.empty(*shape, dtype=dtype, device="meta") for shape in ((tokens, width), (tokens, n, width)))
+@pytest.mark.usefixtures("any_tokens")
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize(("tokens", "width", "norm"), [(70, 528, True), (1, 640, False)])
+def test_streams_that_are_given(tokens: int, width: int, norm: bool, n: int, launched: list[str]) -> None:
+    check_mix(mix_case(tokens, n, width, dtype=BF16, norm=norm), FORMS[USUAL])
+    assert launched == [KERNEL]
+
+
+@pytest.mark.usefixtures("hopper")
+def test_few_tokens_of_given_streams(launched: list[str]) -> None:
+    check_mix(mix_case(5, 4, 4096, dtype=BF16), FORMS[USUAL])
+    assert launched == ["combine_project_kernel"]
+
+
+@pytest.mark.usefixtures("any_tokens")
+def test_given_streams_that_it_is_not_for(launched: list[str]) -> None:
+    """Before an input norm, and where a token's streams do not lie side by side."""
+    case = mix_case(6, 4, 512, dtype=BF16)
+    x, *parameters = case.parameters
+    assert x is not None
+    form = keywords(FORMS[USUAL])
+    generate_mix_and_aggregate.forward(x, *parameters, **form, input_norm_eps=1e-6)  # type: ignore[arg-type]
+    turned = x.transpose(0, 1).contiguous().transpose(0, 1)
+    generate_mix_and_aggregate.forward(turned, *parameters, **form)  # type: ignore[arg-type]
+    assert launched == []
+
+
+def _fits(tokens: int = 2048, n: int = 4, width: int = 4096, rows: int | None = None) -> bool:
+    x = torch.empty(tokens, n, width, dtype=BF16, device="meta")
     phi = torch.empty(n * (n + 2) if rows is None else rows, n * width, device="meta")
-    return boundary_pass.fits(f, None, x, torch.empty(tokens, n, n, device="meta"), phi)
+    return boundary_pass.fits(x, phi) and boundary_pass.pays(x, boundary_pass.FEWEST)
 
 
 @pytest.fixture
@@ -71,12 +106,10 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     "case",
     [
         {"tokens": 2047},
-        {"n": 8},
         {"rows": 8},
         {"width": 6144},
         {"width": 16384},
         {"width": 448, "tokens": 1 << 15},
-        {"dtype": torch.float16},
     ],
     ids=str,
 )
@@ -106,7 +139,7 @@ def _case(
 
 def _apart(monkeypatch: pytest.MonkeyPatch, run: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     with monkeypatch.context() as patch:
-        patch.setattr(boundary_pass, "fits", lambda *args: False)
+        patch.setattr(boundary_pass, "pays", lambda *args: False)
         return run()
 
 
@@ -142,6 +175,40 @@ def test_to_the_bits_of_two_kernels(
     for value, apart in zip(run(), _apart(monkeypatch, run), strict=True):
         assert torch.equal(value, apart)
     assert launched == [KERNEL, "combine_project_kernel"]
+
+
+@GPU
+@pytest.mark.usefixtures("any_tokens")
+@pytest.mark.parametrize("form", ["deepseek", "megatron"])
+@pytest.mark.parametrize(
+    ("tokens", "width", "options"),
+    [
+        (8192, 4096, {}),
+        (4097, 7168, {"norm": True}),
+        (4100, 1296, {"grouped": False}),
+        (20000, 4096, {"n": 2}),
+        (4100, 464, {"n": 2, "norm": True}),
+        (3, 4096, {}),
+    ],
+    ids=str,
+)
+def test_given_streams_to_the_bits_of_a_boundary(
+    tokens: int, width: int, options: dict[str, Any], form: str, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the combine is in the same pass, in a kernel before it, or nowhere."""
+    args = _case(tokens, width, **options)
+    before, parameters = args[:5], args[5:]
+    new = expand_combine.forward(*before)  # type: ignore[arg-type]
+
+    def run() -> tuple[Tensor, ...]:
+        return generate_mix_and_aggregate.forward(new, *parameters, **keywords(FORMS[form]))  # type: ignore[arg-type]
+
+    of_boundary = boundary.forward(*args, **keywords(FORMS[form]))  # type: ignore[arg-type]
+    assert torch.equal(new, of_boundary[0])
+    for value, apart, whole in zip(run(), _apart(monkeypatch, run), of_boundary[1:], strict=True):
+        assert torch.equal(value, apart)
+        assert torch.equal(value, whole)
+    assert launched == [KERNEL, KERNEL, "combine_project_kernel"]
 
 
 @GPU

@@ -85,7 +85,7 @@ def test_what_is_stored(tokens: int, width: int, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(common, "gpu", lambda device: (90, 132))
     x, f = torch.empty(tokens, 2, width, dtype=BF16), torch.empty(tokens, width, dtype=BF16)
     gates = torch.empty(tokens, 2), torch.empty(tokens, 2, 2)
-    partials = combine_project.forward(f, gates[0], x, gates[1], torch.empty(8, 2 * width), None, x)
+    partials = combine_project.forward(x, torch.empty(8, 2 * width), None, (f, *gates, x))
     assert partials.stored == combine_project.GROUPS * partials.group * partials.chunk
     assert partials.group * partials.chunk <= 32
     blocks = -(-width // 64)
@@ -113,10 +113,13 @@ def test_against_what_it_computes(tokens: int, n: int, width: int, rows: int, no
     def run(replace: bool) -> tuple[Tensor, Tensor, Tensor]:
         out = torch.empty_like(x)
         with watched(replace):
-            partials = combine_project.forward(f, post, x, res, phi, weight, out)
+            partials = combine_project.forward(x, phi, weight, (f, post, res, out))
         return out, partials.h.double().sum(0), partials.squares.double().sum(0)
 
     got, again, wanted = run(False), run(False), run(True)
+    given = combine_project.forward(got[0], phi, weight)
+    assert torch.equal(given.h.double().sum(0), got[1])
+    assert torch.equal(given.squares.double().sum(0), got[2])
     assert torch.equal(got[0], expand_combine.forward(f, None, post, x, res))
     assert all(map(torch.equal, got, again))
     assert float((got[0].double() - wanted[0]).norm() / wanted[0].norm()) < 1e-4
