@@ -1,4 +1,4 @@
-"""Kernels of `mhc::generate_mix_and_aggregate`: two passes over x forward, two backward."""
+"""Kernels of `mhc::generate_mix_and_aggregate`: two passes over x forward, or one, two backward."""
 
 from __future__ import annotations
 
