@@ -2,8 +2,8 @@
 
 A unit is one such row, read or written. Parameters, gates and partial sums are not counted: beside n rows of C numbers
 they are small. An operator whose gates depend on a whole token reads x twice, once for the projection and once for the
-sum that the gates weigh, but where it keeps x meanwhile. The same counts are in docs/performance.md, and a test compares them with what the host
-functions hand to their kernels.
+sum that the gates weigh, but where it keeps x meanwhile. The same counts are in docs/performance.md, and a test compares
+them with what the host functions hand to their kernels.
 """
 
 from __future__ import annotations
