@@ -1,8 +1,8 @@
 """The C-unit table: what each operator's kernels move by design, in rows of C numbers of the streams' dtype per token.
 
-A unit is one such row, read or written. Parameters, gates and partial sums are not counted: beside n rows of C numbers
-they are small. An operator whose gates depend on a whole token reads x twice, once for the projection and once for the
-sum that the gates weigh, but where it keeps x meanwhile. The same counts are in docs/performance.md, and a test compares
+A unit is one such row, read or written. Parameters, gates and partial sums are not counted: beside n rows of C they
+are small. An operator whose gates depend on a whole token reads x twice, once for the projection and once for what
+the gates weigh, but where it keeps x meanwhile. The same counts are in docs/performance.md, and a test compares
 them with what the host functions hand to their kernels.
 """
 

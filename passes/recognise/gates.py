@@ -122,9 +122,9 @@ def _has_tokens_last(logits: Affine) -> bool:
 
 
 def _kind(found: Region, size: int) -> Sigmoid | Mixing | str:
-    sigmoid = _fit_sigmoid(found)
-    if sigmoid is not None:
-        return sigmoid
+    fitted = _fit_sigmoid(found)
+    if fitted is not None:
+        return fitted
     side = round(size**0.5)
     square = found.leaf.shape[-2:] == (side, side) or found.leaf.shape[-1:] == (size,)
     if side * side == size and square and found.out.shape[-2:] == (side, side):
@@ -211,7 +211,7 @@ def _rows(logits: Affine) -> list[int] | None:
     return [row + logits.rows.offset for row in rows]
 
 
-def _fit_sigmoid(found: Region) -> Sigmoid | None:
+def _fit_sigmoid(found: Region) -> Sigmoid | str | None:
     """Read mult, slope and eps off the limits and one point, then hold them against the region everywhere."""
     shape = found.shape
     points = [_run(found, torch.full(shape, at, dtype=torch.float64)) for at in (-800.0, 800.0, 0.5)]
@@ -224,19 +224,25 @@ def _fit_sigmoid(found: Region) -> Sigmoid | None:
     ratio = (near - bottom) / (top - bottom)
     slope = _short(2 * (torch.tensor(ratio, dtype=torch.float64).logit().item()) * (1 if top > bottom else -1))
     kind = Sigmoid(_short(height), slope, min(bottom, top))
+    tolerance = _TOLERANCE * 10 * height
     generator = torch.Generator().manual_seed(0)
     for spread in (0.1, 3.0, 40.0, 400.0):
         given = torch.randn(shape, generator=generator, dtype=torch.float64) * spread
         got = _run(found, given)
         wanted = kind.mult * torch.sigmoid(kind.slope * given) + kind.eps
-        if got is None or not bool(((got.reshape(shape) - wanted).abs() <= _TOLERANCE * 10 * height).all()):
+        if got is None or not bool(((got.reshape(shape) - wanted).abs() <= tolerance).all()):
             return None
 
     def sigmoid(given: torch.Tensor) -> torch.Tensor:
         return kind.mult * torch.sigmoid(kind.slope * given) + kind.eps
 
     places = [torch.randn(shape, generator=generator, dtype=torch.float64) * spread for spread in (1.0, 6.0)]
-    return kind if same_gradient(sigmoid, found, *places) else None
+    if not same_gradient(sigmoid, found, *places):
+        return None
+    if 0 < kind.eps <= tolerance:
+        # Of a clamp at -30, say, which is no eps: a gate in the tail would be twice what it is.
+        return f"is a sigmoid gate that does not fall below {kind.eps:.2g}, as if its logits were clamped"
+    return kind
 
 
 def _run(found: Region, given: torch.Tensor) -> torch.Tensor | None:

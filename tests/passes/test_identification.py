@@ -422,6 +422,30 @@ def test_gate_with_a_factor_of_its_own(kind: type[_FactorOfItsOwn]) -> None:
     assert "expand_combine" in outcome.operators
 
 
+class _Bounded(Sublayer):
+    """h_pre of logits between bounds, where they are at the lower one: a norm makes the tail of the gate count."""
+
+    def __init__(self, bound: float) -> None:
+        super().__init__(N, WIDTH, 3, 2)
+        self.bound = bound
+        with torch.no_grad():
+            self.bias[:N] = -30.0
+
+    def pre(self, logits: Tensor) -> Tensor:
+        return torch.sigmoid(logits.clamp(-self.bound, self.bound))
+
+
+@pytest.mark.parametrize(
+    ("bound", "told"), [(20.0, "neither a sigmoid gate"), (28.0, "6.9e-13"), (30.0, "9.4e-14"), (80.0, "1.8e-35")]
+)
+def test_a_bound_of_the_logits_is_no_eps(bound: float, told: str) -> None:
+    model, x = _Bounded(bound), torch.randn(2, 3, N, WIDTH)
+    outcome = check.run(model, (x,))
+    check.assert_as_accurate(outcome)
+    assert "generate_mix_and_aggregate" not in outcome.operators
+    assert told in str(outcome.report)
+
+
 class _InChunks(Sublayer):
     def gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         parts = [super(_InChunks, self).gates(chunk) for chunk in x.chunk(2, 1)]
