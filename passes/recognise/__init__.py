@@ -255,10 +255,9 @@ def _understand(
     missed: list[NotAGate] = []
     affine: AffineWalk | None = None
     for reading in readings:
-        explained, before = _normalised_before(reading, reader)
-        if not explained:
-            strange = "comes from streams that are scaled before the projection in a way that is no RMS norm"
-            missed += [NotAGate(value, strange) for value in candidates]
+        before = _normalised_before(reading, reader)
+        if isinstance(before, str):
+            missed += [NotAGate(value, before) for value in candidates]
             continue
         found: dict[Normed, Mixture] = {}
         affine = AffineWalk(reading, cone, reader, affine)
@@ -295,25 +294,25 @@ def _before_factor(value: Value, cone: Container[Value]) -> Value | None:
     return inner[0] if len(inner) == 1 and inner[0].numel == value.numel else None
 
 
-def _normalised_before(reading: Projection, reader: Reader) -> tuple[bool, Normed | None]:
-    """Whether the factors in front of the matmul are understood, and the normalisation they make, if any."""
+def _normalised_before(reading: Projection, reader: Reader) -> Normed | str | None:
+    """The normalisation that the factors in front of the matmul make, if any, or why they are not understood."""
     factor: rms.RmsFactor | None = None
     weights = 0
     for scaling in reading.scalings:
         found = None
         if token_factor(scaling, reading):
             found = rms.identify(scaling.factor, reading, reader, divides=scaling.divides)
+        if isinstance(found, str):
+            return found
         if found is not None and factor is None:
             factor = found
         elif weight_axes(scaling, reading) is not None:
             weights += 1
         else:
-            return False, None
+            weights = 2
     if weights > 1:
-        return False, None
-    if factor is None:
-        return True, None
-    return True, Normed(factor.rms, factor.const * reading.const, _weight(reading))
+        return "comes from streams that are scaled before the projection in a way that is no RMS norm"
+    return None if factor is None else Normed(factor.rms, factor.const * reading.const, _weight(reading))
 
 
 def _weight(reading: Projection) -> Weight | None:

@@ -75,6 +75,13 @@ class Affine(NamedTuple):
         return token_indices(self.rows, layout, self.projection.rows)
 
 
+class NotAffine(Exception):
+    """Why a value made of an affine one is not; its message begins with a verb."""
+
+
+_Spreads = Callable[[Layout], Layout]
+
+
 @dataclass(frozen=True)
 class _Spread:
     """From what an operator reads to its result of this shape, or to one part of that along an axis."""
@@ -99,8 +106,10 @@ class AffineWalk:
         self.projection = projection
         self.cone = cone
         self.reader = reader
+        # Why values that are made of affine ones are not.
+        self.reasons: dict[Value, str] = {}
         self._seen: dict[tuple[Value, Part | None], Affine | None] = {}
-        self._factors: dict[tuple[Value, bool], RmsFactor | None] = {}
+        self._factors: dict[tuple[Value, bool], RmsFactor | str | None] = {}
         self._affine = self._find_affine()
         # A region depends on nothing but which values are affine, where it begins.
         same = before is not None and before._affine == self._affine
@@ -111,8 +120,12 @@ class AffineWalk:
         key = (value, part)
         if key not in self._seen:
             self._seen[key] = None  # a cycle cannot happen; a recursion through an unfinished value is no affine
-            with contextlib.suppress(NotALayout):
+            try:
                 self._seen[key] = self._describe(value, part)
+            except NotALayout:
+                pass
+            except NotAffine as why:
+                self.reasons[value] = str(why)
         return self._seen[key]
 
     def region(self, value: Value) -> Region | None:
@@ -146,7 +159,7 @@ class AffineWalk:
                 pending += user.outs
         return found
 
-    def rms_factor(self, value: Value, *, divides: bool) -> RmsFactor | None:
+    def rms_factor(self, value: Value, *, divides: bool) -> RmsFactor | str | None:
         key = (value, divides)
         if key not in self._factors:
             self._factors[key] = rms.identify(value, self.projection, self.reader, divides=divides)
@@ -209,7 +222,7 @@ class AffineWalk:
         source = self.describe(value, to.part)
         return source.map(to) if source is not None and to.part is None else source
 
-    def _param(self, base: Value, to: _Spread) -> Param:
+    def _param(self, base: Value, to: _Spreads) -> Param:
         source, layout = origin(base, any_view)
         return Param(source, to(layout))
 
@@ -223,13 +236,7 @@ class AffineWalk:
     def div(self, op: Op, to: _Spread) -> Affine | None:
         own, other = op.args[:2]
         source = self._own(own, to) if not op.kwargs else None
-        if source is None:
-            return None
-        if isinstance(other, Value):
-            normalised = self._normalised(source, other, divides=True)
-            return normalised or self._times_param(source, self._param(other, to)._replace(inverse=True))
-        number = constant(other)
-        return _times(source, 1 / number) if number else None
+        return self._scaled(source, other, to, divides=True) if source is not None else None
 
     def neg(self, op: Op, to: _Spread) -> Affine | None:
         source = self._own(op.args[0], to)
@@ -263,34 +270,55 @@ class AffineWalk:
                 return self._plus(scaled, op.args[0], 1.0, to) if scaled else None
         return None
 
-    def _scaled(self, source: Affine, other: Any, to: _Spread) -> Affine | None:
+    def _scaled(self, source: Affine, other: Any, to: _Spreads, *, divides: bool = False) -> Affine | None:
+        """An affine value times `other`, or divided by it: a number, a vector, the RMS factor, or a product of these.
+
+        Raises:
+            NotAffine: it goes with the tokens, and no operator scales them by that.
+        """
         if not isinstance(other, Value):
             number = constant(other)
-            return None if number is None else _times(source, number)
-        normalised = self._normalised(source, other, divides=False)
-        if normalised is not None:
-            return normalised
-        return self._times_param(source, self._param(other, to))
+            if number is None or (divides and not number):
+                return None
+            return _times(source, 1 / number if divides else number)
+        param = self._param(other, to)
+        by_token = self._goes_with_tokens(source, param)
+        factor = self.rms_factor(other, divides=divides) if by_token else None
+        if isinstance(factor, RmsFactor) and source.normed is None and not source.bias:
+            return _times(source, factor.const)._replace(normed=factor)
+        found = _times(source, 1.0, (param._replace(inverse=divides),)) if self._fits(source, param) else None
+        if found is None or self.projection.tokens == 1:  # all that one token is scaled by could be a vector
+            apart = self._by_each(source, param, divides)
+            if found is None or (apart is not None and apart.normed != source.normed):
+                found = apart
+        if found is None and by_token:
+            raise NotAffine(_why_not(source, factor))
+        return found
 
-    def _times_param(self, source: Affine, param: Param) -> Affine | None:
-        return _times(source, 1.0, (param,)) if self._fits(source, param) else None
+    def _by_each(self, source: Affine, product: Param, divides: bool) -> Affine | None:
+        """As if the factors of a product came one by one: a scale may meet the RMS factor before the projection."""
+        base = product.base
+        if base.op is None or base.op.name not in ("mul", "div") or base.op.kwargs or base in self.cone:
+            return None
+
+        def to(layout: Layout) -> Layout:
+            return product.layout.through(layout.expand(base.shape))
+
+        left, right = base.op.args[:2]
+        with contextlib.suppress(NotALayout):
+            found = self._scaled(source, left, to, divides=divides)
+            return found and self._scaled(found, right, to, divides=divides != (base.op.name == "div"))
+        return None
 
     def _fits(self, source: Affine, param: Param) -> bool:
         return param.base not in self.cone and source.indices(param.layout) is not None
 
-    def _normalised(self, source: Affine, other: Value, *, divides: bool) -> Affine | None:
-        factor = self.rms_factor(other, divides=divides)
-        if factor is None or source.normed is not None or source.bias:
-            return None
-        return _times(source, factor.const)._replace(normed=factor) if self._same_tokens(source, other) else None
-
-    def _same_tokens(self, source: Affine, factor: Value) -> bool:
-        """Whether the factor that meets each element belongs to that element's token."""
-        base, layout = origin(factor, any_view)
-        if base.numel != self.projection.tokens:
+    def _goes_with_tokens(self, source: Affine, param: Param) -> bool:
+        """Whether a value has one number a token, and each element meets that of its own."""
+        if param.base.numel != self.projection.tokens:
             return False
-        rows = refine(source.rows, layout.expand(source.rows.shape))
         width = self.projection.rows
+        rows = refine(source.rows, param.layout)
         return all(own // width == other if own >= width else other == 0 for _, _, (own, other) in rows)
 
     def _plus(self, source: Affine, other: Any, sign: float, to: _Spread) -> Affine | None:
@@ -301,6 +329,16 @@ class AffineWalk:
         if not self._fits(source, param):
             return None
         return source._replace(bias=(*source.bias, Term(sign, (param,))))
+
+
+def _why_not(source: Affine, factor: RmsFactor | str | None) -> str:
+    if isinstance(factor, str):
+        return factor
+    if factor is None:
+        return "comes from a projection that is scaled token by token, and not by an RMS norm of what it projects"
+    if source.normed is not None:
+        return "comes from a projection that is normalised twice"
+    return "comes from a projection that is normalised after a bias is added; in the operators the bias comes last"
 
 
 def _kept(layout: Layout, part: Part | None) -> Layout:

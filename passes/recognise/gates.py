@@ -96,19 +96,25 @@ def identify(value: Value, walk: AffineWalk, known: Known) -> Gate | NotAGate:
 def _unlike_one_slice(value: Value, walk: AffineWalk) -> str:
     """Why a value is not one function of one slice: what the projection goes through before other tensors join it."""
     functions: dict[str, None] = {}
+    joined = ""
     pending = {value: None}
     for current in (ordered := list(pending)):
         op = current.op
+        if current in walk.reasons:
+            return walk.reasons[current]
         if op is None or op.target is None or len(ordered) > _LIMIT:
             continue
         sources = [source for source in op.sources if source in walk.cone]
         if len(op.sources) == 1 and not is_movement(op) and walk.describe(op.sources[0]) is not None:
             functions[op.name] = None
+        for other in op.sources:
+            if other not in walk.cone and not joined:
+                joined = f", but also from another tensor, {list(other.shape)}, in {op.name}"
         fresh = [source for source in sources if source not in pending and walk.describe(source) is None]
         pending |= dict.fromkeys(fresh)
         ordered += fresh
     if not functions:
-        return "is not computed from one slice of the projection alone"
+        return f"is not computed from one slice of the projection alone{joined}"
     return (
         f"is computed from {' and '.join(functions)} of the projection and from other tensors; in the operators scale "
         "and bias act on the projection itself"
@@ -238,7 +244,7 @@ def _fit_sigmoid(found: Region) -> Sigmoid | str | None:
 
     places = [torch.randn(shape, generator=generator, dtype=torch.float64) * spread for spread in (1.0, 6.0)]
     if not same_gradient(sigmoid, found, *places):
-        return None
+        return "equals a sigmoid gate, but its gradient does not (a detach, or a scaled gradient)"
     if 0 < kind.eps <= tolerance:
         # Of a clamp at -30, say, which is no eps: a gate in the tail would be twice what it is.
         return f"is a sigmoid gate that does not fall below {kind.eps:.2g}, as if its logits were clamped"

@@ -77,7 +77,7 @@ def _normalised(reader: Reader, reading: Projection, out: Value) -> InputNorm | 
         factor = None
         if eps is None and token_factor(scaling, reading):
             factor = rms.identify(scaling.factor, reading, reader, divides=scaling.divides)
-        if factor is not None and factor.rms.mode == "inside":
+        if isinstance(factor, rms.RmsFactor) and factor.rms.mode == "inside":
             eps, const = factor.rms.eps, const * factor.const
         elif weight is None and weight_axes(scaling, reading) == ((reading.width, 1, 1),):
             weight = origin(scaling.factor)[0]

@@ -23,9 +23,9 @@ from mhc_compile.passes.shadow import Op, Value
 # Evaluation and candidate are both float64 and a few operations long; a 1e-12 clamp differs from a 1e-12 summand by
 # far more than this where the squares are of that size.
 _TOLERANCE = 1e-13
-# Squares are lost below float32's smallest normal number, 1e-38. That has to be far below the square of an eps beside
-# the root, and far below one inside; and r^2, as large as 1 / eps^2 or 1 / eps, has to leave room above.
-_LEAST = {"inside": 1e-31, "outside": 1e-11, "clamp": 1e-17}
+# Squares are lost below float32's smallest normal number, 1e-38, in eager code as well. An eps inside the root has to
+# be far above that, and any eps so large that r times the gradients of gates stays in range for a token of zeros.
+_LEAST = {"inside": 1e-31, "outside": 1e-30, "clamp": 1e-30}
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,11 @@ class RmsFactor:
     const: float
 
 
-def identify(value: Value, projection: Projection, reader: Reader, *, divides: bool) -> RmsFactor | None:
-    """Whether `value` [tokens] is the RMS factor (or, divided by, its reciprocal) of the projection's tokens."""
+def identify(value: Value, projection: Projection, reader: Reader, *, divides: bool) -> RmsFactor | str | None:
+    """Whether `value` [tokens] is the RMS factor (or, divided by, its reciprocal) of the projection's tokens.
+
+    Text says why one that is cannot be the operators'.
+    """
     base, _ = walk(value, _broadcast_of_tokens)
     if base.numel != projection.tokens:
         return None
@@ -49,10 +52,10 @@ def identify(value: Value, projection: Projection, reader: Reader, *, divides: b
     key = (found.signature, squares, projection.width, divides, base.dtype)
     if key not in reader.known:
         fitted = _fit(on_few_tokens(found), squares, projection.width, divides)
-        if fitted is not None and base.dtype != torch.float64:
+        if isinstance(fitted, RmsFactor) and base.dtype != torch.float64:
             fitted = replace(fitted, rms=replace(fitted.rms, eps=_as_written(fitted.rms.eps)))
         reader.known[key] = fitted
-    factor: RmsFactor | None = reader.known[key]
+    factor: RmsFactor | str | None = reader.known[key]
     return factor
 
 
@@ -131,7 +134,7 @@ def _keeps_order(found: Region) -> bool:
     return True
 
 
-def _fit(found: Region, squares: _Squares, width: int, divides: bool) -> RmsFactor | None:
+def _fit(found: Region, squares: _Squares, width: int, divides: bool) -> RmsFactor | str | None:
     mean = torch.cat([torch.zeros(1, dtype=torch.float64), torch.logspace(-46, 38, 421, dtype=torch.float64)])
     given = mean * (squares.const * width)
     given = given.sqrt() if squares.root else given
@@ -150,7 +153,8 @@ def _fit(found: Region, squares: _Squares, width: int, divides: bool) -> RmsFact
             near = (value - wanted).abs() <= _TOLERANCE * 50 * wanted.abs()
             if bool((near | (value == wanted)).all()):  # without eps, a token of zeros is divided by nothing
                 if 0.0 < eps < _LEAST[mode]:
-                    return None
+                    least = f"the operators compute it in float32, with 0 or {_LEAST[mode]:.0e} and more"
+                    return f"is normalised by an RMS norm with an eps of {eps:.2g} ({mode}); {least}"
                 rms = Rms(eps, mode)
                 return RmsFactor(rms, const) if _same_gradient(found, rms, squares, width, const, divides) else None
     return None

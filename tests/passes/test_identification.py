@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -74,11 +75,14 @@ class _Guarded(Sublayer):
 @pytest.mark.parametrize(
     ("mode", "eps", "size", "taken"),
     [
-        ("outside", 1e-12, 1e-17, False),
+        ("outside", 1e-32, 1e-17, False),
+        ("outside", 1e-20, 1e-17, True),
+        ("outside", 1e-12, 1e-17, True),
         ("outside", 1e-10, 1e-17, True),
         ("outside", 1e-10, 1e-11, True),
         ("outside", 0.0, 1e-14, True),
-        ("clamp", 1e-18, 1e-17, False),
+        ("clamp", 1e-32, 1e-17, False),
+        ("clamp", 1e-18, 1e-17, True),
         ("clamp", 1e-15, 1e-14, True),  # as F.normalize has it of 4 x 65,536 numbers
         ("clamp", 1e-15, 1e-16, True),
         ("inside", 1e-33, 1e-17, False),
@@ -93,6 +97,44 @@ def test_tokens_of_next_to_nothing(mode: str, eps: float, size: float, taken: bo
     outcome = check.run(_Guarded(mode, eps), (x,), repeats=1)
     check.assert_as_accurate(outcome)
     assert ("generate_mix_and_aggregate" in outcome.operators) == taken, str(outcome.report)
+
+
+class _ScaledFirst(Sublayer):
+    """The scale meets the RMS factor before the projection does."""
+
+    def __init__(self, scaled: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__(N, WIDTH, 3, 2)
+        self.scaled = scaled
+
+    def gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        flat = self.flat(x)
+        root = 1 / self.rms(flat)
+        parts = self.split(self.project(flat))
+        biases = self.bias.split([part.shape[-1] for part in parts])
+        pre, post, res = (
+            self.scaled(part, root, scale) + bias for part, scale, bias in zip(parts, self.scale, biases, strict=True)
+        )
+        return self.pre(pre), self.post(post), self.res(res.unflatten(-1, (N, N)))
+
+
+@pytest.mark.parametrize("tokens", [(2, 3), (1, 1)])
+@pytest.mark.parametrize(
+    "scaled",
+    [
+        lambda h, root, scale: 1 / root * scale * h,
+        lambda h, root, scale: h * (scale / root),
+        lambda h, root, scale: h / (root / scale),
+        lambda h, root, scale: h / (2 * root * (1 / scale)) * 2,
+        lambda h, root, scale: h * (root.reciprocal().squeeze(-1) * scale).unsqueeze(-1),
+        lambda h, root, scale: h * (scale.expand(h.shape[-1]) / root),
+    ],
+)
+def test_scale_that_meets_the_rms_factor_first(
+    scaled: Callable[[Tensor, Tensor, Tensor], Tensor], tokens: tuple[int, int]
+) -> None:
+    outcome = check.run(_ScaledFirst(scaled), (torch.randn(*tokens, N, WIDTH),), repeats=2)
+    check.assert_as_accurate(outcome)
+    assert outcome.operators == ["expand_combine", "generate_mix_and_aggregate"], str(outcome.report)
 
 
 class _TwoStreams(Sublayer):

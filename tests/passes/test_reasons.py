@@ -175,6 +175,41 @@ class NoNorm(Sublayer):
         return self.project(self.flat(x))
 
 
+class NormedAfterBias(Sublayer):
+    def mixes(self, x: Tensor) -> Tensor:
+        flat = self.flat(x)
+        return (self.project(flat) + self.bias) * self.rms(flat)
+
+
+class NormedByOthers(Sublayer):
+    """One number a token, and not the RMS factor of the streams: that of their halves."""
+
+    def mixes(self, x: Tensor) -> Tensor:
+        flat = self.flat(x)
+        return self.project(flat) * self.rms(flat[..., ::2])
+
+
+class NextToNoEps(Sublayer):
+    def rms(self, flat: Tensor) -> Tensor:
+        return 1.0 / (flat.square().mean(-1, keepdim=True).sqrt() + 1e-33)
+
+
+class DetachedGate(Sublayer):
+    def pre(self, logits: Tensor) -> Tensor:
+        return torch.sigmoid(logits).detach()
+
+
+class ScaledByPosition(Sublayer):
+    def pre(self, logits: Tensor) -> Tensor:
+        return torch.sigmoid(logits * self.per_position)
+
+
+class NormedTwice(Sublayer):
+    def mixes(self, x: Tensor) -> Tensor:
+        r = self.rms(self.flat(x))
+        return self.project(self.flat(x)) * (r * self.scale[0] * r)
+
+
 REASONS: list[tuple[type[Sublayer], str, str]] = [
     (UnequalEps, "column eps 1e-05 differs from its row eps 1e-06", "columns"),
     (ShiftedAlongTheOther, "by the maxima of their rows and then normalises the columns first", ""),
@@ -194,6 +229,12 @@ REASONS: list[tuple[type[Sublayer], str, str]] = [
     (GatesInFloat64, "a tensor of torch.float64 takes part", ""),
     (StreamsWritten, "x.mul_(1.5)", ""),
     (NoNorm, "not normalised by an RMS norm of the streams", ""),
+    (NormedAfterBias, "is normalised after a bias is added", ""),
+    (NormedByOthers, "scaled token by token, and not by an RMS norm of what it projects", ""),
+    (NextToNoEps, "an RMS norm with an eps of 1e-33 (outside)", ""),
+    (DetachedGate, "equals a sigmoid gate, but its gradient does not", "pre"),
+    (ScaledByPosition, "but also from another tensor, [3, 1], in mul", "pre"),
+    (NormedTwice, "comes from a projection that is normalised twice", ""),
 ]
 
 
