@@ -134,7 +134,7 @@ def moved(work: Workload, provider: str, mode: str, counted: list[int]) -> Resul
     case = work.case
     if case.name in WHOLE:
         return {}
-    count = traffic.by_design(provider, mode, case.streams, case.depth, case.tokens * case.width)
+    count = traffic.by_design(provider, mode, case.streams, case.depth, case.tokens, case.width)
     if provider == "eager":
         run = work.step if mode == "step" else work.forward
         counted = [traffic.of_eager(lambda: run(work.module))]

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks import units
 
 
-def by_design(provider: str, mode: str, n: int, depth: int, numbers: int) -> float | None:
+def by_design(provider: str, mode: str, n: int, depth: int, tokens: int, width: int) -> float | None:
     """C-units of a chain of `depth` sublayers by the table of `units`; None for a provider that has no such table.
 
     The first mix, a boundary between any two sublayers, the last combine. A step is this and its backward.
@@ -28,7 +28,7 @@ def by_design(provider: str, mode: str, n: int, depth: int, numbers: int) -> flo
     names = ["generate_mix_and_aggregate", *["boundary"] * (depth - 1), "expand_combine"]
     if mode == "step":
         names += [f"{name}_backward" for name in names]
-    return float(sum(units.units(name, n, numbers) for name in names))
+    return float(sum(units.units(name, n, many=units.are_many(tokens, width)) for name in names))
 
 
 class Eager(TorchDispatchMode):  # type: ignore[no-untyped-call]

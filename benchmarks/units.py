@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 # The numbers of bfloat16 streams that a boundary goes through once, on the GPU that is measured.
 _IN_ONE_PASS = (2, 4)
-# From so many numbers of a layer's output on, streams are not read again to be weighed.
-MANY = {"boundary": 8 << 20, "generate_mix_and_aggregate": 4 << 20}
+# Operators that, of many tokens, do not read these streams again to weigh them.
+_WITH_GATES = ("boundary", "generate_mix_and_aggregate")
 
 # n: the number of streams. What one kernel reads and writes is in brackets.
 _UNITS: dict[str, Callable[[int], int]] = {
@@ -46,12 +46,17 @@ _FLOORS: dict[str, Callable[[int], int]] = {
 }
 
 
-def units(operator: str, n: int, numbers: int = 1) -> int:
-    """The C-units that the kernels of `operator` move for n streams, where a layer's output has so many numbers.
+def are_many(tokens: int, width: int) -> bool:
+    """Whether streams of `width` columns are not read again to be weighed, in a CUDA graph."""
+    return tokens >= (384 if width > 1984 else 6144)
+
+
+def units(operator: str, n: int, *, many: bool = False) -> int:
+    """The C-units that the kernels of `operator` move for n streams; many: of as many tokens as `are_many` says.
 
     KeyError for an operator without a count.
     """
-    again = n if n in _IN_ONE_PASS and numbers >= MANY.get(operator, numbers + 1) else 0
+    again = n if many and n in _IN_ONE_PASS and operator in _WITH_GATES else 0
     return _UNITS[operator](n) - again
 
 

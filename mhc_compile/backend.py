@@ -111,7 +111,7 @@ class LowerPass(_Configured):
         """With what kernels are chosen by, and cut for: Inductor knows of a GPU its name alone."""
         count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
         processors = [torch.cuda.get_device_properties(i).multi_processor_count for i in range(count)]
-        return (super().uuid(), kernels.communicates(), *processors)
+        return (super().uuid(), kernels.communicates(), compat.makes_cuda_graphs(), *processors)
 
 
 class _Chain(compat.CustomGraphPass):

@@ -14,6 +14,8 @@ from benchmarks import __main__ as command
 from benchmarks import plots, report, units
 from benchmarks.cases import Case
 from benchmarks.plan import FIRST
+from mhc_compile.kernels import boundary_pass
+from mhc_compile.kernels.common import recorded
 from tests.kernels.count_units import count
 
 CPU = torch.device("cpu")
@@ -103,10 +105,18 @@ def test_other_files_are_not_results(tmp_path: Path) -> None:
         report.load(path)
 
 
-@pytest.mark.parametrize("numbers", [1 << 21, 1 << 22, 1 << 23])
+@pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_units_are_what_the_kernels_are_given(n: int, numbers: int) -> None:
-    assert count(n, numbers) == {operator: units.units(operator, n, numbers) for operator in units.OPERATORS}
+def test_units_are_what_the_kernels_are_given(n: int, many: bool) -> None:
+    assert count(n, many=many) == {op: units.units(op, n, many=many) for op in units.OPERATORS}
+
+
+@pytest.mark.parametrize("width", [1024, 1984, 1985, 4096])
+@pytest.mark.parametrize("tokens", [1, 383, 384, 6143, 6144])
+def test_many_tokens_are_those_of_the_kernels(tokens: int, width: int) -> None:
+    x = torch.empty(tokens, 4, width, device="meta")
+    with recorded(lambda *args: None, replayed=True):
+        assert units.are_many(tokens, width) == boundary_pass.pays(x)
 
 
 def test_units_are_those_of_the_documentation() -> None:

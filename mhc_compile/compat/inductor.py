@@ -54,11 +54,16 @@ def compiles_ahead_of_time() -> bool:
     return V.aot_compilation is True
 
 
+def makes_cuda_graphs() -> bool:
+    """Whether Inductor will record what it compiles as CUDA graphs."""
+    return bool(inductor_config().triton.cudagraphs)
+
+
 def calls_graphs() -> bool:
     """Whether Inductor compiles a graph once that another calls several times: in Python code, without CUDA graphs,
     for which it looks at the nodes of the calling graph alone."""
     config = inductor_config()
-    return not (compiles_ahead_of_time() or config.cpp_wrapper or config.fx_wrapper or config.triton.cudagraphs)
+    return not (compiles_ahead_of_time() or config.cpp_wrapper or config.fx_wrapper or makes_cuda_graphs())
 
 
 def keep_arguments_of_calls() -> None:

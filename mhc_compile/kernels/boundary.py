@@ -53,7 +53,7 @@ def forward(
         x_new = torch.empty_like(x)
         f_rows, post, x_rows, res = _rows(f, h_post, x, h_res)
         combine = f_rows, post, res, token_view(x_new, 2)
-        in_one = boundary_pass.fits(x, phi) and boundary_pass.pays(x, boundary_pass.FEWEST)
+        in_one = boundary_pass.fits(x, phi) and boundary_pass.pays(x)
         if input_norm_eps is None and in_one:
             layer_input, gates_made = torch.empty_like(f, dtype=out_dtype), empty_gates(x, phi.shape[0])
             boundary_pass.forward(

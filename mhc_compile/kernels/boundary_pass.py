@@ -34,7 +34,16 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mhc_compile.forms import Gates, Rms, Sinkhorn
 from mhc_compile.kernels import combine_project, communicates
-from mhc_compile.kernels.common import cdiv, group_scale, launch, next_power_of_2, on_device, processors
+from mhc_compile.kernels.common import (
+    cdiv,
+    expected,
+    group_scale,
+    launch,
+    launched_by_host,
+    next_power_of_2,
+    on_device,
+    processors,
+)
 from mhc_compile.kernels.exchange import answer, ask, count_in, hand_out, load_floats, wait_for
 from mhc_compile.kernels.gates import affine, rms_factor
 from mhc_compile.kernels.mix import store_gates, store_res, stream_logits
@@ -55,10 +64,10 @@ LAGS = {2: (3, 1), 4: (2, 1)}
 LAGS_ALONE = {2: (6, 2), 4: (2, 1)}
 # The most tokens of a tile that a program adds up one after the other. Fewer than 449 columns have so few programs.
 MOST_OWN = 4
-# Numbers of f: with fewer, what a program does once, and the host's longer launch, take more time than a second pass.
-FEWEST = 8 << 20
-# Numbers of a stream that is given.
-FEWEST_ALONE = 4 << 20
+# Tokens with which one pass takes the GPU less time than two: with fewer, what a program does once takes longer.
+FEWEST = 384
+# And where a program adds up more than one token of a tile.
+FEWEST_OF_NARROW = 6144
 
 
 @gluon.constexpr_function
@@ -202,11 +211,15 @@ def _stream(f, h_post, x, h_res, out, layer_input, parts, gates, stored, x_s, f_
 
 
 @gluon.jit
-def _announce(stored, counts, team, teams, mine, STAGES: gl.constexpr):
-    """Count this program in for each of its tiles, when all of its part has been stored."""
+def _announce(stored, counts, mine, STAGES: gl.constexpr, SLOTS: gl.constexpr):
+    """Count this program in for each of its tiles, when all of its part has been stored.
+
+    Tiles SLOTS turns apart have a counter in common: nobody stores its part of the later one before there are the
+    earlier one's gates, and so all of its parts.
+    """
     for turn in range(mine):
         mbarrier.wait(stored.index(turn % STAGES), turn // STAGES & 1)
-        count_in(counts + (team + turn * teams))
+        count_in(counts + turn % SLOTS)
 
 
 @gluon.jit
@@ -262,7 +275,7 @@ def _add_up(parts, gates, counts, scale, bias, h, ms, next_post, next_res, team,
         for turn in range(rank % rounds, mine, rounds):
             tile = team + turn * teams
             done = turn // rounds % 32
-            wait_for(counts + tile, ranks, k)
+            wait_for(counts + turn % SLOTS, ranks * (turn // SLOTS + 1), k)
             r_now = ()
             for own in gl.static_range(OWN):
                 t = mine_first + own * ranks
@@ -315,7 +328,7 @@ def boundary_pass_kernel(f, h_post, x, h_res, phi, norm_weight, scale, bias, out
     """out [M, n, C], layer_input [M, C], next_post [M, n], next_res [M, n, n], h [M, K] and ms [M].
 
     parts [teams, LAG + 1, ranks, BLOCK_M, ROWS]: of h, in column K of the squares, and then nothing. flags, zero at
-    first: gates [teams, LAG + 1, BLOCK_M, n], and for each tile how many programs have stored their part.
+    first: gates [teams, LAG + 1, BLOCK_M, n], and [teams, LAG + 1] how many parts of tiles have been stored.
     """
     LANES: gl.constexpr = BLOCK_C // 8
     TILE: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
@@ -351,13 +364,13 @@ def boundary_pass_kernel(f, h_post, x, h_res, phi, norm_weight, scale, bias, out
         split_phi(phi_s[piece], _rows_before(piece, K), phi, norm_weight, phi_k, phi_c, rank * BLOCK_C, C, N, K, PARTS,
                   _rows_of(piece, K), HAS_NORM, BLOCK_C, TILE)  # fmt: skip
     gates = flags + team * (SLOTS * BLOCK_M * N)
-    counts = flags + teams * (SLOTS * BLOCK_M * N)
+    counts = flags + (teams * (SLOTS * BLOCK_M * N) + team * SLOTS)
     parts += team.to(gl.int64) * (SLOTS * ranks * BLOCK_M * ROWS)
     gl.warp_specialize(
         [
             (_stream, (f, h_post, x, h_res, out, layer_input, parts, gates, stored, x_s, f_s, phi_s, team, teams, rank,
                        ranks, mine, tokens, C, N, K, PARTS, ROWS, BLOCK_M, BLOCK_C, LAG, AHEAD, WARPS)),
-            (_announce, (stored, counts, team, teams, mine, STAGES)),
+            (_announce, (stored, counts, mine, STAGES, SLOTS)),
             (_add_up, (parts, gates, counts, scale, bias, h, ms, next_post, next_res, team, teams, rank, ranks, mine,
                        tokens, inverse_columns, rms_eps, pre_eps, post_mult, post_eps, sinkhorn_eps, start_eps, pairs,
                        N, K, ROWS, RMS_MODE, START, FIRST, CLAMP, LOG, ODD, GROUPED, GROUPS, CHUNKS, CHUNK, OWN,
@@ -388,10 +401,16 @@ def fits(x: torch.Tensor, phi: torch.Tensor) -> bool:
     return filled and cdiv(TOKENS, ranks) <= MOST_OWN
 
 
-def pays(x: torch.Tensor, fewest: int) -> bool:
-    """Whether x has the tokens for it, of which the rows of C have so many numbers."""
-    numbers = x.numel() // x.shape[-2]
-    return isinstance(numbers, int) and numbers >= fewest
+def pays(x: torch.Tensor) -> bool:
+    """Whether it takes less time than two passes over x.
+
+    With few tokens that is the host's, which has one launch in place of two.
+    """
+    n, width = x.shape[-2:]
+    tokens = expected(x.numel() // (n * width))
+    if tokens < FEWEST:
+        return launched_by_host(x.device)
+    return cdiv(TOKENS, cdiv(width, COLUMNS)) == 1 or tokens >= FEWEST_OF_NARROW
 
 
 def forward(
@@ -414,15 +433,15 @@ def forward(
     """
     tokens, n, width = x.shape
     rows = phi.shape[0]
-    ranks, tiles, teams = cdiv(width, COLUMNS), cdiv(tokens, TOKENS), _teams(x)
+    ranks, teams = cdiv(width, COLUMNS), _teams(x)
     chunks, chunk = combine_project.cut(width)
     f, post, res, out = combine or (None, None, None, None)
     lag, ahead = (LAGS if combine else LAGS_ALONE)[n]
-    slots = teams * (lag + 1) * TOKENS
+    slots = teams * (lag + 1)
     # A column more for the squares.
     row = next_power_of_2(rows + 1)
-    parts = torch.empty(slots * ranks * row, dtype=torch.float32, device=x.device)
-    flags = torch.zeros(slots * n + tiles, dtype=torch.int64, device=x.device)
+    parts = torch.empty(slots * TOKENS * ranks * row, dtype=torch.float32, device=x.device)
+    flags = torch.zeros(slots * (TOKENS * n + 1), dtype=torch.int64, device=x.device)
     norm_weight = None if norm_weight is None else norm_weight.contiguous()
     with on_device(x):
         launch(

@@ -138,16 +138,28 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 
 Recorder = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
 _recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
+_replayed: ContextVar[bool] = ContextVar("replayed", default=False)
 
 
 @contextlib.contextmanager
-def recorded(recorder: Recorder) -> Iterator[None]:
-    """Hand every `launch` of this thread to recorder(kernel, grid, args, options) in place of the GPU."""
-    token = _recorder.set(recorder)
+def recorded(recorder: Recorder, *, replayed: bool = False) -> Iterator[None]:
+    """Hand every `launch` of this thread to recorder(kernel, grid, args, options) in place of the GPU.
+
+    replayed: they will be launched by a CUDA graph.
+    """
+    tokens = _recorder.set(recorder), _replayed.set(replayed)
     try:
         yield
     finally:
-        _recorder.reset(token)
+        _recorder.reset(tokens[0])
+        _replayed.reset(tokens[1])
+
+
+def launched_by_host(device: torch.device) -> bool:
+    """Whether the host launches each kernel; a CUDA graph does not need it to."""
+    if _recorder.get() is not None:
+        return not _replayed.get()
+    return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
 @functools.cache

@@ -36,7 +36,7 @@ def forward(
     given = partials is None and input_norm_eps is None
     if given and one_pass.fits((x,), phi, 90) and boundary_pass.fits(x, phi):
         flat = token_view(x, 2)
-        if boundary_pass.pays(x, boundary_pass.FEWEST_ALONE):
+        if boundary_pass.pays(x):
             layer_input = torch.empty((*x.shape[:-2], x.shape[-1]), dtype=out_dtype or x.dtype, device=x.device)
             gates_made = empty_gates(x, phi.shape[0])
             boundary_pass.forward(

@@ -147,7 +147,8 @@ def _implementation(
 
     if torch.version.hip is not None or not all(value.is_cuda for value in values) or not supports(*values):
         return None, context
-    return functools.partial(KERNELS[name], in_place=in_place), common.recorded(embedded.record)
+    context = common.recorded(embedded.record, replayed=compat.makes_cuda_graphs())
+    return functools.partial(KERNELS[name], in_place=in_place), context
 
 
 def _trace(call: Callable[..., Any], values: list[torch.Tensor]) -> fx.GraphModule:

@@ -30,14 +30,14 @@ from tests.kernels.compile_kernels import _recorded
 TOKENS, WIDTH = 8192, 4096
 
 
-def count(n: int, numbers: int) -> dict[str, float]:
+def count(n: int, *, many: bool) -> dict[str, float]:
     """C-units by operator, for n bfloat16 streams and all gradients but that of a norm weight.
 
-    Counted for TOKENS, with kernels as for so many numbers of f on a GPU of 132 processors.
+    Counted for TOKENS, with kernels as for many of them, or few, on a GPU of 132 processors.
     """
-    fewest = {name: getattr(boundary_pass, name) * TOKENS * WIDTH // numbers for name in ("FEWEST", "FEWEST_ALONE")}
     gpu = mock.patch.object(common, "gpu", return_value=(90, 132))
-    with mock.patch.multiple(boundary_pass, **fewest), gpu, mock.patch.object(one_pass, "runs_on", return_value=True):
+    pays = mock.patch.object(boundary_pass, "pays", return_value=many)
+    with pays, gpu, mock.patch.object(one_pass, "runs_on", return_value=True):
         return {name: sum(_units(bound) for _, bound, _ in _recorded(call)) for name, call in _calls(n).items()}
 
 

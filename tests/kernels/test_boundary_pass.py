@@ -18,6 +18,7 @@ from mhc_compile.kernels import (
     generate_mix_and_aggregate,
     one_pass,
 )
+from mhc_compile.kernels.common import recorded
 from tests.kernels.cases import DEVICE, FORMS, MARKS, USUAL, draw, keywords, mix_case
 from tests.kernels.gluon import GPU
 from tests.kernels.test_boundary import before, check
@@ -30,8 +31,7 @@ KERNEL = "boundary_pass_kernel"
 
 @pytest.fixture
 def any_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(boundary_pass, "FEWEST", 1)
-    monkeypatch.setattr(boundary_pass, "FEWEST_ALONE", 1)
+    monkeypatch.setattr(boundary_pass, "pays", lambda x: True)
     if DEVICE == "cpu":
         monkeypatch.setattr(boundary_pass, "processors", lambda device: 132)
 
@@ -71,7 +71,8 @@ def test_streams_that_are_given(tokens: int, width: int, norm: bool, n: int, lau
 
 
 @pytest.mark.usefixtures("hopper")
-def test_few_tokens_of_given_streams(launched: list[str]) -> None:
+def test_few_tokens_of_given_streams(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boundary_pass, "launched_by_host", lambda device: False)
     check_mix(mix_case(5, 4, 4096, dtype=BF16), FORMS[USUAL])
     assert launched == ["combine_project_kernel"]
 
@@ -92,7 +93,7 @@ def test_given_streams_that_it_is_not_for(launched: list[str]) -> None:
 def _fits(tokens: int = 2048, n: int = 4, width: int = 4096, rows: int | None = None) -> bool:
     x = torch.empty(tokens, n, width, dtype=BF16, device="meta")
     phi = torch.empty(n * (n + 2) if rows is None else rows, n * width, device="meta")
-    return boundary_pass.fits(x, phi) and boundary_pass.pays(x, boundary_pass.FEWEST)
+    return boundary_pass.fits(x, phi) and boundary_pass.pays(x)
 
 
 @pytest.fixture
@@ -105,7 +106,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        {"tokens": 2047},
+        {"width": 1024, "tokens": 6143},
         {"rows": 8},
         {"width": 6144},
         {"width": 16384},
@@ -118,6 +119,24 @@ def test_what_it_is_not_for(case: dict[str, Any]) -> None:
     own more than four tokens of a tile."""
     assert _fits()
     assert not _fits(**case)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("replayed", [False, True])
+def test_a_launch_less_for_the_host(replayed: bool) -> None:
+    """With few tokens, unless a CUDA graph launches."""
+    with recorded(lambda *args: None, replayed=replayed):
+        assert _fits(tokens=64) != replayed
+        assert _fits(tokens=384)
+
+
+@GPU
+def test_a_launch_less_where_it_is_captured() -> None:
+    seen = []
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.zeros(1, device="cuda")
+        seen.append(common.launched_by_host(torch.device("cuda")))
+    assert [*seen, common.launched_by_host(torch.device("cuda"))] == [False, True]
 
 
 @pytest.mark.usefixtures("hopper")
@@ -139,7 +158,7 @@ def _case(
 
 def _apart(monkeypatch: pytest.MonkeyPatch, run: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     with monkeypatch.context() as patch:
-        patch.setattr(boundary_pass, "pays", lambda *args: False)
+        patch.setattr(boundary_pass, "pays", lambda x: False)
         return run()
 
 

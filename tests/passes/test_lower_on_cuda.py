@@ -76,10 +76,20 @@ def _as_whole_operators(model: Chain, x: Tensor) -> str:
     return "\n".join(code)
 
 
-@KINDS
-def test_any_number_of_tokens(dtype: torch.dtype, streams: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "streams", "width"),
+    [
+        (torch.float32, STREAMS, 256),
+        (torch.bfloat16, STREAMS, 256),
+        (torch.bfloat16, 8, 256),
+        (torch.bfloat16, STREAMS, 2048),
+        (torch.bfloat16, 2, 1024),
+    ],
+    ids=str,
+)
+def test_any_number_of_tokens(dtype: torch.dtype, streams: int, width: int) -> None:
     """Compiled once for all, without a call of an operator, and to the bits of a program compiled for its batch."""
-    model, x = _chain(dtype, 4096, streams=streams)
+    model, x = _chain(dtype, 4096, width, streams)
     expected = {}
     for tokens in (37, 4096, 200, 2):
         torch._dynamo.reset()
@@ -87,6 +97,7 @@ def test_any_number_of_tokens(dtype: torch.dtype, streams: int) -> None:
     compiled = torch.compile(model, backend="mhc", dynamic=True)
     _, code = run_and_get_code(evaluate, compiled, model, x)  # from an empty cache
     assert not any(call in text for text in code for call in ("torch.ops.mhc.boundary", "torch.ops.mhc.generate"))
+    assert any("boundary_pass_kernel" in text for text in code) == (width >= 1024)
     torch._dynamo.utils.counters.clear()
     for tokens, values in expected.items():
         found = evaluate(compiled, model, x[:tokens])

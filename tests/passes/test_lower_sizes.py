@@ -91,6 +91,28 @@ def test_symbolic_batch_and_length_on_a_gpu(dtype: torch.dtype, fakes: FakeTenso
     assert len(shape_env.guards) == guards
 
 
+def _two_sublayers(x: Tensor, f: Tensor, phi: Tensor, scale: Tensor, bias: Tensor, post: Tensor, res: Tensor) -> Any:
+    layer_input, next_post, next_res, *_ = mhc.generate_mix_and_aggregate(x, phi, scale, bias)
+    return layer_input, mhc.boundary(f, None, next_post, x, next_res, phi, scale, bias)
+
+
+def test_one_pass_for_any_number_of_tokens(fakes: FakeTensorMode) -> None:
+    """What many tokens have, and counters of a number that is known: one kernel clears them."""
+    shape_env = ShapeEnv()
+    tokens = any_number(shape_env)
+    values = arguments(FakeTensorMode(shape_env=shape_env), tokens, width=4096)
+    values |= {name: values[name].to(torch.bfloat16) for name in "xf"}
+    graph = graph_of(_two_sublayers, values)
+    guards = len(shape_env.guards)
+    assert passes.lower(graph).lowered.total() == 2
+    launched = [str(node.args[0]) for node in graph.nodes if str(node.target) == "mhc._launch.default"]
+    assert len(launched) == 2
+    assert all("boundary_pass_kernel" in launch for launch in launched)
+    assert len(graph.find_nodes(op="call_function", target=torch.ops.aten.fill_.Scalar)) == 1
+    assert not graph.find_nodes(op="call_function", target=torch.ops.aten.full.default)
+    assert len(shape_env.guards) == guards
+
+
 def test_what_needs_a_guard_stays(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     aggregate = cpu.aggregate
 
