@@ -22,19 +22,19 @@ def rms_factor(ms, eps, MODE: tl.constexpr):
 
 
 @triton.jit
-def rms_gradient(dr, ms, r, eps, MODE: tl.constexpr):
-    """d ms of dr; where the root of ms = 0 has no derivative it is taken as 0.
+def rms_gradient(r_dr, ms, r, eps, MODE: tl.constexpr):
+    """d ms of r * dr; where the root of ms = 0 has no derivative it is taken as 0.
 
-    dr is of the size of the token, so it is multiplied in between: dr / dms alone overflows for small tokens.
+    dr is of the size of the token and more, so that it would overflow where squares do; r * dr is of none.
     """
     if MODE == "inside":
-        return -0.5 * (dr * r * r * r)
+        return -0.5 * (r_dr * r * r)
     else:
         root = tl.sqrt(ms)
         moving = root > 0.0
         if MODE == "clamp":
             moving = moving & (root >= eps)
-        return tl.where(moving, -0.5 * (dr * r * r / tl.where(moving, root, 1.0)), 0.0)
+        return tl.where(moving, -0.5 * (r_dr * r / tl.where(moving, root, 1.0)), 0.0)
 
 
 @triton.jit

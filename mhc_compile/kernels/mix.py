@@ -184,12 +184,12 @@ def mix_kernel(h_part, squares_part, scale, bias, x, out, h_pre, h_post, h_res, 
 @triton.jit
 def _logit_gradient(dl, v, r, s, d_h, dh, tok, tokens, k, mask, K: tl.constexpr, ROW: tl.constexpr,
                     PARTS: tl.constexpr, HAS_DH: tl.constexpr):  # fmt: skip
-    """Store dh = dl * r * scale (+ d_h), whole or as bf16 parts; return the terms of dr, shaped as dl."""
+    """Store dh = dl * r * scale (+ d_h), whole or as bf16 parts; return the terms of r * dr, shaped as dl."""
     grad = dl * r * s
     if HAS_DH:
         grad += tl.load(d_h + tok * K + k, mask=mask, other=0.0)
     store_gradient(grad, dh + tok * ROW + k, tokens * ROW, mask, PARTS)
-    return dl * v * s
+    return dl * (v * r) * s
 
 
 @triton.jit
@@ -197,7 +197,7 @@ def _gate_gradient(d_gate, h, r, scale, bias, d_h, dh, affine_at, i, tok, mask, 
                    N: tl.constexpr, K: tl.constexpr, ROW: tl.constexpr, PARTS: tl.constexpr, HAS_DH: tl.constexpr,
                    GROUPED: tl.constexpr):  # fmt: skip
     """From d_gate [NP, T], of the sigmoids of h_pre (GROUP 0) or h_post (1), to their rows of dh and sums for scale and
-    bias; returns the sigmoids and the terms of dr [T]."""
+    bias; returns the sigmoids and the terms of r * dr [T]."""
     k = GROUP * N + i
     v = tl.load(h + tok * K + k, mask=mask, other=0.0)
     s, b = affine(scale, bias, k, i < N, GROUP, GROUPED)
@@ -229,7 +229,7 @@ def mix_backward_kernel(h, ms, scale, bias, d_pre, d_post, d_res, d_h, d_ms, dh,
     affine_at = affine_part + tile.to(tl.int64) * (2 * K)
 
     # The longest first: what the others keep would be in its way.
-    dr = tl.zeros([BLOCK_T], tl.float32)
+    r_dr = tl.zeros([BLOCK_T], tl.float32)
     if K > 2 * N:
         i3 = tl.arange(0, NP)[:, None, None]
         o3 = tl.arange(0, NP)[None, :, None]
@@ -252,7 +252,7 @@ def mix_backward_kernel(h, ms, scale, bias, d_pre, d_post, d_res, d_h, d_ms, dh,
                                     ODD)  # fmt: skip
             dl3 = tl.where(valid, dl3, 0.0)
         part3 = _logit_gradient(dl3, v3, r3, s3, d_h, dh, tok3, tokens, k3, mask3, K, ROW, PARTS, HAS_DH)
-        dr += tl.sum(tl.sum(part3, axis=0), axis=0)
+        r_dr += tl.sum(tl.sum(part3, axis=0), axis=0)
         row = tl.arange(0, NP)[:, None]
         column = tl.arange(0, NP)[None, :]
         square = (row < N) & (column < N)
@@ -271,16 +271,16 @@ def mix_backward_kernel(h, ms, scale, bias, d_pre, d_post, d_res, d_h, d_ms, dh,
     gate, terms = _gate_gradient(d_gate, h, r, scale, bias, d_h, dh, affine_at, i, tok, mask, tokens, 0, N, K, ROW,
                                  PARTS, HAS_DH, GROUPED)  # fmt: skip
     tl.store(h_pre + i * tokens + tok, gate + pre_eps, mask=mask)
-    dr += terms
+    r_dr += terms
     if K > N:
         d_gate = tl.zeros([NP, BLOCK_T], tl.float32)
         if HAS_POST:
             d_gate = tl.load(d_post + tok * post_m + i * post_i, mask=mask, other=0.0).to(tl.float32) * post_mult
         _, terms = _gate_gradient(d_gate, h, r, scale, bias, d_h, dh, affine_at, i, tok, mask, tokens, 1, N, K, ROW,
                                   PARTS, HAS_DH, GROUPED)  # fmt: skip
-        dr += terms
+        r_dr += terms
 
-    dms = rms_gradient(dr, mean, r1, rms_eps, RMS_MODE)
+    dms = rms_gradient(r_dr, mean, r1, rms_eps, RMS_MODE)
     if HAS_DMS:
         dms += tl.load(d_ms + tok1, mask=live1, other=0.0)
     tl.store(coefficient + tok1, dms * (2.0 * inverse_columns), mask=live1)

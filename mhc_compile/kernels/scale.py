@@ -78,7 +78,7 @@ def scale_backward_kernel(d_pre, d_post, d_logits, h, ms, scale, bias, dh, dms, 
     if NEED_DH:
         tl.store(dh + tok[:, None] * K + k, (dl * r[:, None] * s).to(dh.dtype.element_ty), mask=mask & (k < K))
     if NEED_DMS:
-        grad = rms_gradient(tl.sum(dl * v * s, axis=1), mean, r, rms_eps, RMS_MODE)
+        grad = rms_gradient(tl.sum(dl * (v * r[:, None]) * s, axis=1), mean, r, rms_eps, RMS_MODE)
         tl.store(dms + tok, grad.to(dms.dtype.element_ty), mask=live)
     if NEED_AFFINE:
         row_of = tl.arange(0, BLOCK_K)

@@ -208,20 +208,20 @@ static long scales(long k, long grouped) { return grouped ? group(k - 1) + 1 : k
                 for (int j = 0; j < N * N; j++) d_logits[2 * N + j] = d.at[j];
             }
             store(d_bias, d_logits, k, first, tokens);
-            V shares[K] = {}, d_projection[K], d_r = {};
+            V shares[K] = {}, d_projection[K], r_dr = {};
             for (int j = 0; j < k; j++) {
                 shares[grouped ? group(j) : j] += d_logits[j] * tile.normed[j];
                 V d_normed = d_logits[j] * tile.weight[j];
-                d_r += d_normed * tile.h[j];
+                r_dr += d_normed * tile.normed[j];
                 d_projection[j] = d_normed * tile.r;
             }
             store(d_scale, shares, scales(k, grouped), first, tokens);
             store(d_h, d_projection, k, first, tokens);
-            // d_r is of the size of the token, so it is multiplied in between: d_r / dms alone overflows for small ones.
-            V d = -0.5f * (d_r * tile.r * tile.r * tile.r);
+            // dr is of the size of the token and more, so that it would overflow where squares do; r * dr is of none.
+            V d = -0.5f * (r_dr * tile.r * tile.r);
             if (form.rms_mode != 0) {
                 V still = all(form.rms_mode == 2 ? form.rms_eps : 0.0f);
-                d = tile.root_ms > still ? -0.5f * (d_r * tile.r * tile.r / tile.root_ms) : all(0);
+                d = tile.root_ms > still ? -0.5f * (r_dr * tile.r / tile.root_ms) : all(0);
             }
             store(d_ms, &d, 1, first, tokens);
         }

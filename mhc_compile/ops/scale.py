@@ -87,16 +87,16 @@ def _rms_factor(ms: Tensor, rms: Rms) -> Tensor:
     return torch.reciprocal(root + rms.eps if rms.mode == "outside" else root.clamp_min(rms.eps))
 
 
-def _rms_gradient(dr: Tensor, ms: Tensor, rms: Rms, r: Tensor) -> Tensor:
-    """d ms of dr; 0 where the root is not differentiable or the clamp holds.
+def _rms_gradient(r_dr: Tensor, ms: Tensor, rms: Rms, r: Tensor) -> Tensor:
+    """d ms of r * dr; 0 where the root is not differentiable or the clamp holds.
 
-    dr is of the size of the token, so it is multiplied in between: dr / dms alone overflows for small tokens.
+    dr is of the size of the token and more, so that it would overflow where squares do; r * dr is of none.
     """
     if rms.mode == "inside":
-        return -0.5 * (dr * r * r * r)
+        return -0.5 * (r_dr * r * r)
     root = torch.sqrt(ms)
     moving = root > (rms.eps if rms.mode == "clamp" else 0.0)
-    return torch.where(moving, -0.5 * (dr * r * r / root), 0.0)
+    return torch.where(moving, -0.5 * (r_dr * r / root), 0.0)
 
 
 def _sigmoid(logits: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ def gradients(
         dh = d_normed * r
     if needs[1]:
         ms = upcast(ms.reshape(-1), d_normed.dtype)
-        dms = _rms_gradient((d_normed * rows_of(h)).sum(-1), ms, rms, r.squeeze(-1))
+        dms = _rms_gradient((d_normed * normed).sum(-1), ms, rms, r.squeeze(-1))
     if needs[2]:
         dscale = (d_logits * normed).sum(0)
         if scale.numel() != k:

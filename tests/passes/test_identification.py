@@ -99,6 +99,22 @@ def test_tokens_of_next_to_nothing(mode: str, eps: float, size: float, taken: bo
     assert ("generate_mix_and_aggregate" in outcome.operators) == taken, str(outcome.report)
 
 
+class _Divided(Sublayer):
+    def mixes(self, x: Tensor) -> Tensor:
+        flat = self.flat(x)
+        return self.project(flat / (flat.square().mean(-1, keepdim=True) + 1e-6).sqrt())
+
+
+@pytest.mark.parametrize("size", [1e19, 1e25])
+def test_tokens_whose_squares_overflow(size: float) -> None:
+    """Their gates are those of nought, and their gradients are numbers."""
+    x = torch.randn(2, 3, N, WIDTH)
+    x[0, 0] *= size
+    outcome = check.run(_Divided(N, WIDTH, 3, 2), (x,), repeats=1)
+    check.assert_as_accurate(outcome)
+    assert outcome.operators == ["expand_combine", "generate_mix_and_aggregate"], str(outcome.report)
+
+
 class _ScaledFirst(Sublayer):
     """The scale meets the RMS factor before the projection does."""
 

@@ -137,7 +137,7 @@ def test_a_gate_whose_backward_is_another() -> None:
     outcome = check.run(_WronglyRecomputedGate(N, WIDTH, 3, 2), (torch.randn(2, 3, N, WIDTH),))
     check.assert_as_accurate(outcome)
     told = [site.reason or "" for site in outcome.report.declined]
-    assert any("neither a sigmoid gate nor" in reason for reason in told), str(outcome.report)
+    assert any("equals a sigmoid gate, but its gradient does not" in reason for reason in told), str(outcome.report)
 
 
 class _RecomputedCombine(torch.autograd.Function):
