@@ -47,11 +47,6 @@ def add(report: Report) -> Report:
     return total
 
 
-def restart() -> None:
-    """Forget the compilation in progress: it begins, or begins again."""
-    _reports.pop(compat.compile_id()[0], None)
-
-
 def forget() -> None:
     """Forget all reports."""
     _reports.clear()
@@ -71,12 +66,20 @@ def report() -> Report:
 
 @contextmanager
 def stored(gm: fx.GraphModule, inputs: Sequence[Any], identity: Any) -> Iterator[None]:
-    """Around the compilation of one graph: write its report to a file, or name the file if a cache had the graph."""
-    restart()
+    """Around the compilation of one graph: write its report to a file, or name the file if a cache had the graph.
+
+    One frame may have several, into which `DistributedDataParallel` cuts it; then the file has those before as well.
+    """
+    frame, attempt = compat.compile_id()
+    known, before = _reports.get(frame, (None, None))
+    if before is not None and (frame is None or known != attempt):
+        del _reports[frame]
+        before = None
+    graphs = 0 if before is None else before.graphs
     file = compat.inductor_cache_dir() / "mhc" / f"{_key(gm, inputs, identity)}.txt"
     yield
-    found = _reports.get(compat.compile_id()[0])
-    if found is None:
+    found = _reports.get(frame)
+    if found is None or found[1].graphs == graphs:
         where = f"was written to {file}" if file.exists() else "is not known"
         log.info("found in Inductor's cache: no report is made anew, the one of its compilation %s", where)
         return

@@ -93,7 +93,9 @@ class Report:
         lines += [f"  compiled once: {count} x {name}" for name, count in self.shared.items()]
         lines += [f"  lowered: {count} x {name}" for name, count in self.lowered.items()]
         lines += [f"  error: {message}" for message in self.errors]
-        if not self.sites and not self.errors:
+        if not self.graphs:
+            lines.append("  no graph was looked at: none was compiled, or Inductor's cache had them all")
+        elif not self.sites and not self.errors:
             lines.append("  no hyper-connection code was found")
         return "\n".join(lines)
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mhc_compile
 from mhc_compile import backend
+from mhc_compile.passes.report import Report
 from tests.zoo.near import Sublayer
 
 ROOT = Path(__file__).parents[1]
@@ -86,6 +88,31 @@ def test_graphs_on_both_sides_of_a_break_are_all_reported() -> None:
     with torch.no_grad():
         torch.compile(broken, backend="mhc")(torch.randn(SHAPE))
     assert _operators() == sorted(BOTH * 2)
+
+
+@pytest.fixture
+def _alone_in_a_group(tmp_path: Path) -> Iterator[None]:
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.usefixtures("_no_lowering", "_alone_in_a_group")
+def test_graphs_that_one_frame_is_cut_into_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`DistributedDataParallel` has Dynamo cut a frame where a bucket of gradients is full, and may cut a sublayer."""
+    monkeypatch.setattr(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 1000)
+    distributed = torch.nn.parallel.DistributedDataParallel(Sublayer(4, 6, 3, 2), bucket_cap_mb=0.002)
+    torch.compile(distributed, backend="mhc")(torch.randn(SHAPE))
+    assert mhc_compile.report().graphs > 1
+    assert _operators() == ["aggregate", "expand_combine", "generate_mix"]
+
+
+def test_no_graph_is_not_nothing_found() -> None:
+    assert "no graph was looked at" in str(Report())
+    assert "no hyper-connection code was found" in str(Report(graphs=1))
 
 
 PROGRAM = textwrap.dedent(

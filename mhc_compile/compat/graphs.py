@@ -90,11 +90,15 @@ def on_dynamo_reset(backend: Any) -> None:
 
 
 def compile_id() -> tuple[Any, Any]:
-    """Which frame Dynamo is compiling, and for the how-manieth time; None and None outside a compilation."""
+    """Which frame Dynamo is compiling, and for the how-manieth time, its own restarts counted; None and None outside a
+    compilation."""
     from torch._guards import CompileContext
 
-    current = CompileContext.current_compile_id()
-    return (None, None) if current is None else (current.frame_id, current.frame_compile_id)
+    trace = CompileContext.current_trace_id()
+    if trace is None:
+        return None, None
+    current = trace.compile_id
+    return current.frame_id, (current.frame_compile_id, trace.attempt)
 
 
 def trace_artifact(name: str, payload: Callable[[], str]) -> None:
