@@ -368,6 +368,11 @@ class _Recorded:
 _UNREADABLE = _Recorded(Recording((), None, []), [], [])
 
 
+def spelled(node: fx.Node) -> str:
+    """What a program calls where it makes a node, such as "dropout"."""
+    return str(getattr(node.target, "__name__", node.target))
+
+
 def tensors_of(node: fx.Node) -> Iterator[torch.Tensor]:
     """The fake tensors that a Dynamo node holds."""
     return tensors(compat.example(node))

@@ -13,7 +13,7 @@ from mhc_compile.passes.recognise.gates import Matrices
 from mhc_compile.passes.recognise.layout import any_view, is_movement, origin
 from mhc_compile.passes.recognise.pieces import TOGETHER
 from mhc_compile.passes.recognise.projection import Projection
-from mhc_compile.passes.shadow import Op, Shadow, Value
+from mhc_compile.passes.shadow import Op, Shadow, Value, spelled
 
 # A normalisation of one axis as a program spells it, how many of them nothing but a Sinkhorn has, and how many nodes
 # lie between the division and the sum: an eps, a clamp.
@@ -199,8 +199,8 @@ def broken_iterations(sites: list[Site]) -> Iterator[Declined]:
             after = _as_large_behind(value)
             steps = [node for node in after if _normalises(node)]
             if len(steps) >= _HALF_STEPS // 2:
-                between = next((node for node in after if _spelled(node) in _SCALING), None)
-                what = f"{_spelled(between)} ({said(between)})" if between is not None else "something else"
+                between = next((node for node in after if spelled(node) in _SCALING), None)
+                what = f"{spelled(between)} ({said(between)})" if between is not None else "something else"
                 reason = f"goes through {what} and is divided by its sums {len(steps)} times more"
                 told = f"the result of a Sinkhorn projection {reason}; what comes before that is rewritten"
                 yield Declined("sinkhorn", told, steps[0])
@@ -223,20 +223,16 @@ def _as_large_behind(value: Value) -> list[fx.Node]:
 
 def _normalises(node: fx.Node) -> bool:
     """Whether a node divides a tensor by a sum over it, or subtracts the logarithm of one."""
-    if _spelled(node) not in _NORMALISING or len(node.args) != 2:
+    if spelled(node) not in _NORMALISING or len(node.args) != 2:
         return False
     value, divisor = node.args
     for _ in range(_BEFORE_DIVISION):
         if not isinstance(divisor, fx.Node) or not divisor.args:
             return False
-        if _spelled(divisor) in ("sum", "logsumexp"):
+        if spelled(divisor) in ("sum", "logsumexp"):
             return divisor.args[0] is value
         divisor = divisor.args[0]
     return False
-
-
-def _spelled(node: fx.Node) -> str:
-    return str(getattr(node.target, "__name__", node.target))
 
 
 def _functions_before(logits: Value) -> list[str]:

@@ -18,7 +18,7 @@ from mhc_compile.passes.recognise.contraction import (
 from mhc_compile.passes.recognise.layout import Layout, NotALayout, Steps, merged, origin, refine, tidy, tiles
 from mhc_compile.passes.recognise.reader import Reader
 from mhc_compile.passes.recognise.terms import Term
-from mhc_compile.passes.shadow import Op, Value
+from mhc_compile.passes.shadow import Op, Value, spelled
 
 
 @dataclass(frozen=True)
@@ -122,15 +122,28 @@ def why_none(reader: Reader, out: Value, gate: Value, *, mixes: bool) -> str:
                 return "multiplies it by what has not as many elements as the streams that it writes"
             return "multiplies it by streams whose channels do not lie side by side in memory, or not all of them"
         if not others:
-            return "mixes the streams, but what h_post adds is not added to that in one sum"
+            return f"mixes the streams, but what h_post adds is not added to that in one sum{_goes_into(out)}"
         if len(others) > 2:
             return f"adds {len(others)} products to the mixed streams; the operator adds h_post f and h_post bias"
         if not any(True for _ in _outer_sums(others, out, mix.out_view)):
-            return "adds something else to the mixed streams than h_post times one tensor [..., C]"
+            return f"adds something else to the mixed streams than h_post times one tensor [..., C]{_made_by(others)}"
         return "adds to the mixed streams what is not of one token's width"
     if not others:
-        return "writes h_post f without adding the streams to that in one sum"
-    return "adds to h_post f what was not recognised as streams, mixed or as they are"
+        return f"writes h_post f without adding the streams to that in one sum{_goes_into(out)}"
+    return f"adds to h_post f what was not recognised as streams, mixed or as they are{_made_by(others)}"
+
+
+def _goes_into(value: Value) -> str:
+    """What the program does with a value, to add to a reason."""
+    names = dict.fromkeys(spelled(op.node) for op in value.users)
+    return f" (it goes into {', '.join(names)})" if names else ""
+
+
+def _made_by(terms: tuple[Term, ...]) -> str:
+    """What made the factors of terms, to add to a reason."""
+    ops = [factor[-1].base.op for term in terms for factor in term.factors]
+    names = dict.fromkeys(spelled(op.node) for op in ops if op is not None)
+    return f" (made by {' and '.join(names)})" if names else ""
 
 
 def _written(layout: Layout, out: Value, view: StreamsView) -> StreamsView | None:

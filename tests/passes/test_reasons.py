@@ -286,6 +286,18 @@ class SquashedBeforeAdded(Sublayer):
         return h_post.unsqueeze(-1) * f.unsqueeze(-2) + torch.tanh(h_res.mT @ x)
 
 
+class DropoutOfMixed(Sublayer):
+    """So rare that runs can be compared."""
+
+    def write(self, x: Tensor, f: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
+        return h_post.unsqueeze(-1) * f.unsqueeze(-2) + torch.nn.functional.dropout(h_res.mT @ x, 1e-12)
+
+
+class DropoutOfWritten(Sublayer):
+    def write(self, x: Tensor, f: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
+        return torch.nn.functional.dropout(h_post.unsqueeze(-1) * f.unsqueeze(-2), 1e-12) + h_res.mT @ x
+
+
 class MultipliedStreams(Sublayer):
     def write(self, x: Tensor, f: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
         return h_post.unsqueeze(-1) * f.unsqueeze(-2) * (h_res.mT @ x)
@@ -324,6 +336,8 @@ NEIGHBOURS: list[tuple[type[Sublayer], str, str, str]] = [
     (Convolution, "generate_mix", "not recognised as the projection of a token's streams", "project"),
     (ChannelsApart, "expand_combine", "channels do not lie side by side", "write"),
     (SquashedBeforeAdded, "expand_combine", "what h_post adds is not added to that in one sum", "write"),
+    (DropoutOfMixed, "expand_combine", "not added to that in one sum (it goes into dropout)", "write"),
+    (DropoutOfWritten, "expand_combine", "than h_post times one tensor [..., C] (made by mul and dropout)", "write"),
     (MultipliedStreams, "expand_combine", "what h_post adds is not added to that in one sum", "write"),
     (GateOfChannels, "expand_combine", "something else to the mixed streams than h_post times one tensor", "write"),
     (MaskedBetweenSteps, "sinkhorn", "and is divided by its sums 4 times more", ""),
