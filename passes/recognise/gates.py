@@ -13,7 +13,7 @@ from mhc_compile.passes.recognise import sinkhorn
 from mhc_compile.passes.recognise.affine import Affine, AffineWalk
 from mhc_compile.passes.recognise.fewer import on_few_tokens
 from mhc_compile.passes.recognise.layout import is_movement
-from mhc_compile.passes.recognise.region import Region, Signature, region, same_gradient
+from mhc_compile.passes.recognise.region import Region, Signature, region, same_beyond_numbers, same_gradient
 from mhc_compile.passes.shadow import Op, Value
 
 # Region and candidate are float64 and at most a few operations long.
@@ -245,6 +245,8 @@ def _fit_sigmoid(found: Region) -> Sigmoid | str | None:
     places = [torch.randn(shape, generator=generator, dtype=torch.float64) * spread for spread in (1.0, 6.0)]
     if not same_gradient(sigmoid, found, *places):
         return "equals a sigmoid gate, but its gradient does not (a detach, or a scaled gradient)"
+    if not same_beyond_numbers(sigmoid, found):
+        return "equals a sigmoid gate, but not for logits that are NaN or infinite (nan_to_num replaces them)"
     if 0 < kind.eps <= tolerance:
         # Of a clamp at -30, say, which is no eps: a gate in the tail would be twice what it is.
         return f"is a sigmoid gate that does not fall below {kind.eps:.2g}, as if its logits were clamped"

@@ -150,6 +150,20 @@ def same_gradient(ours: Callable[[torch.Tensor], torch.Tensor], found: Region, *
     return all(_agree(_gradients(ours, point, sizes), _gradients(theirs, point, sizes)) for point in points)
 
 
+def same_beyond_numbers(ours: Callable[[torch.Tensor], torch.Tensor], found: Region) -> bool:
+    """Whether a function that agrees with a region for numbers agrees for NaN and infinities, which the region may
+    replace. Where it has NaN itself, overflow may have made it, and a function may do better.
+    """
+    numbers = torch.randn(found.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    for value in (float("nan"), float("-inf"), float("inf")):
+        given = numbers.clone()
+        given.view(-1)[0] = value
+        theirs, own = found.run(given).reshape(found.shape), ours(given)
+        if not bool((theirs.isnan() | ((theirs - own).abs() <= 1e-9 * theirs.abs() + 1e-12)).all()):
+            return False
+    return True
+
+
 def _gradients(
     function: Callable[[torch.Tensor], torch.Tensor], at: torch.Tensor, sizes: tuple[float, ...]
 ) -> list[torch.Tensor] | None:

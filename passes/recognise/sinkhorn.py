@@ -7,8 +7,9 @@ half-step from a 38th; at large ones the iteration converges slowly and whole co
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle, islice, product
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 from mhc_compile import compat
 from mhc_compile.forms import SINKHORN_AXES, Sinkhorn
-from mhc_compile.passes.recognise.region import Region, same_gradient
+from mhc_compile.passes.recognise.region import Region, same_beyond_numbers, same_gradient
 from mhc_compile.passes.shadow import Op
 
 _MATRICES = 48
@@ -90,7 +91,7 @@ def identify(found: Region, side: int) -> tuple[Sinkhorn, bool, bool] | str:
     given, got = given[finite], got[finite]
     constants = sorted(c for c in found.constants() if c > 0)
     limit = sum(is_reduction(op) for op in found.ops) + 2
-    another_gradient = False
+    another_gradient = replaces = False
     near, nearest = _near(list(_starts(constants)), *probe, limit)
     for candidate, turn in near:
         steps = _steps(candidate, _turned(given, turn[0]), _turned(got, turn[1]), limit)
@@ -99,9 +100,15 @@ def identify(found: Region, side: int) -> tuple[Sinkhorn, bool, bool] | str:
         if steps < _least_steps(candidate):
             return "normalises one axis only, which does not make it a Sinkhorn projection"
         form = Sinkhorn(steps, candidate.start, candidate.first, candidate.eps, candidate.start_eps, candidate.clamp)
-        if _same_gradient(found, candidate, steps, side, turn):
+        ours = partial(_computed, candidate, steps, side, turn)
+        if not _same_gradient(found, ours, side):
+            another_gradient = True
+        elif not same_beyond_numbers(ours, found):
+            replaces = True
+        else:
             return form, *turn
-        another_gradient = True
+    if replaces:
+        return "equals a Sinkhorn projection, but not for logits that are NaN or infinite (nan_to_num replaces them)"
     if another_gradient:
         return "equals a Sinkhorn projection, but its gradient does not (a detach, or a scaled gradient)"
     if near:
@@ -221,7 +228,14 @@ def _starts(constants: list[float]) -> Iterator[_Start]:
             yield _Start(start, first, eps, start_eps, clamp)
 
 
-def _same_gradient(found: Region, candidate: _Start, steps: int, side: int, turn: tuple[bool, bool]) -> bool:
+def _computed(candidate: _Start, steps: int, side: int, turn: tuple[bool, bool], leaf: torch.Tensor) -> torch.Tensor:
+    """What a form makes of logits, as a region does."""
+    logits = leaf.reshape(-1, side, side)
+    p = next(islice(_trajectory(candidate, _turned(logits, turn[0])), steps, None))
+    return _turned(p, turn[1]).reshape(leaf.shape)
+
+
+def _same_gradient(found: Region, ours: Callable[[torch.Tensor], torch.Tensor], side: int) -> bool:
     shape = found.shape
     generator = torch.Generator().manual_seed(1)
     points = [torch.randn(shape, generator=generator, dtype=torch.float64) * spread for spread in (1.0, 4.0, 9.0)]
@@ -233,12 +247,6 @@ def _same_gradient(found: Region, candidate: _Start, steps: int, side: int, turn
         sunk[:, 0] += math.log(eps)
         sunk[:, :, -1] += math.log(eps)
         points.append(sunk.reshape(shape))
-
-    def ours(leaf: torch.Tensor) -> torch.Tensor:
-        logits = leaf.reshape(-1, side, side)
-        p = next(islice(_trajectory(candidate, _turned(logits, turn[0])), steps, None))
-        return _turned(p, turn[1]).reshape(shape)
-
     return same_gradient(ours, found, *points)
 
 

@@ -210,6 +210,23 @@ class NormedTwice(Sublayer):
         return self.project(self.flat(x)) * (r * self.scale[0] * r)
 
 
+class NumbersOnly(Sublayer):
+    """What sets NaN to 0 equals a gate for numbers alone."""
+
+    def post(self, logits: Tensor) -> Tensor:
+        return super().post(logits).nan_to_num()
+
+
+class FiniteLogits(Sublayer):
+    def res(self, logits: Tensor) -> Tensor:
+        return super().res(logits.nan_to_num(neginf=-5.0))
+
+
+class FiniteStart(Sublayer):
+    def start(self, logits: Tensor) -> Tensor:
+        return logits.softmax(-1).nan_to_num() + 1e-6
+
+
 REASONS: list[tuple[type[Sublayer], str, str]] = [
     (UnequalEps, "column eps 1e-05 differs from its row eps 1e-06", "columns"),
     (ShiftedAlongTheOther, "by the maxima of their rows and then normalises the columns first", ""),
@@ -233,6 +250,9 @@ REASONS: list[tuple[type[Sublayer], str, str]] = [
     (NormedByOthers, "scaled token by token, and not by an RMS norm of what it projects", ""),
     (NextToNoEps, "an RMS norm with an eps of 1e-33 (outside)", ""),
     (DetachedGate, "equals a sigmoid gate, but its gradient does not", "pre"),
+    (NumbersOnly, "equals a sigmoid gate, but not for logits that are NaN or infinite", "post"),
+    (FiniteLogits, "a Sinkhorn projection of nan_to_num of projected streams, and not of these", ""),
+    (FiniteStart, "equals a Sinkhorn projection, but not for logits that are NaN or infinite", ""),
     (ScaledByPosition, "but also from another tensor, [3, 1], in mul", "pre"),
     (NormedTwice, "comes from a projection that is normalised twice", ""),
 ]
