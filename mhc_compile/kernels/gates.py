@@ -123,7 +123,7 @@ def _start(logits, i, o, eps, start_eps, pairs, N: tl.constexpr, START: tl.const
     """P_0 without start_eps (log domain: its logarithm) from logits that are -inf where padded, and a root.
 
     P_0 has the square of the root as a factor, which the first half step cancels if start_eps and eps have it too.
-    Where these are so large beside P_0 that float32 does not hold the factor, P_0 is 0.
+    It is as large as float32 holds beside these: with more of it P_0's largest entries would be 1 again.
     """
     if START == "softmax":
         if LOG:
@@ -144,7 +144,7 @@ def _start(logits, i, o, eps, start_eps, pairs, N: tl.constexpr, START: tl.const
             top = tl.where(pairs > 0, top, shift)
         most = 82.5 - tl.log(tl.maximum(tl.maximum(eps, start_eps), 1e-30))
         more = shift - top
-        p = tl.where(more < most, tl.exp(logits - top), 0.0)
+        p = tl.exp(tl.where(more < most, logits - top, logits - shift + most))
         return p, tl.exp(0.5 * tl.minimum(more, most))
 
 

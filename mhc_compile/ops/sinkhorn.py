@@ -110,11 +110,11 @@ def _start(logits: Tensor, form: Sinkhorn) -> tuple[Tensor, Tensor | float, Tens
         return torch.exp(logits - shift), form.start_eps, form.eps
     top = logits.amax(_first_axis(form), keepdim=True)
     more = shift - top
-    # Where the factor of the larger eps would leave the dtype, P is nothing beside it.
+    # A factor by which the larger eps does not leave the dtype. More of it would make P's largest entries 1 again.
     largest = max(form.start_eps, form.eps, 1e-30)
     most = 0.93 * math.log(torch.finfo(logits.dtype).max) - math.log(largest)
     root = torch.exp(0.5 * more.clamp_max(most))
-    p = torch.where(more < most, torch.exp(logits - top), 0.0)
+    p = torch.exp(torch.where(more < most, logits - top, logits - shift + most))
     return p, form.start_eps * root * root, form.eps * root * root
 
 

@@ -277,6 +277,16 @@ def test_sinkhorn_whose_shift_does_not_cancel(name: str, steps: int) -> None:
     check_sinkhorn(logits, replace(FORMS[name][2], steps=steps), noise=1e-4)
 
 
+@pytest.mark.parametrize("start", ["plain_exp", "global_exp"])
+def test_sinkhorn_of_columns_that_sink_beside_a_small_eps(start: str) -> None:
+    """Divided by it they are next to nothing, until half-steps have brought them back."""
+    logits = 60.0 * draw(100, 4, 4)
+    logits -= logits.amax((-2, -1), keepdim=True)
+    form = Sinkhorn(steps=6, start=start, first="columns", eps=1e-8, start_eps=0.0)
+    out = sinkhorn.forward(logits, sinkhorn=form)
+    assert_near(out, project_stochastic(logits.double(), form), "p", 1e-4)
+
+
 def test_sinkhorn_layouts() -> None:
     logits, d_out = draw(12, 3, 3), draw(12, 3, 3)
     form = FORMS["megatron"][2]
