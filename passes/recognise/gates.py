@@ -246,7 +246,7 @@ def _fit_sigmoid(found: Region) -> Sigmoid | str | None:
     if not same_gradient(sigmoid, found, *places):
         return "equals a sigmoid gate, but its gradient does not (a detach, or a scaled gradient)"
     if not same_beyond_numbers(sigmoid, found):
-        return "equals a sigmoid gate, but not for logits that are NaN or infinite (nan_to_num replaces them)"
+        return "equals a sigmoid gate, but not for logits that are NaN or infinite, which it replaces"
     if 0 < kind.eps <= tolerance:
         # Of a clamp at -30, say, which is no eps: a gate in the tail would be twice what it is.
         return f"is a sigmoid gate that does not fall below {kind.eps:.2g}, as if its logits were clamped"

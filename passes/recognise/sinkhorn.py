@@ -108,7 +108,7 @@ def identify(found: Region, side: int) -> tuple[Sinkhorn, bool, bool] | str:
         else:
             return form, *turn
     if replaces:
-        return "equals a Sinkhorn projection, but not for logits that are NaN or infinite (nan_to_num replaces them)"
+        return "equals a Sinkhorn projection, but not for logits that are NaN or infinite, which it replaces"
     if another_gradient:
         return "equals a Sinkhorn projection, but its gradient does not (a detach, or a scaled gradient)"
     if near:
