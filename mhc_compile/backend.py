@@ -93,6 +93,7 @@ class LowerPass(_Configured):
 
     def __call__(self, graph: fx.Graph) -> None:
         compat.keep_arguments_of_calls()  # of regions that a user marked, too
+        compat.keep_order_of_writes()
         if self.options["mhc.share_layers"] and compat.calls_graphs():
             bodies, report = passes.share(graph)
             if last_report is not None:

@@ -78,6 +78,32 @@ def keep_arguments_of_calls() -> None:
     SubgraphLowering.bw_donated_idxs = property(lambda self: None, lambda self, numbers: None)  # type: ignore[assignment]
 
 
+def keep_order_of_writes() -> None:
+    """Let no kernel be moved before what writes its arguments in place, whoever compiles it in this process.
+
+    What reads a buffer after a write depends on the write, by the name that the written buffer has from then on.
+    Inductor (torch 2.11 to 2.13) may give a pointwise kernel other loops, so that it fuses with its neighbour, takes
+    the names that it reads from its source once more, and forgets to replace them: the kernel then reads memory that
+    nobody has written. In 2.11 it forgets as well which kernels have to stay behind others.
+    """
+    from torch._inductor.dependencies import StarDep, WeakDep
+    from torch._inductor.scheduler import SchedulerNode
+    from torch.utils._ordered_set import OrderedSet
+
+    compute = SchedulerNode._compute_attrs
+    if hasattr(compute, "__wrapped__"):
+        return
+
+    @functools.wraps(compute)
+    def compute_and_keep(self: Any, *args: Any, **kwargs: Any) -> None:
+        before = getattr(self, "read_writes", None)
+        added = OrderedSet(dep for dep in before.reads if isinstance(dep, (StarDep, WeakDep))) if before else OrderedSet()
+        compute(self, *args, **kwargs)
+        self.set_read_writes(self.read_writes.with_read(added).rename(self.mutation_renames))
+
+    SchedulerNode._compute_attrs = compute_and_keep  # type: ignore[method-assign]
+
+
 def strides_to_keep(output: fx.Node) -> dict[str, Any]:
     """What is noted on the output of a graph that another calls, all of tensors, so that they keep their strides.
 

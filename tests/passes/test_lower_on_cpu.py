@@ -109,3 +109,34 @@ def test_streams_are_converted_in_parts(dtype: torch.dtype, monkeypatch: pytest.
     for most in (1, 20 * N * WIDTH, 1 << 23):
         monkeypatch.setattr(_loops, "_CONVERTED", most)
         assert _worst([_loops.phi_gradient(dh, x)], [exact]) < 1e-6
+
+
+def _straight_through(x: Tensor, phi: Tensor, w: Tensor) -> Tensor:
+    """h_res with the gradient of a softmax of its logits, and with the softmax, which Inductor fuses."""
+    flat = x.flatten(-2)
+    flat = flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + 1e-6)
+    pre, post, logits = (flat @ phi.mT).split([N, N, N * N], -1)
+    logits = logits.unflatten(-1, (N, N))
+    soft = logits.softmax(-1)
+    res = soft
+    for _ in range(4):
+        res = res / res.sum(-2, keepdim=True)
+        res = res / res.sum(-1, keepdim=True)
+    res = soft + (res - soft).detach()
+    f = torch.tanh((torch.sigmoid(pre).unsqueeze(-2) @ x).squeeze(-2) * w)
+    return 2 * torch.sigmoid(post).unsqueeze(-1) * f.unsqueeze(-2) + res.mT @ x
+
+
+@pytest.mark.parametrize("tokens", [(2, 4), (96,)])
+def test_what_is_fused_with_other_kernels_stays_behind_the_loops_that_write_what_it_reads(
+    tokens: tuple[int, ...],
+) -> None:
+    # Inductor gives the difference the loops of the softmax, and would forget that it reads what a loop has written.
+    draw = torch.Generator().manual_seed(0)
+    shapes = ((*tokens, N, WIDTH), SHAPES["phi"], SHAPES["w"])
+    leaves = [torch.randn(shape, generator=draw).requires_grad_() for shape in shapes]
+    exact = _results(_straight_through, [leaf.detach().double().requires_grad_() for leaf in leaves])
+    compiled = torch.compile(_straight_through, backend="mhc")
+    assert _worst(_results(compiled, leaves), exact) < 1e-5
+    assert backend.last_report is not None
+    assert "generate_mix_and_aggregate" in backend.last_report.lowered
