@@ -96,8 +96,8 @@ def keep_order_of_writes() -> None:
 
     @functools.wraps(compute)
     def compute_and_keep(self: Any, *args: Any, **kwargs: Any) -> None:
-        before = getattr(self, "read_writes", None)
-        added = OrderedSet(dep for dep in before.reads if isinstance(dep, (StarDep, WeakDep))) if before else OrderedSet()
+        known = self.read_writes.reads if hasattr(self, "read_writes") else ()
+        added = OrderedSet(dep for dep in known if isinstance(dep, (StarDep, WeakDep)))
         compute(self, *args, **kwargs)
         self.set_read_writes(self.read_writes.with_read(added).rename(self.mutation_renames))
 

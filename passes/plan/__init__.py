@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from mhc_compile.forms import Rms
-from mhc_compile.passes.plan.gradients import check_gradients, reached_by_gradients
+from mhc_compile.passes.plan.gradients import check_gradients, reached_by_gradients, takes_forward_derivatives
 from mhc_compile.passes.plan.mix import mix_site
 from mhc_compile.passes.plan.reasons import (
     broken_iterations,
@@ -66,6 +66,7 @@ def plan(shadow: Shadow, findings: Findings, *, input_norms: bool | None) -> Pla
     sites: list[Site] = []
     declined: list[Declined] = []
     reached = reached_by_gradients(shadow) if findings.mixtures else set()
+    forward_mode = takes_forward_derivatives(shadow)
 
     def consider(what: str, node: fx.Node, *makers: Callable[[], Site]) -> bool:
         """Accept the first of several sites that can be; the reason against the first is the one told."""
@@ -73,6 +74,8 @@ def plan(shadow: Shadow, findings: Findings, *, input_norms: bool | None) -> Pla
         for make in makers:
             try:
                 site = make()
+                if forward_mode:
+                    raise Decline("forward-mode derivatives are taken (torch.func.jvp), and the operators have none")
                 check_surroundings(shadow, site)
                 if isinstance(site, MixSite):
                     check_gradients(reached, site)

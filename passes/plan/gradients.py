@@ -1,4 +1,4 @@
-"""Whether gradients come back to all gates of a site, or to some of them alone.
+"""Which derivatives are taken: whether gradients come back to all gates of a site, or to some of them alone.
 
 An operator gives phi, scale and bias one gradient each. Where these are put together from parameters of their own for
 each gate, and no gradient comes back to one of the gates (a sublayer's output is detached, say), eager code leaves its
@@ -12,6 +12,11 @@ from torch import fx
 from mhc_compile import compat
 from mhc_compile.passes.plan.sites import Decline, MixSite, Rows
 from mhc_compile.passes.shadow import Shadow, Value, tensors_of
+
+
+def takes_forward_derivatives(shadow: Shadow) -> bool:
+    """Whether the program gives a tensor a tangent, as torch.func.jvp does."""
+    return any(getattr(node.target, "__name__", "") == "_make_dual" for node in shadow.graph.nodes)
 
 
 def reached_by_gradients(shadow: Shadow) -> set[fx.Node]:

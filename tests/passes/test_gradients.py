@@ -95,3 +95,23 @@ def test_operators_give_none_where_no_output_is_used() -> None:
     new = ops.boundary(f, None, post.detach(), x, res.detach(), *parameters)[0]
     used = torch.autograd.grad(new.sum(), [f, x, *parameters], allow_unused=True)
     assert [g is not None for g in used] == [True, True, False, False, False]
+
+
+# torch's own decompositions for forward mode go through torch.jit.script, which it deprecates.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is:DeprecationWarning")
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_program_that_takes_forward_derivatives_is_left_as_it_is() -> None:
+    model = Sublayer("nothing", False, False)
+    x = torch.randn(2, 3, N, C)
+
+    def derive(x: Tensor) -> tuple[Tensor, Tensor]:
+        result: tuple[Tensor, Tensor] = torch.func.jvp(model, (x,), (x.cos(),))
+        return result
+
+    program, report = rewriting(derive)
+    with torch.no_grad():
+        got, want = program(x), derive(x)
+    for ours, eager in zip(got, want, strict=True):
+        torch.testing.assert_close(ours, eager)
+    assert not report.rewritten
+    assert any("forward-mode derivatives are taken" in declined.reason for declined in report.declined)
