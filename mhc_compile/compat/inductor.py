@@ -199,8 +199,18 @@ def call_in_worker(function: Callable[..., Any], *args: Any) -> Any:
         return None
 
 
-def keep_triton_kernels() -> None:
-    """Have Triton keep kernels where Inductor has it keep the current GPU's, unless somebody has said where."""
+def settle_triton() -> None:
+    """Have Triton keep kernels where Inductor has it keep the current GPU's, unless somebody has said where, and
+    assemble them with what Inductor's workers do.
+
+    Inductor tells the process that it works in of that assembler when it first compiles a kernel there.
+    """
+    try:
+        from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
+
+        _set_triton_ptxas_path()
+    except ImportError:  # kernels that workers compile may not be found then
+        pass
     if "TRITON_CACHE_DIR" in os.environ:
         return
     try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from operator import or_
 from typing import Any
 
@@ -171,10 +171,19 @@ def triton_here() -> dict[str, str]:
     """With what Triton compiles in this process, and where it keeps the result, as variables for `compiling_for`."""
     from triton import knobs
 
+    _know_assembler(knobs.nvidia.ptxas.path)
     libdevice = os.environ.get("TRITON_LIBDEVICE_PATH")
     return {"TRITON_PTXAS_PATH": knobs.nvidia.ptxas.path, "TRITON_CACHE_DIR": knobs.cache.dir} | (
         {} if libdevice is None else {"TRITON_LIBDEVICE_PATH": libdevice}
     )
+
+
+@cache
+def _know_assembler(path: str) -> None:
+    """Let Triton ask this assembler for its version, which is part of each kernel's key: it may remember another's."""
+    from triton.backends.nvidia.compiler import get_ptxas_version
+
+    get_ptxas_version.cache_clear()
 
 
 @contextlib.contextmanager

@@ -11,6 +11,8 @@ import dataclasses
 import functools
 import importlib
 import logging
+import os
+from concurrent.futures import wait
 from typing import Any
 
 import torch
@@ -22,12 +24,19 @@ from mhc_compile.text import from_text
 log = logging.getLogger(__name__)
 
 
+# By the text of a launch, who compiles its kernel, and in which process that was asked for.
+_jobs: dict[str, tuple[Any, int]] = {}
+# Seconds to wait for another process, which takes some three; of one that does not answer there is nothing to expect.
+_PATIENCE = 60.0
+
+
 @functools.cache
 def _read(text: str) -> Any:
     # Not at the top: operators work where Triton is missing.
     from mhc_compile.kernels.opaque import Launch
 
-    compat.keep_triton_kernels()
+    compat.settle_triton()
+    _wait_for(text)
     path, places, dtypes, rest, options = from_text(text)
     module, name = path.rsplit(".", 1)
     kernel = getattr(importlib.import_module(module), name)
@@ -41,9 +50,9 @@ def launch(text: str, read: list[torch.Tensor], sizes: list[int], *, written: li
 
 @functools.cache
 def compile_elsewhere(text: str) -> None:
-    """Have another process compile a launch's kernel, if there is one, so that the first launch finds it.
+    """Have another process compile a launch's kernel, if there is one, for the first launch, which waits for it.
 
-    In this process it would wait for that launch, and then everything for it.
+    In this process kernels would be compiled one after the other, each when it is launched.
     """
     if not torch.cuda.is_available():
         return
@@ -51,11 +60,39 @@ def compile_elsewhere(text: str) -> None:
 
     from mhc_compile.kernels.opaque import triton_here
 
-    compat.keep_triton_kernels()
+    compat.settle_triton()
     target = dataclasses.astuple(driver.active.get_current_target())
     job = compat.call_in_worker(_compile, text, target, triton_here())
     if job is not None:
         job.add_done_callback(functools.partial(_tell, text))
+        _jobs[text] = job, os.getpid()
+
+
+def _wait_for(text: str) -> None:
+    """Until the kernel is compiled, if somebody is at it; nobody answers a process that was forked meanwhile."""
+    job, asked_by = _jobs.pop(text, (None, None))
+    if job is not None and asked_by == os.getpid():
+        wait([job], _PATIENCE)
+
+
+@functools.cache
+def prepare_workers() -> None:
+    """Let two of the processes that compile kernels do beforehand what they need some seconds for: import, and read
+    all of Triton, whose hash is part of each kernel's key.
+    """
+    if torch.cuda.is_available():
+        for _ in range(2):
+            compat.call_in_worker(_prepare)
+
+
+def _prepare() -> None:
+    import mhc_compile.kernels.boundary  # noqa: F401
+
+    try:
+        from triton.runtime.cache import triton_key
+    except ImportError:  # of a Triton that is not known
+        return
+    triton_key()
 
 
 def _compile(text: str, target: tuple[Any, ...], environment: dict[str, str]) -> None:

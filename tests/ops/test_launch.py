@@ -6,8 +6,9 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from threading import Timer
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from mhc_compile import compat, passes
+from mhc_compile.kernels import opaque as opaque_kernels
 from mhc_compile.kernels.opaque import compiling_for, opaque, triton_here
 from mhc_compile.ops import _launch
 from mhc_compile.text import from_text, to_text
@@ -130,17 +132,67 @@ halve = opaque("out")(_halve)
 def test_another_process_compiles_what_the_first_launch_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Into Triton's cache, under the key by which this process looks for it, whatever the other has compiled with."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+    compat.settle_triton()
     environment, target = triton_here(), ("cuda", 90, 32)
     assert environment["TRITON_CACHE_DIR"] == str(tmp_path)
-    text = to_text([f"{__name__}.halve", [1, 0], ["float32"] * 2, [None, None, 0.5, 3], {"BLOCK": 128}])
     with config.patch(compile_threads=2):
         assert compat.call_in_worker(_remember_another_assembler).result(timeout=200) is None
-        assert compat.call_in_worker(_launch._compile, text, target, environment).result(timeout=200) is None
+        assert compat.call_in_worker(_launch._compile, HALVE, target, environment).result(timeout=200) is None
     kept = sorted(tmp_path.iterdir())
     assert list(tmp_path.rglob("_halve.cubin"))
     with compiling_for(target, {}):
-        _launch._read(text).compile()
+        _launch._read(HALVE).compile()
     assert sorted(tmp_path.iterdir()) == kept
+
+
+def test_the_assembler_that_this_process_asked_before_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch names its own when it first compiles a kernel here; Triton may have asked another for its version before."""
+    from triton.backends.nvidia.compiler import get_ptxas_version
+
+    _remember_another_assembler()
+    assert get_ptxas_version(90) == "another, release 13.0"
+    monkeypatch.setattr(opaque_kernels, "_know_assembler", cache(opaque_kernels._know_assembler.__wrapped__))
+    triton_here()
+    assert get_ptxas_version(90) != "another, release 13.0"
+    monkeypatch.setattr(get_ptxas_version, "cache_clear", lambda: pytest.fail("asked again"))
+    triton_here()
+
+
+HALVE = to_text([f"{__name__}.halve", [1, 0], ["float32"] * 2, [None, None, 0.5, 3], {"BLOCK": 128}])
+
+
+def test_the_first_launch_waits_for_who_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    job: Future[None] = Future()
+    monkeypatch.setattr(_launch, "_jobs", {HALVE: (job, os.getpid())})
+    timer = Timer(0.3, job.set_result, (None,))
+    timer.start()
+    _launch._read.__wrapped__(HALVE)
+    assert job.done()
+    timer.join()
+    assert _launch._jobs == {}
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_nobody_waits_for_what_does_not_come(forked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process that was forked the other's answer is heard of by nobody."""
+    job: Future[None] = Future()
+    monkeypatch.setattr(_launch, "_PATIENCE", 1000.0 if forked else 0.1)
+    monkeypatch.setattr(_launch, "_jobs", {HALVE: (job, os.getpid() + forked)})
+    _launch._read.__wrapped__(HALVE)
+    assert not job.done()
+
+
+def test_workers_are_prepared_once_and_for_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(compat, "call_in_worker", asked.append)
+    for available, jobs in ((False, 0), (True, 2)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
+        prepare = cache(_launch.prepare_workers.__wrapped__)
+        prepare()
+        prepare()
+        assert asked == [_launch._prepare] * jobs
+    _launch._prepare()
 
 
 def _remember_another_assembler() -> None:
