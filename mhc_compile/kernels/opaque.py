@@ -140,6 +140,9 @@ class Launch:
 
     def _compiled(self, sizes: Sequence[int]) -> Any:
         """The kernel as Triton compiles it for tensors by their dtypes, and for any sizes."""
+        from triton import knobs
+
+        _know_assembler(knobs.nvidia.ptxas.path)
         values = self._filled([*self._dtypes, *sizes])
         return self._kernel.kernel.warmup(*values, grid=(1, 1, 1), **self._options)
 
@@ -167,23 +170,22 @@ class _Absent:
         return self._target
 
 
-def triton_here() -> dict[str, str]:
-    """With what Triton compiles in this process, and where it keeps the result, as variables for `compiling_for`."""
-    from triton import knobs
-
-    _know_assembler(knobs.nvidia.ptxas.path)
-    libdevice = os.environ.get("TRITON_LIBDEVICE_PATH")
-    return {"TRITON_PTXAS_PATH": knobs.nvidia.ptxas.path, "TRITON_CACHE_DIR": knobs.cache.dir} | (
-        {} if libdevice is None else {"TRITON_LIBDEVICE_PATH": libdevice}
-    )
-
-
 @cache
 def _know_assembler(path: str) -> None:
     """Let Triton ask this assembler for its version, which is part of each kernel's key: it may remember another's."""
     from triton.backends.nvidia.compiler import get_ptxas_version
 
     get_ptxas_version.cache_clear()
+
+
+def triton_here() -> dict[str, str]:
+    """With what Triton compiles in this process, and where it keeps the result, as variables for `compiling_for`."""
+    from triton import knobs
+
+    libdevice = os.environ.get("TRITON_LIBDEVICE_PATH")
+    return {"TRITON_PTXAS_PATH": knobs.nvidia.ptxas.path, "TRITON_CACHE_DIR": knobs.cache.dir} | (
+        {} if libdevice is None else {"TRITON_LIBDEVICE_PATH": libdevice}
+    )
 
 
 @contextlib.contextmanager

@@ -127,6 +127,7 @@ def _halve(x, out, factor, BLOCK: gl.constexpr):  # type: ignore[no-untyped-def]
 
 
 halve = opaque("out")(_halve)
+HALVE = to_text([f"{__name__}.halve", [1, 0], ["float32"] * 2, [None, None, 0.5, 3], {"BLOCK": 128}])
 
 
 def test_another_process_compiles_what_the_first_launch_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,20 +147,20 @@ def test_another_process_compiles_what_the_first_launch_takes(tmp_path: Path, mo
     assert sorted(tmp_path.iterdir()) == kept
 
 
-def test_the_assembler_that_this_process_asked_before_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch names its own when it first compiles a kernel here; Triton may have asked another for its version before."""
+def test_the_assembler_that_was_asked_before_is_forgotten(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """torch names its own when it first compiles a kernel here; Triton may have asked another before that."""
+    from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import get_ptxas_version
+    from triton.runtime import driver
 
-    _remember_another_assembler()
-    assert get_ptxas_version(90) == "another, release 13.0"
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(opaque_kernels, "_know_assembler", cache(opaque_kernels._know_assembler.__wrapped__))
-    triton_here()
-    assert get_ptxas_version(90) != "another, release 13.0"
-    monkeypatch.setattr(get_ptxas_version, "cache_clear", lambda: pytest.fail("asked again"))
-    triton_here()
-
-
-HALVE = to_text([f"{__name__}.halve", [1, 0], ["float32"] * 2, [None, None, 0.5, 3], {"BLOCK": 128}])
+    monkeypatch.setattr(driver, "_active", opaque_kernels._Absent(GPUTarget("cuda", 90, 32)))
+    for remembered in (False, True):  # the second time nobody has to be asked
+        _remember_another_assembler()
+        _launch._read.__wrapped__(HALVE).compile()
+        assert (get_ptxas_version(90) == "another, release 13.0") is remembered
+    get_ptxas_version.cache_clear()
 
 
 def test_the_first_launch_waits_for_who_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
