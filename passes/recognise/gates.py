@@ -13,7 +13,14 @@ from mhc_compile.passes.recognise import sinkhorn
 from mhc_compile.passes.recognise.affine import Affine, AffineWalk
 from mhc_compile.passes.recognise.fewer import on_few_tokens
 from mhc_compile.passes.recognise.layout import is_movement
-from mhc_compile.passes.recognise.region import Region, Signature, region, same_beyond_numbers, same_gradient
+from mhc_compile.passes.recognise.region import (
+    AT_KINKS,
+    Region,
+    Signature,
+    region,
+    same_beyond_numbers,
+    same_gradient,
+)
 from mhc_compile.passes.shadow import Op, Value
 
 # Region and candidate are float64 and at most a few operations long.
@@ -245,6 +252,8 @@ def _fit_sigmoid(found: Region) -> Sigmoid | str | None:
     places = [torch.randn(shape, generator=generator, dtype=torch.float64) * spread for spread in (1.0, 6.0)]
     if not same_gradient(sigmoid, found, *places):
         return "equals a sigmoid gate, but its gradient does not (a detach, or a scaled gradient)"
+    if not same_gradient(sigmoid, found, torch.zeros(shape, dtype=torch.float64), relative=AT_KINKS):
+        return "equals a sigmoid gate, but its gradient does not where logits are zero (as that of abs or clamp there)"
     if not same_beyond_numbers(sigmoid, found):
         return "equals a sigmoid gate, but not for logits that are NaN or infinite, which it replaces"
     if 0 < kind.eps <= tolerance:

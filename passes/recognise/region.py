@@ -135,9 +135,16 @@ def _between(out: Value, is_leaf: Callable[[Value], bool]) -> tuple[dict[Op, Non
 # What arrives from behind may be of any size. Torch's own backwards are linear in it, but one that a program brings
 # along may clip it, and is linear only as far as it does not.
 _COTANGENTS = (1.0, 1e-4, 1e4)
+# Both are float64, with a few hundred roundings. What a lost path changes may be as small as the eps beside it.
+_GRADIENT = 1e-11
+# Where a function has a kink, as abs has at zero and a maximum where two are equal, torch picks a gradient. Of a
+# maximum that is only taken off an exponent it changes no more than the eps does, which float32 may not even see.
+AT_KINKS = 1e-6
 
 
-def same_gradient(ours: Callable[[torch.Tensor], torch.Tensor], found: Region, *points: torch.Tensor) -> bool:
+def same_gradient(
+    ours: Callable[[torch.Tensor], torch.Tensor], found: Region, *points: torch.Tensor, relative: float = _GRADIENT
+) -> bool:
     """Whether a function that agrees with a region in value agrees in gradient too, at all these points.
 
     A detach shows only there, and what a custom `autograd.Function` makes of the gradients that it is given.
@@ -147,7 +154,7 @@ def same_gradient(ours: Callable[[torch.Tensor], torch.Tensor], found: Region, *
     def theirs(leaf: torch.Tensor) -> torch.Tensor:
         return found.run(leaf).reshape(found.shape)
 
-    return all(_agree(_gradients(ours, point, sizes), _gradients(theirs, point, sizes)) for point in points)
+    return all(_agree(_gradients(ours, point, sizes), _gradients(theirs, point, sizes), relative) for point in points)
 
 
 def same_beyond_numbers(ours: Callable[[torch.Tensor], torch.Tensor], found: Region) -> bool:
@@ -179,11 +186,10 @@ def _gradients(
         return None
 
 
-def _agree(ours: list[torch.Tensor] | None, theirs: list[torch.Tensor] | None) -> bool:
+def _agree(ours: list[torch.Tensor] | None, theirs: list[torch.Tensor] | None, relative: float) -> bool:
     if ours is None or theirs is None:
         return False
-    # Both are float64, with a few hundred roundings. What a lost path changes may be as small as the eps beside it.
-    return all(bool((a - b).norm() <= 1e-11 * b.norm()) for a, b in zip(ours, theirs, strict=True))
+    return all(bool((a - b).norm() <= relative * b.norm()) for a, b in zip(ours, theirs, strict=True))
 
 
 _FACTORIES = {"zeros", "ones", "full", "new_zeros", "new_ones", "new_full"}

@@ -17,7 +17,7 @@ import torch
 
 from mhc_compile import compat
 from mhc_compile.forms import SINKHORN_AXES, Sinkhorn
-from mhc_compile.passes.recognise.region import Region, same_beyond_numbers, same_gradient
+from mhc_compile.passes.recognise.region import AT_KINKS, Region, same_beyond_numbers, same_gradient
 from mhc_compile.passes.shadow import Op
 
 _MATRICES = 48
@@ -91,7 +91,7 @@ def identify(found: Region, side: int) -> tuple[Sinkhorn, bool, bool] | str:
     given, got = given[finite], got[finite]
     constants = sorted(c for c in found.constants() if c > 0)
     limit = sum(is_reduction(op) for op in found.ops) + 2
-    another_gradient = replaces = False
+    another_gradient = at_ties = replaces = False
     near, nearest = _near(list(_starts(constants)), *probe, limit)
     for candidate, turn in near:
         steps = _steps(candidate, _turned(given, turn[0]), _turned(got, turn[1]), limit)
@@ -103,12 +103,16 @@ def identify(found: Region, side: int) -> tuple[Sinkhorn, bool, bool] | str:
         ours = partial(_computed, candidate, steps, side, turn)
         if not _same_gradient(found, ours, side):
             another_gradient = True
+        elif not _same_gradient_at_ties(found, ours):
+            at_ties = True
         elif not same_beyond_numbers(ours, found):
             replaces = True
         else:
             return form, *turn
     if replaces:
         return "equals a Sinkhorn projection, but not for logits that are NaN or infinite, which it replaces"
+    if at_ties:
+        return "equals a Sinkhorn projection, but its gradient does not where logits are equal (max(dim) picks one)"
     if another_gradient:
         return "equals a Sinkhorn projection, but its gradient does not (a detach, or a scaled gradient)"
     if near:
@@ -248,6 +252,12 @@ def _same_gradient(found: Region, ours: Callable[[torch.Tensor], torch.Tensor], 
         sunk[:, :, -1] += math.log(eps)
         points.append(sunk.reshape(shape))
     return same_gradient(ours, found, *points)
+
+
+def _same_gradient_at_ties(found: Region, ours: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    """Where all logits are equal, as before a model is trained, and where some are."""
+    some = torch.randint(2, found.shape, generator=torch.Generator().manual_seed(2)).double()
+    return same_gradient(ours, found, torch.zeros_like(some), some, relative=AT_KINKS)
 
 
 def is_reduction(op: Op) -> int:

@@ -504,6 +504,71 @@ def test_a_bound_of_the_logits_is_no_eps(bound: float, told: str) -> None:
     assert told in str(outcome.report)
 
 
+class _Untrained(Sublayer):
+    """All logits of a mix are the same number, as phi is before training."""
+
+    def __init__(self) -> None:
+        super().__init__(N, WIDTH, 3, 2)
+        with torch.no_grad():
+            self.phi.zero_()
+            self.bias.zero_()
+
+
+class _BySign(_Untrained):
+    def pre(self, logits: Tensor) -> Tensor:
+        small = torch.exp(-logits.abs())
+        return torch.where(logits >= 0, 1 / (1 + small), small / (1 + small))
+
+
+class _BySoftplus(_Untrained):
+    def post(self, logits: Tensor) -> Tensor:
+        z = -logits
+        return 2 * torch.exp(-(z.clamp(min=0) + torch.log1p(torch.exp(-z.abs()))))
+
+
+class _WithoutKink(_Untrained):
+    def pre(self, logits: Tensor) -> Tensor:
+        positive = 1 / (1 + torch.exp(-logits.clamp(min=0)))
+        negative = logits.clamp(max=0).exp()
+        return torch.where(logits >= 0, positive, negative / (1 + negative))
+
+
+class _ShiftedByOne(_Untrained):
+    """The gradient of the shift goes to one of the greatest logits, amax would share it among them."""
+
+    def top(self, logits: Tensor) -> Tensor:
+        return logits.max(-1, keepdim=True).values
+
+    def res(self, logits: Tensor) -> Tensor:
+        m = torch.exp(logits - self.top(logits))
+        for axis in (-1, -2, -1, -2):
+            m = m / (m.sum(axis, keepdim=True) + 1e-3)
+        return m
+
+
+class _ShiftedByAll(_ShiftedByOne):
+    def top(self, logits: Tensor) -> Tensor:
+        return logits.amax(-1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (_BySign, "where logits are zero"),
+        (_BySoftplus, "where logits are zero"),
+        (_WithoutKink, ""),
+        (_ShiftedByOne, "where logits are equal"),
+        (_ShiftedByAll, ""),
+    ],
+)
+def test_gradients_where_torch_has_to_pick_one(kind: type[_Untrained], told: str) -> None:
+    outcome = check.run(kind(), (torch.randn(2, 3, N, WIDTH),))
+    check.assert_as_accurate(outcome)
+    assert ("generate_mix_and_aggregate" in outcome.operators) or told
+    assert told in str(outcome.report)
+    assert bool(outcome.report.declined) == bool(told), str(outcome.report)
+
+
 class _InChunks(Sublayer):
     def gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         parts = [super(_InChunks, self).gates(chunk) for chunk in x.chunk(2, 1)]
