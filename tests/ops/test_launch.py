@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from functools import cache, partial
 from pathlib import Path
 from threading import Timer
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +27,13 @@ from mhc_compile.ops import _launch
 from mhc_compile.text import from_text, to_text
 
 OPERATOR = "torch.ops.mhc._launch.default"
+
+
+@pytest.fixture(autouse=True)
+def variables() -> Iterator[None]:
+    """Those of the process: where Triton keeps kernels, and what it assembles them with, is told by variables."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture
