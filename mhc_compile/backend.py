@@ -19,7 +19,6 @@ from torch import fx
 
 import mhc_compile.ops  # noqa: F401  (registers the operators that the passes insert)
 from mhc_compile import compat, kernels, passes, records
-from mhc_compile.ops._launch import prepare_workers
 from mhc_compile.passes.fuse import FUSIONS, check_layers
 from mhc_compile.passes.report import Report
 
@@ -57,16 +56,13 @@ class MhcPass(_Configured):
 
     def __call__(self, graph: fx.Graph) -> None:
         global last_report
-        for_cpu = _is_for_cpu(graph)
-        if not for_cpu:
-            prepare_workers()
         new, report = passes.run(graph, input_norms=self.options[_INPUT_NORM])
         last_report = records.add(report)
         if self.options["mhc.strict"] and (report.declined or report.errors):
             raise StrictError(str(report))
         module = graph.owning_module
         if new is not None and module is not None:
-            if for_cpu:
+            if _is_for_cpu(graph):
                 compat.compile_beside()
             module.graph = new
             module.recompile()

@@ -13,7 +13,6 @@ from torch import fx
 from torch._dynamo.utils import counters
 from torch._inductor import async_compile
 from torch._inductor import config as inductor_config
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_compile
 from mhc_compile import backend, passes
@@ -182,21 +181,6 @@ def test_strict(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.compile(model, backend="mhc", options={"mhc.strict": True})(torch.randn(2, 3, 32))
     torch._dynamo.reset()
     _same(torch.compile(model, backend="mhc"), model, 2, 3)
-
-
-@pytest.mark.parametrize(("device", "times"), [("cpu", 0), ("cuda:0", 1)])
-def test_workers_are_prepared_where_kernels_may_follow(
-    device: str, times: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepared: list[None] = []
-    monkeypatch.setattr(backend, "prepare_workers", lambda: prepared.append(None))
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    with FakeTensorMode():
-        x.meta["example_value"] = torch.empty(3, device=device)
-    graph.output((x,))
-    backend.MhcPass()(fx.GraphModule(torch.nn.Module(), graph).graph)
-    assert len(prepared) == times
 
 
 @pytest.mark.usefixtures("fresh_cache")

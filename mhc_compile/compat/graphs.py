@@ -82,6 +82,11 @@ def compile_without_inductor(gm: fx.GraphModule, example_inputs: Any, on_joint: 
     return aot_autograd(**compilers, partition_fn=partition)(gm, example_inputs)
 
 
+def for_these_sizes() -> Any:
+    """A context in which Dynamo compiles for the sizes that it sees, whatever it saw before, and however often."""
+    return torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=1 << 30)
+
+
 def on_dynamo_reset(backend: Any) -> None:
     """Have `backend.reset()` called by the next `torch._dynamo.reset()`, as that of every backend in use."""
     from torch._dynamo.eval_frame import cached_backends

@@ -76,7 +76,10 @@ def common_fake_mode(values: Iterable[Any]) -> Any:
 
 
 def fake_mode_of(tensor: Any) -> Any:
-    """The mode in which factory functions make tensors like this one."""
+    """The mode in which factory functions make tensors like this one, which torch.func may have wrapped."""
+    functorch = torch._C._functorch
+    while isinstance(tensor, torch.Tensor) and functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
     return getattr(tensor, "fake_mode", None) or contextlib.nullcontext()
 
 

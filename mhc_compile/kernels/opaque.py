@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial, reduce
+from functools import partial, reduce
 from operator import or_
 from typing import Any
 
@@ -170,12 +170,26 @@ class _Absent:
         return self._target
 
 
-@cache
+_assembler = ""
+
+
 def _know_assembler(path: str) -> None:
     """Let Triton ask this assembler for its version, which is part of each kernel's key: it may remember another's."""
-    from triton.backends.nvidia.compiler import get_ptxas_version
+    global _assembler
+    if path != _assembler:
+        from triton.backends.nvidia.compiler import get_ptxas_version
 
-    get_ptxas_version.cache_clear()
+        get_ptxas_version.cache_clear()
+        _assembler = path
+
+
+def hash_of_triton() -> str | None:
+    """The hash of all of Triton, part of each kernel's key, which a process takes up to a second and a half to make."""
+    try:
+        from triton.runtime.cache import triton_key
+    except ImportError:  # of a Triton that is not known
+        return None
+    return str(triton_key())
 
 
 def triton_here() -> dict[str, str]:
@@ -189,16 +203,22 @@ def triton_here() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def compiling_for(target: tuple[Any, ...], environment: dict[str, str]) -> Iterator[None]:
+def compiling_for(
+    target: tuple[Any, ...], environment: dict[str, str], triton_hash: str | None = None
+) -> Iterator[None]:
     """Triton compiles for a GPU, its own description of it, as a process with these variables would.
+
+    triton_hash: what that process has found out as `hash_of_triton`, which holds for this process from then on.
 
     The GPU need not be there: nothing is launched. Triton remembers the version of its assembler, which is part of a
     kernel's key in the cache, and of which another than this process's may be meant.
     """
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import get_ptxas_version
-    from triton.runtime import driver
+    from triton.runtime import cache, driver
 
+    if triton_hash is not None:
+        cache.triton_key = lambda: triton_hash
     before = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
     get_ptxas_version.cache_clear()

@@ -23,10 +23,9 @@ from mhc_compile.text import from_text
 
 log = logging.getLogger(__name__)
 
-
 # By the text of a launch, who compiles its kernel, and in which process that was asked for.
 _jobs: dict[str, tuple[Any, int]] = {}
-# Seconds to wait for another process, which takes some three; of one that does not answer there is nothing to expect.
+# Seconds to wait for another process, which takes some five.
 _PATIENCE = 60.0
 
 
@@ -58,11 +57,11 @@ def compile_elsewhere(text: str) -> None:
         return
     from triton.runtime import driver
 
-    from mhc_compile.kernels.opaque import triton_here
+    from mhc_compile.kernels.opaque import hash_of_triton, triton_here
 
     compat.settle_triton()
     target = dataclasses.astuple(driver.active.get_current_target())
-    job = compat.call_in_worker(_compile, text, target, triton_here())
+    job = compat.call_in_worker(_compile, text, target, triton_here(), hash_of_triton())
     if job is not None:
         job.add_done_callback(functools.partial(_tell, text))
         _jobs[text] = job, os.getpid()
@@ -70,35 +69,20 @@ def compile_elsewhere(text: str) -> None:
 
 def _wait_for(text: str) -> None:
     """Until the kernel is compiled, if somebody is at it; nobody answers a process that was forked meanwhile."""
-    job, asked_by = _jobs.pop(text, (None, None))
-    if job is not None and asked_by == os.getpid():
-        wait([job], _PATIENCE)
-
-
-@functools.cache
-def prepare_workers() -> None:
-    """Let two of the processes that compile kernels do beforehand what they need some seconds for: import, and read
-    all of Triton, whose hash is part of each kernel's key.
-    """
-    if torch.cuda.is_available():
-        for _ in range(2):
-            compat.call_in_worker(_prepare)
-
-
-def _prepare() -> None:
-    import mhc_compile.kernels.boundary  # noqa: F401
-
-    try:
-        from triton.runtime.cache import triton_key
-    except ImportError:  # of a Triton that is not known
+    job, asked_by = _jobs.get(text, (None, None))
+    if job is None or asked_by != os.getpid():
         return
-    triton_key()
+    if not wait([job], _PATIENCE).done:
+        log.warning(
+            "no other process has compiled %s in %.0f s; this one does, and all that are to come", text, _PATIENCE
+        )
+        _jobs.clear()
 
 
-def _compile(text: str, target: tuple[Any, ...], environment: dict[str, str]) -> None:
+def _compile(text: str, target: tuple[Any, ...], environment: dict[str, str], triton_hash: str | None) -> None:
     from mhc_compile.kernels.opaque import compiling_for
 
-    with compiling_for(target, environment):
+    with compiling_for(target, environment, triton_hash):
         _read(text).compile()
 
 

@@ -34,7 +34,8 @@ class Graphs:
 def capture(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Graphs:
     """Run `model(*args, **kwargs)` once and return its rewritten graphs.
 
-    Where no gradient is wanted, the joint graphs hold the forward alone.
+    They are of these sizes, whatever the model has been compiled for before in this process. Where no gradient is
+    wanted, the joint graphs hold the forward alone.
     """
     graphs = Graphs()
 
@@ -48,7 +49,8 @@ def capture(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Graphs:
         passes.fuse(joint)
         graphs.joint.append(joint.graph)
 
-    torch.compile(model, backend=look)(*args, **kwargs)
+    with compat.for_these_sizes():
+        torch.compile(model, backend=look)(*args, **kwargs)
     return graphs
 
 

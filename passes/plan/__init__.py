@@ -13,7 +13,12 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from mhc_compile.forms import Rms
-from mhc_compile.passes.plan.gradients import check_gradients, reached_by_gradients, takes_forward_derivatives
+from mhc_compile.passes.plan.gradients import (
+    check_gradients,
+    derives_again,
+    reached_by_gradients,
+    takes_forward_derivatives,
+)
 from mhc_compile.passes.plan.mix import mix_site
 from mhc_compile.passes.plan.reasons import (
     broken_iterations,
@@ -66,7 +71,7 @@ def plan(shadow: Shadow, findings: Findings, *, input_norms: bool | None) -> Pla
     sites: list[Site] = []
     declined: list[Declined] = []
     reached = reached_by_gradients(shadow) if findings.mixtures else set()
-    forward_mode = takes_forward_derivatives(shadow)
+    beyond = _derivatives_beyond(shadow)
 
     def consider(what: str, node: fx.Node, *makers: Callable[[], Site]) -> bool:
         """Accept the first of several sites that can be; the reason against the first is the one told."""
@@ -74,8 +79,8 @@ def plan(shadow: Shadow, findings: Findings, *, input_norms: bool | None) -> Pla
         for make in makers:
             try:
                 site = make()
-                if forward_mode:
-                    raise Decline("forward-mode derivatives are taken (torch.func.jvp), and the operators have none")
+                if beyond:
+                    raise Decline(beyond)
                 check_surroundings(shadow, site)
                 if isinstance(site, MixSite):
                     check_gradients(reached, site)
@@ -121,6 +126,18 @@ def plan(shadow: Shadow, findings: Findings, *, input_norms: bool | None) -> Pla
     if input_norms is not False:
         sites = [_with_norm(shadow, findings, site, input_norms) for site in sites]
     return Plan(sites, declined + misses)
+
+
+def _derivatives_beyond(shadow: Shadow) -> str:
+    """Why no site of a program can be: it takes derivatives that the operators do not have."""
+    if takes_forward_derivatives(shadow):
+        return "forward-mode derivatives are taken (torch.func.jvp), and the operators have none"
+    if derives_again(shadow):
+        return (
+            "derivatives are taken within the program (torch.func.grad, vjp or jacrev) and gradients come back to its "
+            "results, and the operators have first derivatives only: detach the results or what is not trained"
+        )
+    return ""
 
 
 def _with_norm(shadow: Shadow, findings: Findings, site: Site, wanted: bool | None) -> Site:

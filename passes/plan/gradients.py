@@ -19,6 +19,15 @@ def takes_forward_derivatives(shadow: Shadow) -> bool:
     return any(getattr(node.target, "__name__", "") == "_make_dual" for node in shadow.graph.nodes)
 
 
+def derives_again(shadow: Shadow) -> bool:
+    """Whether the program takes derivatives itself, as torch.func.grad does, and gradients come back to its results."""
+    takes = any(getattr(node.target, "__name__", "") in ("_autograd_grad", "grad") for node in shadow.graph.nodes)
+    results = shadow.graph.find_nodes(op="output") if takes else ()
+    return any(
+        tensor.requires_grad for result in results for node in result.all_input_nodes for tensor in tensors_of(node)
+    )
+
+
 def reached_by_gradients(shadow: Shadow) -> set[fx.Node]:
     """The nodes to which a gradient can come back from the graph's results, as far as the graph decides that."""
     found: set[fx.Node] = set()

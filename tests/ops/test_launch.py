@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from threading import Timer
 from unittest import mock
@@ -22,7 +22,7 @@ from triton.experimental.gluon import language as gl
 
 from mhc_compile import compat, passes
 from mhc_compile.kernels import opaque as opaque_kernels
-from mhc_compile.kernels.opaque import compiling_for, opaque, triton_here
+from mhc_compile.kernels.opaque import compiling_for, hash_of_triton, opaque, triton_here
 from mhc_compile.ops import _launch
 from mhc_compile.text import from_text, to_text
 
@@ -147,7 +147,10 @@ def test_another_process_compiles_what_the_first_launch_takes(tmp_path: Path, mo
     assert environment["TRITON_CACHE_DIR"] == str(tmp_path)
     with config.patch(compile_threads=2):
         assert compat.call_in_worker(_remember_another_assembler).result(timeout=200) is None
-        assert compat.call_in_worker(_launch._compile, HALVE, target, environment).result(timeout=200) is None
+        assert (
+            compat.call_in_worker(_launch._compile, HALVE, target, environment, hash_of_triton()).result(timeout=200)
+            is None
+        )
     kept = sorted(tmp_path.iterdir())
     assert list(tmp_path.rglob("_halve.cubin"))
     with compiling_for(target, {}):
@@ -162,13 +165,15 @@ def test_the_assembler_that_was_asked_before_is_forgotten(monkeypatch: pytest.Mo
     from triton.runtime import driver
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(opaque_kernels, "_know_assembler", cache(opaque_kernels._know_assembler.__wrapped__))
+    monkeypatch.setattr(opaque_kernels, "_assembler", "another")
     monkeypatch.setattr(driver, "_active", opaque_kernels._Absent(GPUTarget("cuda", 90, 32)))
-    for remembered in (False, True):  # the second time nobody has to be asked
-        _remember_another_assembler()
-        _launch._read.__wrapped__(HALVE).compile()
-        assert (get_ptxas_version(90) == "another, release 13.0") is remembered
-    get_ptxas_version.cache_clear()
+    try:
+        for remembered in (False, True):  # the second time nobody has to be asked
+            _remember_another_assembler()
+            _launch._read.__wrapped__(HALVE).compile()
+            assert (get_ptxas_version(90) == "another, release 13.0") is remembered
+    finally:
+        get_ptxas_version.cache_clear()
 
 
 def test_the_first_launch_waits_for_who_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,29 +184,31 @@ def test_the_first_launch_waits_for_who_compiles(monkeypatch: pytest.MonkeyPatch
     _launch._read.__wrapped__(HALVE)
     assert job.done()
     timer.join()
+
+
+def test_who_does_not_answer_is_waited_for_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_launch, "_PATIENCE", 0.1)
+    monkeypatch.setattr(_launch, "_jobs", {text: (Future(), os.getpid()) for text in (HALVE, "another")})
+    _launch._read.__wrapped__(HALVE)
+    assert "no other process has compiled" in caplog.text
     assert _launch._jobs == {}
 
 
-@pytest.mark.parametrize("forked", [False, True])
-def test_nobody_waits_for_what_does_not_come(forked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a process that was forked the other's answer is heard of by nobody."""
-    job: Future[None] = Future()
-    monkeypatch.setattr(_launch, "_PATIENCE", 1000.0 if forked else 0.1)
-    monkeypatch.setattr(_launch, "_jobs", {HALVE: (job, os.getpid() + forked)})
+def test_nobody_waits_in_a_process_that_was_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_launch, "_jobs", {HALVE: (Future(), os.getpid() + 1)})
+    monkeypatch.setattr(_launch, "wait", lambda *_: pytest.fail("waits for nobody"))
     _launch._read.__wrapped__(HALVE)
-    assert not job.done()
 
 
-def test_workers_are_prepared_once_and_for_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
-    monkeypatch.setattr(compat, "call_in_worker", asked.append)
-    for available, jobs in ((False, 0), (True, 2)):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
-        prepare = cache(_launch.prepare_workers.__wrapped__)
-        prepare()
-        prepare()
-        assert asked == [_launch._prepare] * jobs
-    _launch._prepare()
+def test_a_hash_that_is_known_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime import cache
+
+    monkeypatch.setattr(cache, "triton_key", cache.triton_key)
+    assert hash_of_triton() == cache.triton_key()
+    with compiling_for(("cuda", 90, 32), {}, "known"):
+        assert hash_of_triton() == "known"
 
 
 def _remember_another_assembler() -> None:

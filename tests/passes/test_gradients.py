@@ -115,3 +115,46 @@ def test_a_program_that_takes_forward_derivatives_is_left_as_it_is() -> None:
         torch.testing.assert_close(ours, eager)
     assert not report.rewritten
     assert any("forward-mode derivatives are taken" in declined.reason for declined in report.declined)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("come_back", [False, True])
+@pytest.mark.parametrize("take", ["grad", "vjp", "jacrev"])
+def test_derivatives_within_a_program(take: str, come_back: bool) -> None:
+    """Where gradients come back to them, as in a step of MAML, they would be second ones."""
+    model = Sublayer("nothing", False, False)
+    x = torch.randn(2, 3, N, C)
+
+    def derive(x: Tensor) -> Tensor:
+        if take == "grad":
+            result = torch.func.grad(lambda x: model(x).square().sum())(x)
+        elif take == "vjp":
+            (result,) = torch.func.vjp(model, x)[1](x.cos())
+        else:
+            result = torch.func.jacrev(lambda x: model(x).sum((-1, -2)))(x)
+        return result if come_back else result.detach()
+
+    program, report = rewriting(derive)
+    got, want = program(x), derive(x)
+    torch.testing.assert_close(got, want)
+    assert bool(report.rewritten) != come_back
+    told = any("derivatives are taken within the program" in declined.reason for declined in report.declined)
+    assert told == come_back
+    if come_back:
+        parameters = list(model.parameters())
+        ours, eager = (torch.autograd.grad(y.square().sum(), parameters, materialize_grads=True) for y in (got, want))
+        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_scale_that_is_made_within_torch_func() -> None:
+    """The tensors there are wrapped, and what is made beside them is fake as they are."""
+    model = Sublayer("nothing", False, False)
+    del model.scales
+    model.scales = [1.0] * 3  # type: ignore[assignment]
+    x = torch.randn(2, 3, N, C)
+    program, report = rewriting(lambda x: torch.func.vjp(model, x)[0])
+    with torch.no_grad():
+        torch.testing.assert_close(program(x), model(x))
+    assert report.rewritten
+    assert not report.errors
