@@ -11,8 +11,6 @@ import dataclasses
 import functools
 import importlib
 import logging
-import os
-from concurrent.futures import wait
 from typing import Any
 
 import torch
@@ -23,11 +21,6 @@ from mhc_compile.text import from_text
 
 log = logging.getLogger(__name__)
 
-# By the text of a launch, who compiles its kernel, and in which process that was asked for.
-_jobs: dict[str, tuple[Any, int]] = {}
-# Seconds to wait for another process, which takes some five.
-_PATIENCE = 60.0
-
 
 @functools.cache
 def _read(text: str) -> Any:
@@ -35,7 +28,6 @@ def _read(text: str) -> Any:
     from mhc_compile.kernels.opaque import Launch
 
     compat.settle_triton()
-    _wait_for(text)
     path, places, dtypes, rest, options = from_text(text)
     module, name = path.rsplit(".", 1)
     kernel = getattr(importlib.import_module(module), name)
@@ -49,9 +41,10 @@ def launch(text: str, read: list[torch.Tensor], sizes: list[int], *, written: li
 
 @functools.cache
 def compile_elsewhere(text: str) -> None:
-    """Have another process compile a launch's kernel, if there is one, for the first launch, which waits for it.
+    """Have another process compile a launch's kernel, if there is one, so that the first launch finds it.
 
-    In this process kernels would be compiled one after the other, each when it is launched.
+    In this process it would wait for that launch, and then everything for it. A launch that comes before the kernel is
+    there compiles it once more: a process that has done nothing yet takes longer than that.
     """
     if not torch.cuda.is_available():
         return
@@ -64,19 +57,6 @@ def compile_elsewhere(text: str) -> None:
     job = compat.call_in_worker(_compile, text, target, triton_here(), hash_of_triton())
     if job is not None:
         job.add_done_callback(functools.partial(_tell, text))
-        _jobs[text] = job, os.getpid()
-
-
-def _wait_for(text: str) -> None:
-    """Until the kernel is compiled, if somebody is at it; nobody answers a process that was forked meanwhile."""
-    job, asked_by = _jobs.get(text, (None, None))
-    if job is None or asked_by != os.getpid():
-        return
-    if not wait([job], _PATIENCE).done:
-        log.warning(
-            "no other process has compiled %s in %.0f s; this one does, and all that are to come", text, _PATIENCE
-        )
-        _jobs.clear()
 
 
 def _compile(text: str, target: tuple[Any, ...], environment: dict[str, str], triton_hash: str | None) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from threading import Timer
 from unittest import mock
 
 import pytest
@@ -32,8 +31,11 @@ OPERATOR = "torch.ops.mhc._launch.default"
 @pytest.fixture(autouse=True)
 def variables() -> Iterator[None]:
     """Those of the process: where Triton keeps kernels, and what it assembles them with, is told by variables."""
-    with mock.patch.dict(os.environ):
+    from triton.backends.nvidia.compiler import get_ptxas_version
+
+    with mock.patch.dict(os.environ), mock.patch.object(opaque_kernels, "_assembler", "another"):
         yield
+    get_ptxas_version.cache_clear()
 
 
 @pytest.fixture
@@ -165,41 +167,11 @@ def test_the_assembler_that_was_asked_before_is_forgotten(monkeypatch: pytest.Mo
     from triton.runtime import driver
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(opaque_kernels, "_assembler", "another")
     monkeypatch.setattr(driver, "_active", opaque_kernels._Absent(GPUTarget("cuda", 90, 32)))
-    try:
-        for remembered in (False, True):  # the second time nobody has to be asked
-            _remember_another_assembler()
-            _launch._read.__wrapped__(HALVE).compile()
-            assert (get_ptxas_version(90) == "another, release 13.0") is remembered
-    finally:
-        get_ptxas_version.cache_clear()
-
-
-def test_the_first_launch_waits_for_who_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    job: Future[None] = Future()
-    monkeypatch.setattr(_launch, "_jobs", {HALVE: (job, os.getpid())})
-    timer = Timer(0.3, job.set_result, (None,))
-    timer.start()
-    _launch._read.__wrapped__(HALVE)
-    assert job.done()
-    timer.join()
-
-
-def test_who_does_not_answer_is_waited_for_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(_launch, "_PATIENCE", 0.1)
-    monkeypatch.setattr(_launch, "_jobs", {text: (Future(), os.getpid()) for text in (HALVE, "another")})
-    _launch._read.__wrapped__(HALVE)
-    assert "no other process has compiled" in caplog.text
-    assert _launch._jobs == {}
-
-
-def test_nobody_waits_in_a_process_that_was_forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_launch, "_jobs", {HALVE: (Future(), os.getpid() + 1)})
-    monkeypatch.setattr(_launch, "wait", lambda *_: pytest.fail("waits for nobody"))
-    _launch._read.__wrapped__(HALVE)
+    for remembered in (False, True):  # the second time nobody has to be asked
+        _remember_another_assembler()
+        _launch._read.__wrapped__(HALVE).compile()
+        assert (get_ptxas_version(90) == "another, release 13.0") is remembered
 
 
 def test_a_hash_that_is_known_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
