@@ -35,6 +35,9 @@ def variables() -> Iterator[None]:
 
     with mock.patch.dict(os.environ), mock.patch.object(opaque_kernels, "_assembler", "another"):
         yield
+        assembler = os.environ.get("TRITON_PTXAS_PATH")
+    if assembler is not None:  # what Triton has found out about it, it does not forget
+        os.environ["TRITON_PTXAS_PATH"] = assembler
     get_ptxas_version.cache_clear()
 
 
