@@ -16,16 +16,20 @@ from mhc_compile.passes.shadow import Shadow, Value, tensors_of
 
 def takes_forward_derivatives(shadow: Shadow) -> bool:
     """Whether the program gives a tensor a tangent, as torch.func.jvp does."""
-    return any(getattr(node.target, "__name__", "") == "_make_dual" for node in shadow.graph.nodes)
+    return _calls(shadow, "_make_dual")
 
 
 def derives_again(shadow: Shadow) -> bool:
     """Whether the program takes derivatives itself, as torch.func.grad does, and gradients come back to its results."""
-    takes = any(getattr(node.target, "__name__", "") in ("_autograd_grad", "grad") for node in shadow.graph.nodes)
-    results = shadow.graph.find_nodes(op="output") if takes else ()
+    results = shadow.graph.find_nodes(op="output") if _calls(shadow, "_autograd_grad", "grad") else ()
     return any(
         tensor.requires_grad for result in results for node in result.all_input_nodes for tensor in tensors_of(node)
     )
+
+
+def _calls(shadow: Shadow, *names: str) -> bool:
+    """Whether a function of one of these names is called."""
+    return any(getattr(node.target, "__name__", "") in names for node in shadow.graph.nodes)
 
 
 def reached_by_gradients(shadow: Shadow) -> set[fx.Node]:
