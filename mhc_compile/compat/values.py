@@ -10,6 +10,11 @@ from typing import Any
 
 import torch
 
+from mhc_compile.budget import Steps
+
+# How many sizes of one graph guards may settle: graphs have a few dozen symbols.
+MOST_SIZES = 1000
+
 
 def symbolic_expression(size: Any) -> Any:
     """The sympy expression of a SymInt or SymFloat; None for plain numbers."""
@@ -81,6 +86,21 @@ def fake_mode_of(tensor: Any) -> Any:
     while isinstance(tensor, torch.Tensor) and functorch.is_functorch_wrapped_tensor(tensor):
         tensor = functorch.get_unwrapped(tensor)
     return getattr(tensor, "fake_mode", None) or contextlib.nullcontext()
+
+
+def is_of_functorch(tensor: torch.Tensor) -> bool:
+    """Whether this stands for many tensors, or for a tangent, at a level of torch.func that may have ended."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def depends_on_data(error: Exception) -> bool:
+    """Whether fake tensors refused to run something: it depends on data, or has no fake implementation."""
+    from torch._subclasses import fake_tensor
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    names = ("UnsupportedFakeTensorException", "DataDependentOutputException", "DynamicOutputShapeException")
+    kinds = tuple(getattr(fake_tensor, name) for name in names)
+    return isinstance(error, (*kinds, GuardOnDataDependentSymNode))
 
 
 def another_fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -162,11 +182,19 @@ def settle_sizes(fake_mode: Any) -> None:
         return
     import sympy
 
+    budget = Steps("sizes that guards settle", MOST_SIZES)
+    tried: set[tuple[Any, int]] = set()
     while True:
-        equations = (guard.expr.xreplace(shape_env.replacements) for guard in shape_env.guards)
-        fixed = next((found for found in map(_solution, equations) if found is not None), None)
-        if fixed is None or not shape_env.evaluate_expr(sympy.Eq(*fixed)):
+        # `replace` follows a chain of replacements to its end: of two sizes that were unified one may be fixed later.
+        equations = (shape_env.replace(guard.expr) for guard in shape_env.guards)
+        solved = (found for found in map(_solution, equations) if found is not None and found not in tried)
+        fixed = next(solved, None)
+        if fixed is None:
             return
+        # Each solution is tried once. The symbols are finitely many, and each has one value that was seen at capture.
+        tried.add(fixed)
+        budget.take()
+        shape_env.evaluate_expr(sympy.Eq(*fixed))
 
 
 @functools.lru_cache(1024)
@@ -209,6 +237,13 @@ def same_size(left: Any, right: Any) -> bool:
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return bool(statically_known_true(left == right))
+
+
+def may_be_equal(left: Any, right: Any) -> bool:
+    """Whether two sizes were equal when the graph was captured, as far as that is known; without a guard."""
+    if not (has_hint(left) and has_hint(right)):
+        return True
+    return bool(hint(left) == hint(right))
 
 
 def same_strides(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from mhc_compile import compat
+from mhc_compile.budget import Steps
 from mhc_compile.passes.fuse.joint import (
     arguments,
     call,
@@ -37,6 +38,9 @@ _ACCUMULATORS = {
     "aggregate_backward": 0,
     "expand_combine_backward": 3,
 }
+
+# For one sum. Each look may go through the whole graph, and a sum of k summands may take k times k of them.
+_MOST_LOOKS = 10_000
 
 
 @dataclass
@@ -79,10 +83,13 @@ def _is_inner(node: fx.Node) -> bool:
 
 
 def _summands(root: fx.Node) -> Iterator[fx.Node]:
-    for argument in root.args:
+    """What a sum adds, the sums in it taken apart. A loop: gradients of a shared tensor are sums of any depth."""
+    pending = list(reversed(root.args))
+    while pending:
+        argument = pending.pop()
         assert isinstance(argument, fx.Node)
         if _is_sum(argument) and len(argument.users) == 1:
-            yield from _summands(argument)
+            pending += reversed(argument.args)
         else:
             yield argument
 
@@ -113,12 +120,18 @@ def _ordered(leaves: list[_Leaf]) -> list[_Leaf]:
     """Each after those it is computed from, and as early as that allows what no operator can add to."""
     remaining = sorted(leaves, key=lambda leaf: leaf.ready)
     ordered: list[_Leaf] = []
+    budget = Steps("looks for what a summand is computed from", _MOST_LOOKS)
+
+    def waits_for(leaf: _Leaf, operator: fx.Node) -> bool:
+        budget.take()
+        return depends_on(leaf.summand, operator)
+
     while remaining:
         operators = [leaf.operator for leaf in remaining if leaf.operator is not None]
         free = (
             leaf
             for leaf in remaining
-            if leaf.operator is None and not any(depends_on(leaf.summand, operator) for operator in operators)
+            if leaf.operator is None and not any(waits_for(leaf, operator) for operator in operators)
         )
         chosen = next(free, remaining[0])
         remaining.remove(chosen)

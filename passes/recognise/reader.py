@@ -8,8 +8,9 @@ factor is known by every tensor that it is a view of: where `g` is a slice of `h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import reduce
+from itertools import islice
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ from mhc_compile.passes.shadow import Op, Value
 
 # The sum behind one combine of 16 streams, written out, has 17 terms a stream.
 _MAX_TERMS = 24
+# Descriptions of one factor. Where halves of a tensor change places again and again, as in a chain of rotations, each
+# tensor would have twice as many as the one before it.
+_MAX_VIEWS = 64
 
 
 class Reader:
@@ -37,7 +41,7 @@ class Reader:
     def views(self, value: Value) -> Factor:
         """What `value` is a view of, itself first."""
         if value not in self._views:
-            self._views[value] = self._find_views(value)
+            self._views[value] = _few(self._find_views(value))
         return self._views[value]
 
     def terms(self, value: Value) -> Terms:
@@ -105,7 +109,7 @@ class Reader:
                 continue
             found.append(Source(source.base, layout))
             found += self._in_piece(found[-1])
-        return tuple(found)
+        return _few(found)
 
     def _in_piece(self, source: Source) -> list[Source]:
         op = source.base.op
@@ -335,6 +339,11 @@ _HANDLERS: dict[str, Callable[[Reader, Op], Terms | None]] = {
     "select_scatter": Reader.cat,
     "slice_scatter": Reader.cat,
 }
+
+
+def _few(sources: Iterable[Source]) -> Factor:
+    """Each description once, and the nearest of them."""
+    return tuple(islice(dict.fromkeys(sources), _MAX_VIEWS))
 
 
 def _trimmed(term: Term, rank: int) -> Term:

@@ -1,0 +1,30 @@
+"""A budget in steps for loops whose number of rounds the program decides, and not we.
+
+A compilation has to return. A loop over the nodes of a graph does; a loop that goes on until nothing changes does if
+something that is counted gets smaller each time. Where that cannot be argued from our own code alone, or where the
+count may grow with a power of the graph, the loop takes a step of a budget each time.
+
+Budgets count steps and never seconds: all ranks of a job have to decide alike, on machines of different speeds.
+"""
+
+from __future__ import annotations
+
+
+class OutOfSteps(RuntimeError):
+    """A budget was used up; what was being decided is left as it is."""
+
+
+class Steps:
+    """So many steps for one loop, or for several loops that do the same.
+
+    what: the noun that tells what the steps are for, such as "sizes that are settled".
+    """
+
+    def __init__(self, what: str, limit: int) -> None:
+        self.what, self.limit, self.taken = what, limit, 0
+
+    def take(self) -> None:
+        """Count a step; raises OutOfSteps if that was one too many."""
+        self.taken += 1
+        if self.taken > self.limit:
+            raise OutOfSteps(f"no end was found within {self.limit:,} {self.what}")
