@@ -8,7 +8,7 @@ the options, so compiled graphs are cached by Inductor as ever, and cached ones 
 from __future__ import annotations
 
 import functools
-import logging
+import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -19,10 +19,9 @@ from torch import fx
 
 import mhc_compile.ops  # noqa: F401  (registers the operators that the passes insert)
 from mhc_compile import compat, kernels, passes, records
+from mhc_compile.guard import Deliberate, guard, told
 from mhc_compile.passes.fuse import FUSIONS, check_layers
 from mhc_compile.passes.report import Report
-
-log = logging.getLogger(__name__)
 
 _PREFIX = "mhc."
 _FUSE = "mhc.fuse."
@@ -33,7 +32,7 @@ OPTIONS |= {_INPUT_NORM: passes.INPUT_NORMS, "mhc.recompute": None, "mhc.share_l
 last_report: Report | None = None
 
 
-class StrictError(RuntimeError):
+class StrictError(Deliberate):
     """Hyper-connection code was found and not rewritten, and `mhc.strict` asks for it to be."""
 
 
@@ -44,7 +43,33 @@ class _Configured(compat.CustomGraphPass):
         self.options = OPTIONS | (options or {})
 
     def uuid(self) -> Any:
+        """What Inductor's caches know the pass by; where that cannot be found out, what no cache knows."""
+        try:
+            return self._identity()
+        except Exception as error:
+            told(error, "compiled graphs are not found in caches", _errors())
+            return ("unknown", secrets.token_hex())
+
+    def _identity(self) -> tuple[Any, ...]:
         return (_sources_hash(), tuple(sorted(self.options.items())))
+
+
+def _hook(run: Callable[[Any, fx.Graph], None]) -> Callable[[Any, fx.Graph], None]:
+    """A pass that Inductor calls, of which no failure reaches Inductor."""
+
+    @functools.wraps(run)
+    def guarded(self: Any, graph: fx.Graph) -> None:
+        try:
+            run(self, graph)
+        except Exception as error:
+            told(error, "a pass over a graph is left out", _errors())
+
+    return guarded
+
+
+def _errors() -> list[str] | None:
+    """Where failures of the compilation in progress are told; None before there is a report."""
+    return None if last_report is None else last_report.errors
 
 
 class MhcPass(_Configured):
@@ -54,20 +79,32 @@ class MhcPass(_Configured):
     `records.report()` has all of them.
     """
 
+    @_hook
     def __call__(self, graph: fx.Graph) -> None:
         global last_report
-        new, report = passes.run(graph, input_norms=self.options[_INPUT_NORM])
-        last_report = records.add(report)
-        if self.options["mhc.strict"] and (report.declined or report.errors):
-            raise StrictError(str(report))
         module = graph.owning_module
+        new, report = passes.run(graph, input_norms=self.options[_INPUT_NORM], module=module)
+        last_report = report
+        with guard("the report is not kept", report.errors):
+            last_report = records.add(report)
+        if self.options["mhc.strict"] and (report.declined or report.errors):
+            raise StrictError(_words(report))
         if new is not None and module is not None:
-            if _is_for_cpu(graph):
-                compat.compile_beside()
-            module.graph = new
-            module.recompile()
-            compat.trace_artifact("mhc_rewritten_graph", lambda: compat.readable(module))
-        compat.trace_artifact("mhc_report", lambda: str(report))
+            with guard("C++ is compiled when Inductor comes to it", last_report.errors):
+                if _is_for_cpu(graph):
+                    compat.compile_beside()
+            with guard("the trace has no graph", last_report.errors):
+                compat.trace_artifact("mhc_rewritten_graph", lambda: compat.readable(module))
+        with guard("the trace has no report", last_report.errors):
+            compat.trace_artifact("mhc_report", lambda: str(report))
+
+
+def _words(report: Report) -> str:
+    try:
+        return str(report)
+    except Exception as error:
+        told(error, "the report is told in part", report.errors)
+        return "; ".join([site.reason or "" for site in report.declined] + report.errors)
 
 
 def _is_for_cpu(graph: fx.Graph) -> bool:
@@ -78,41 +115,47 @@ def _is_for_cpu(graph: fx.Graph) -> bool:
 class FusePass(_Configured):
     """The joint pass: fuses operators of forward and backward, and adds to the report of the graph."""
 
+    @_hook
     def __call__(self, graph: fx.Graph) -> None:
         module = graph.owning_module
         if module is None:
             return
         names = [name for name in FUSIONS if self.options[_FUSE + name]]
-        report = passes.fuse(module, names, self.options["mhc.recompute"])
-        if last_report is not None:
-            last_report.add(report)
+        _add(passes.fuse(module, names, self.options["mhc.recompute"]))
 
 
 class LowerPass(_Configured):
     """The post-grad pass: lets sublayers that are alike be one graph, takes operators apart, and reports both."""
 
+    @_hook
     def __call__(self, graph: fx.Graph) -> None:
-        compat.keep_arguments_of_calls()  # of regions that a user marked, too
-        compat.keep_order_of_writes()
+        for settle in (
+            compat.keep_arguments_of_calls,  # of regions that a user marked, too
+            compat.keep_order_of_writes,
+            *((compat.tell_workers,) if self.options["mhc.lower"] else ()),
+        ):
+            with guard("Inductor is left as it is", _errors()):
+                settle()
         if self.options["mhc.share_layers"] and compat.calls_graphs():
-            bodies, report = passes.share(graph)
-            if last_report is not None:
-                last_report.add(report)
-            for body in bodies:
-                compat.run_passes_after_grad(body, LowerPass(self.options | {"mhc.share_layers": False}))
+            inner = LowerPass(self.options | {"mhc.share_layers": False})
+            _add(passes.share(graph, lambda body: compat.run_passes_after_grad(body, inner))[1])
         if self.options["mhc.lower"]:
-            compat.tell_workers()
-            report = passes.lower(graph)
-            if last_report is not None:
-                last_report.add(report)
+            _add(passes.lower(graph))
         if compat.compiles_ahead_of_time():
-            passes.lowering.spell_out(graph)
+            with guard("AOTInductor sees operators without their defaults", _errors()):
+                passes.lowering.spell_out(graph)
 
-    def uuid(self) -> Any:
+    def _identity(self) -> tuple[Any, ...]:
         """With what kernels are chosen by, and cut for: Inductor knows of a GPU its name alone."""
         count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
         processors = [torch.cuda.get_device_properties(i).multi_processor_count for i in range(count)]
-        return (super().uuid(), kernels.communicates(), compat.makes_cuda_graphs(), *processors)
+        return (super()._identity(), kernels.communicates(), compat.makes_cuda_graphs(), *processors)
+
+
+def _add(report: Report) -> None:
+    """Count what a later pass did to the report of the graph."""
+    if last_report is not None:
+        last_report.add(report)
 
 
 class _Chain(compat.CustomGraphPass):
@@ -133,10 +176,13 @@ class _Chain(compat.CustomGraphPass):
         return None if own is None else (own, second.uuid())
 
 
+_MODULES = ("agreement.py", "backend.py", "budget.py", "forms.py", "guard.py", "text.py")
+
+
 def _sources() -> list[str]:
     """Every source file that has a say in what a compiled graph computes."""
     root = Path(__file__).parent
-    files = [root / "forms.py", root / "text.py", root / "backend.py"]
+    files = [root / name for name in _MODULES]
     for folder in ("compat", "ops", "kernels", "passes"):
         files += sorted((root / folder).rglob("*.py"))
     return [str(file) for file in files]

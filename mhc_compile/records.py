@@ -10,12 +10,14 @@ import hashlib
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
 from mhc_compile import compat
+from mhc_compile.guard import guard
 from mhc_compile.passes.report import Report
 
 log = logging.getLogger(__name__)
@@ -70,15 +72,29 @@ def stored(gm: fx.GraphModule, inputs: Sequence[Any], identity: Any) -> Iterator
 
     One frame may have several, into which `DistributedDataParallel` cuts it; then the file has those before as well.
     """
+    file: Path | None = None
+    graphs = 0
+    with guard("the report of this graph is not stored"):
+        graphs = _begin()
+        file = compat.inductor_cache_dir() / "mhc" / f"{_key(gm, inputs, identity)}.txt"
+    yield
+    with guard("the report of this graph is not stored"):
+        if file is not None:
+            _store(file, graphs)
+
+
+def _begin() -> int:
+    """How many graphs of the frame that Dynamo compiles have reports; those of an earlier compilation are forgotten."""
     frame, attempt = compat.compile_id()
     known, before = _reports.get(frame, (None, None))
     if before is not None and (frame is None or known != attempt):
         del _reports[frame]
         before = None
-    graphs = 0 if before is None else before.graphs
-    file = compat.inductor_cache_dir() / "mhc" / f"{_key(gm, inputs, identity)}.txt"
-    yield
-    found = _reports.get(frame)
+    return 0 if before is None else before.graphs
+
+
+def _store(file: Path, graphs: int) -> None:
+    found = _reports.get(compat.compile_id()[0])
     if found is None or found[1].graphs == graphs:
         where = f"was written to {file}" if file.exists() else "is not known"
         log.info("found in Inductor's cache: no report is made anew, the one of its compilation %s", where)
@@ -92,4 +108,4 @@ def stored(gm: fx.GraphModule, inputs: Sequence[Any], identity: Any) -> Iterator
 
 def _key(gm: fx.GraphModule, inputs: Sequence[Any], identity: Any) -> str:
     kinds = [(tuple(i.shape), i.dtype, i.device) if isinstance(i, torch.Tensor) else type(i) for i in inputs]
-    return hashlib.sha256(repr((gm.code, kinds, identity)).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr((gm.code, kinds, identity)).encode(errors="backslashreplace")).hexdigest()[:16]

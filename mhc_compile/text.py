@@ -1,7 +1,7 @@
-"""What a call of `mhc::_launch` or `mhc::_loop` is about, as text.
+"""Text that other processes read: what a call of `mhc::_launch` or `mhc::_loop` is about, and what is told to people.
 
-The code that calls these operators is kept on disk and read by other processes. It is JSON in single quotes: Inductor's
-C++ does not escape double ones.
+The code that calls these operators is kept on disk. It is JSON in single quotes: Inductor's C++ does not escape double
+ones.
 """
 
 from __future__ import annotations
@@ -25,3 +25,8 @@ def to_text(value: Any) -> str:
 def from_text(text: str) -> Any:
     """The value that `to_text` was given."""
     return json.loads(text.replace("'", '"'))
+
+
+def printable(text: str) -> str:
+    """The text as any file or terminal of UTF-8 takes it: a file's name may hold bytes that are none."""
+    return text.encode(errors="backslashreplace").decode()

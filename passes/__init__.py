@@ -6,16 +6,20 @@ forward and backward; share -> lower, on each of the two once they are apart
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from torch import fx
 
 from mhc_compile import compat
+from mhc_compile.agreement import attempt
+from mhc_compile.budget import Steps
 from mhc_compile.forms import Sinkhorn
+from mhc_compile.guard import guard, told
 from mhc_compile.passes import fuse as fusing
 from mhc_compile.passes import lower as lowering
 from mhc_compile.passes import plan as planning
@@ -25,6 +29,7 @@ from mhc_compile.passes import sizes
 from mhc_compile.passes.functional import functional
 from mhc_compile.passes.fuse.joint import is_operator
 from mhc_compile.passes.plan import (
+    INTERNAL,
     AggregateSite,
     CombineSite,
     Decline,
@@ -37,7 +42,7 @@ from mhc_compile.passes.plan import (
 )
 from mhc_compile.passes.recognise import recognise
 from mhc_compile.passes.report import Location, Report, SiteReport, location
-from mhc_compile.passes.rewrite import rewrite
+from mhc_compile.passes.rewrite import SitesFailed, rewrite
 
 log = logging.getLogger(__name__)
 
@@ -46,40 +51,64 @@ log = logging.getLogger(__name__)
 INPUT_NORMS: bool | None = None
 
 
-def run(graph: fx.Graph, *, input_norms: bool | None = None) -> tuple[fx.Graph | None, Report]:
+def run(
+    graph: fx.Graph, *, input_norms: bool | None = None, module: fx.GraphModule | None = None
+) -> tuple[fx.Graph | None, Report]:
     """Rewrite the hyper-connections of one Dynamo graph, with the norms that read layer inputs or without.
 
-    Returns the new graph, or None where there is nothing to rewrite, and the report. The given graph is not
-    changed, and whatever goes wrong inside is written into the report, never raised. What is raised is Dynamo's
-    request to trace again, if a form's constant was an input of the graph.
+    Returns the new graph, or None where there is nothing to rewrite, and the report. The new graph is put into the
+    module, if one is given; the old graph is not changed. Whatever goes wrong inside is written into the report, never
+    raised. What is raised is Dynamo's request to trace again, if a form's constant was an input of the graph, and
+    `agreement.FailedAlone`.
     """
     begin = time.perf_counter()
     report = Report(graphs=1)
-    new: fx.Graph | None = None
+    wanted = INPUT_NORMS if input_norms is None else input_norms
+
+    def change() -> fx.Graph | None:
+        new = _rewritten(graph, wanted, report)
+        if new is not None and module is not None:
+            put(module, new)
+        return new
+
+    def undo() -> None:
+        report.sites.clear()
+        if module is not None:
+            put(module, graph)
+
+    new = attempt("rewriting", graph, report.errors, change, undo)
+    report.seconds = time.perf_counter() - begin
+    _log_report(report)
+    return new, report
+
+
+def _rewritten(graph: fx.Graph, input_norms: bool | None, report: Report) -> fx.Graph | None:
     shadow: shadowing.Shadow | None = None
     compat.float_watch.clear()
     collecting = gc.isenabled()
     gc.disable()  # looking for cycles takes a third of the time, and those of the record are taken apart in the end
     try:
         compat.settle_sizes(compat.common_fake_mode(map(compat.example, graph.nodes)))
-        shadow = shadowing.trace(sizes.from_inputs(functional(graph)))
-        plan = planning.plan(shadow, recognise(shadow), input_norms=INPUT_NORMS if input_norms is None else input_norms)
-        new = _rewrite(shadow, plan) if plan.sites else None
-        report.sites = _sites(shadow, plan)
-    except Exception as error:  # a compile must never fail because of us; the user's graph is still whole
-        log.exception("the passes failed; this graph is compiled as it was")
-        report.errors.append(f"{type(error).__name__}: {error}")
-        new = None
+        shadow = shadowing.trace(sizes.from_inputs(functional(graph)), report.errors)
+        findings = recognise(shadow, report.errors)
+        plan = planning.plan(shadow, findings, report.errors, input_norms=input_norms)
+        new = _rewrite(shadow, plan, report.errors) if plan.sites else None
+        if new is not None:
+            compat.float_watch.settle()
+        with guard("the report has no sites", report.errors):
+            report.sites = _sites(shadow, plan)
+        return new
     finally:
         if shadow is not None:
             shadow.release()
         if collecting:
             gc.enable()
-    if new is not None:
-        compat.float_watch.settle()
-    report.seconds = time.perf_counter() - begin
-    log.info("%s", report)
-    return new, report
+
+
+def _log_report(report: Report) -> None:
+    if log.isEnabledFor(logging.INFO):
+        with guard("the report is not logged", report.errors):
+            log.info("%s", report)
 
 
 def fuse(
@@ -90,51 +119,96 @@ def fuse(
     As with `run`, what goes wrong is reported and leaves the module as it was.
     """
     report = Report()
-    if not any(is_operator(node) for node in module.graph.nodes):
-        return report
-    begin = time.perf_counter()
-    try:
-        new, _ = compat.copy_graph(module.graph)
-        report.fusions = fusing.fuse(new, names, layers)
-    except Exception as error:  # a compile must never fail because of us; the user's graph is still whole
-        log.exception("fusing failed; this graph is compiled without")
-        report.errors.append(f"{type(error).__name__}: {error}")
-    if report.fusions.total():
-        module.graph = new
-        module.recompile()
-    report.seconds = time.perf_counter() - begin
-    log.info("fused: %s", ", ".join(f"{count} x {name}" for name, count in report.fusions.items()) or "nothing")
+    with guard("this graph is compiled without fusions", report.errors):
+        if any(map(is_operator, module.graph.nodes)):
+            _fuse(module, names, layers, report)
     return report
 
 
-def share(graph: fx.Graph) -> tuple[list[fx.GraphModule], Report]:
-    """Let layers that are alike be calls of one graph, in place; returns the graphs that are called, and the report."""
+def _fuse(module: fx.GraphModule, names: Collection[str], layers: fusing.Layers, report: Report) -> None:
     begin = time.perf_counter()
+    old = module.graph
+
+    def change() -> None:
+        new, _ = compat.copy_graph(old)
+        report.fusions = fusing.fuse(new, names, layers)
+        if report.fusions.total():
+            put(module, new)
+
+    def undo() -> None:
+        report.fusions.clear()
+        put(module, old)
+
+    attempt("fusing", old, report.errors, change, undo)
+    report.seconds = time.perf_counter() - begin
+    log.info("fused: %s", ", ".join(f"{count} x {name}" for name, count in report.fusions.items()) or "nothing")
+
+
+def put(module: fx.GraphModule, graph: fx.Graph) -> None:
+    """Make this the graph of a module, with the code for it; where there is none the module stays as it was."""
+    before = module.graph
+    if graph is before:
+        return
+    try:
+        module.graph = graph
+    except Exception:
+        with contextlib.suppress(Exception):  # the code there is still that of the graph before
+            module.graph = before
+        raise
+
+
+def share(
+    graph: fx.Graph, compile_body: Callable[[fx.GraphModule], None] | None = None
+) -> tuple[list[fx.GraphModule], Report]:
+    """Let layers that are alike be calls of one graph, in place; returns the graphs that are called, and the report.
+
+    `compile_body` is given each of these graphs; what it raises is a failure to share.
+    """
     report = Report()
     bodies: list[fx.GraphModule] = []
-    try:
+
+    def change() -> None:
         for body in sharing.share(graph, report.shared):
+            if compile_body is not None:
+                compile_body(body)
             bodies.append(body)
-    except Exception as error:  # a compile must never fail because of us; sublayers that are no calls yet are whole
-        log.exception("sharing failed; each of the other sublayers is compiled")
-        report.errors.append(f"{type(error).__name__}: {error}")
-    report.seconds = time.perf_counter() - begin
+
+    def forget() -> None:
+        bodies.clear()
+        report.shared.clear()
+
+    _in_place("sharing", graph, report, change, forget)
     return bodies, report
 
 
 def lower(graph: fx.Graph) -> Report:
     """Lower the operators of a graph after grad in place, those that can be; the report holds the counts."""
-    begin = time.perf_counter()
     report = Report()
-    try:
-        report.lowered = lowering.lower(graph)
-    except Exception as error:  # a compile must never fail because of us; operators that are left still run
-        log.exception("lowering failed; operators are left as they are")
-        report.errors.append(f"{type(error).__name__}: {error}")
-    report.seconds = time.perf_counter() - begin
+
+    def change() -> None:
+        report.lowered += lowering.lower(graph, report.errors)
+
+    _in_place("lowering", graph, report, change, report.lowered.clear)
     if report.lowered:
         log.info("lowered: %s", ", ".join(f"{count} x {name}" for name, count in report.lowered.items()))
     return report
+
+
+def _in_place(
+    stage: str, graph: fx.Graph, report: Report, change: Callable[[], None], forget: Callable[[], None]
+) -> None:
+    """Change a graph that calls our operators; if that fails, put back the graph, and forget what was counted."""
+    begin = time.perf_counter()
+    with guard(f"this graph is compiled without {stage}", report.errors):
+        if any(map(is_operator, graph.nodes)):
+            snapshot = compat.Snapshot(graph)
+
+            def undo() -> None:
+                snapshot.put_back()
+                forget()
+
+            attempt(stage, graph, report.errors, change, undo)
+    report.seconds = time.perf_counter() - begin
 
 
 def run_recursively(module: fx.GraphModule) -> Report:
@@ -144,11 +218,7 @@ def run_recursively(module: fx.GraphModule) -> Report:
     compute, as their author wrote them, and disappears with them.
     """
     total = Report()
-    new, report = run(module.graph)
-    total.add(report)
-    if new is not None:
-        module.graph = new
-        module.recompile()
+    total.add(run(module.graph, module=module)[1])
     for name in sorted({str(node.target) for node in module.graph.nodes if node.op == "get_attr" and node.users}):
         body = getattr(module, name, None)
         if isinstance(body, fx.GraphModule):
@@ -156,21 +226,54 @@ def run_recursively(module: fx.GraphModule) -> Report:
     return total
 
 
-def _rewrite(shadow: shadowing.Shadow, plan: Plan) -> fx.Graph | None:
-    """Rewrite all sites; one that turns out not to be expressible is declined, and the rest tried again."""
+# How often one graph's sites are put in place: each time at least one kind of failure less.
+_MOST_TRIES = 64
+
+
+def _rewrite(shadow: shadowing.Shadow, plan: Plan, errors: list[str]) -> fx.Graph | None:
+    """Rewrite all sites; those that fail, or turn out not to be expressible, are declined, and the rest tried again."""
+    budget = Steps("tries to rewrite the sites of a graph", _MOST_TRIES)
     while plan.sites:
+        budget.take()
         try:
             return rewrite(shadow, plan)
-        except Decline as reason:
-            site = reason.site
-            if site is None:
-                raise
-            plan.sites.remove(site)
-            if isinstance(site, MixSite) and site.norm is not None:
-                plan.sites.append(replace(site, norm=None, norm_apart=str(reason)))
-                continue
-            plan.declined.append(Declined(site.op, str(reason), _node(site)))
+        except SitesFailed as failed:
+            _decline(plan, failed.failures, errors)
+        except Exception as error:
+            site = error.site if isinstance(error, Decline) else None
+            _decline(plan, {id(site or _culprit(shadow, plan, budget)): error}, errors)
     return None
+
+
+def _culprit(shadow: shadowing.Shadow, plan: Plan, budget: Steps) -> Site:
+    """The last of the fewest first sites that cannot be rewritten together, where an error says nothing of its site."""
+    works, fails = 0, len(plan.sites)
+    while fails - works > 1:
+        budget.take()
+        middle = (works + fails) // 2
+        try:
+            rewrite(shadow, Plan(plan.sites[:middle], []))
+            works = middle
+        except Exception:
+            fails = middle
+    return plan.sites[fails - 1]
+
+
+def _decline(plan: Plan, failures: dict[int, Exception], errors: list[str]) -> None:
+    """Take the first site that failed, and those that failed alike, out of a plan, or the norm out of the site."""
+    kinds = {number: (type(error), str(error)) for number, error in failures.items()}
+    first = next(kinds[id(site)] for site in plan.sites if id(site) in kinds)
+    for site in list(plan.sites):
+        if kinds.get(id(site)) != first:
+            continue
+        error = failures[id(site)]
+        expected = isinstance(error, Decline)
+        reason = str(error) if expected else f"{INTERNAL}: {told(error, 'a site is left as it is', errors)}"
+        plan.sites.remove(site)
+        if isinstance(site, MixSite) and site.norm is not None:
+            plan.sites.append(replace(site, norm=None, norm_apart=reason))
+        else:
+            plan.declined.append(Declined(site.op, reason, _node(site)))
 
 
 def _sites(shadow: shadowing.Shadow, plan: Plan) -> list[SiteReport]:

@@ -144,10 +144,13 @@ def filled(tree: Any, values: list[Any]) -> Any:
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply to every leaf of nested tuples, lists, dicts and slices. (pytree does more, at several times the cost.)"""
+    """Apply to every leaf of nested tuples, lists, dicts and slices. (pytree does more, at several times the cost.)
+
+    A list stays a list, those of a graph (`immutable_list`) too: x[[0]] picks rows, x[(0,)] a part of x.
+    """
     if isinstance(tree, (tuple, list)):
         items = [map_leaves(function, item) for item in tree]
-        return items if type(tree) is list else tuple(items)
+        return items if isinstance(tree, list) else tuple(items)
     if isinstance(tree, dict):
         return {key: map_leaves(function, item) for key, item in tree.items()}
     if isinstance(tree, slice):

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import linecache
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from torch import fx
+
+from mhc_compile.text import printable
+
+
+def _working_directory() -> str:
+    """With the slash behind it; empty where it was deleted."""
+    try:
+        return os.path.join(os.getcwd(), "")
+    except OSError:
+        return ""
 
 
 @dataclass(frozen=True)
@@ -23,7 +33,7 @@ class Location:
     @property
     def name(self) -> str:
         """The file without the folders that lead to installed packages or to where one is."""
-        return self.file.rpartition("site-packages/")[2].removeprefix(str(Path.cwd()) + "/")
+        return self.file.rpartition("site-packages/")[2].removeprefix(_working_directory())
 
     def __str__(self) -> str:
         return f"{self.name}:{self.line}" if self.file else "unknown source"
@@ -48,7 +58,8 @@ class Report:
     """What the passes did, over all graphs of a model.
 
     sites lists every site in program order, rewritten the accepted and declined the refused ones. graphs counts the
-    graphs looked at, errors the messages of internal failures, after which a graph was left as it was. fusions counts,
+    graphs looked at, errors the messages of internal failures, after which a site or a graph was left as it was, or
+    something beside the graph was not done. fusions counts,
     by name, what was fused in joint graphs, shared the calls of graphs that are compiled once, lowered the operators
     that Inductor compiled as parts of a graph.
     """
@@ -97,7 +108,7 @@ class Report:
             lines.append("  no graph was looked at: none was compiled, or Inductor's cache had them all")
         elif not self.sites and not self.errors:
             lines.append("  no hyper-connection code was found")
-        return "\n".join(lines)
+        return printable("\n".join(lines))
 
 
 def _grouped(sites: Iterable[SiteReport]) -> Counter[tuple[str, str, str, str]]:

@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from mhc_compile import compat
+from mhc_compile.guard import told
 from mhc_compile.passes.record import Recording, WritesInput, call_text, filled, leaves, map_leaves, record, tensors
 
 
@@ -106,9 +107,12 @@ class Shadow:
                 value.users.clear()
 
 
-def trace(graph: fx.Graph) -> Shadow:
-    """Write down the ATen record of `graph`, whose nodes carry `meta["example_value"]`."""
-    return _Tracer(graph).run()
+def trace(graph: fx.Graph, errors: list[str] | None = None) -> Shadow:
+    """Write down the ATen record of `graph`, whose nodes carry `meta["example_value"]`.
+
+    A node that cannot be run again is not looked into; why is added to `errors`.
+    """
+    return _Tracer(graph, [] if errors is None else errors).run()
 
 
 class SizeModel:
@@ -142,8 +146,9 @@ class SizeModel:
 
 
 class _Tracer:
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, errors: list[str]) -> None:
         self.graph = graph
+        self.errors = errors
         self.fake_mode = compat.common_fake_mode(map(compat.example, graph.nodes))
         self.sizes = SizeModel()
         self.ops: list[Op] = []
@@ -218,7 +223,7 @@ class _Tracer:
             result = map_leaves(self._fresh, example)
             self._add(self._op(function, self._resolve(node.args[2:]), {}, node), result)
             self._bind(node, result)
-        elif not compat.is_plain_call(node) or not held:
+        elif not compat.is_plain_call(node) or not held or any(map(compat.is_of_functorch, held)):
             self._opaque(node, example)
         else:
             self._look_into(node, example)
@@ -246,7 +251,9 @@ class _Tracer:
                 self.recorded[known] = self._record(node, list(inputs))
             except WritesInput:
                 self.recorded[known] = None
-            except Exception:  # whatever a node cannot be run on: it stays opaque, and so is never rewritten
+            except Exception as error:  # it stays opaque, and so is never rewritten
+                if not compat.depends_on_data(error):
+                    told(error, f"{spelled(node)} is not looked into", self.errors)
                 self.recorded[known] = _UNREADABLE
         found = self.recorded[known]
         if found is None:
@@ -284,6 +291,7 @@ class _Tracer:
             return node.target(*args, **kwargs)  # type: ignore[operator]
 
         found = record(run, [value.meta for value in inputs], self.fake_mode or contextlib.nullcontext())
+        _check_record(found, node)
         shapes = [value.shape for value in inputs]
         shapes += [self._shape(tensor) for tensor in found.tensors[len(inputs) :]]
         return _Recorded(found, [self._kind(call.text) for call in found.calls], shapes)
@@ -363,6 +371,20 @@ class _Recorded:
     recording: Recording
     kinds: list[Kind]
     shapes: list[tuple[int, ...]]
+
+
+def _check_record(found: Recording, node: fx.Node) -> None:
+    """Raise RuntimeError unless a node returns, when it is run again, what it returned to Dynamo."""
+    again = filled(found.result, found.tensors)
+    for one, other in zip(leaves(again), leaves(compat.example(node)), strict=True):
+        if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+            continue
+        sizes = zip(one.shape, other.shape, strict=True) if one.dim() == other.dim() else [(0, 1)]
+        if one.dtype != other.dtype or not all(compat.may_be_equal(a, b) for a, b in sizes):
+            raise RuntimeError(
+                f"run again, {spelled(node)} returns {list(one.shape)} of {one.dtype} in place of {list(other.shape)} "
+                f"of {other.dtype}"
+            )
 
 
 _UNREADABLE = _Recorded(Recording((), None, []), [], [])

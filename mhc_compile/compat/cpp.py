@@ -61,7 +61,7 @@ def compile_beside() -> None:
             Wrapper.define_kernel = _early(Wrapper.define_kernel)  # type: ignore[method-assign]
         if not valid_vec_isa_list.cache_info().currsize:
             _settle_first(str(inductor_cache_dir()))
-    except Exception as error:  # a torch that goes about it in another way does so when it comes to it
+    except (ImportError, AttributeError, OSError) as error:  # a torch that goes about it in another way, or no process
         log.debug("nothing is compiled early: %s", error)
 
 

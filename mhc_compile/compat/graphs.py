@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from mhc_compile.text import printable
+
 
 def readable(module: fx.GraphModule) -> str:
     """A graph as code, with the shapes of its values."""
@@ -26,6 +28,39 @@ def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
         copy_source(old, copy)
     new.set_codegen(graph._codegen)  # an exported graph's arguments are a tree
     return new, copies
+
+
+class Snapshot:
+    """A graph as it is now, to which it can be put back after edits in place; taking one copies no nodes."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._graph = graph
+        self._nodes = [(node, node.args, node.kwargs, dict(node.meta)) for node in graph.nodes]
+        self._modules = set() if graph.owning_module is None else set(graph.owning_module._modules)
+
+    def put_back(self) -> None:
+        """Make the graph what it was, of new nodes: whoever holds the graph holds that from now on."""
+        graph = self._graph
+        new = fx.Graph(graph.owning_module)
+        copies: dict[fx.Node, fx.Node] = {}
+        for node, args, kwargs, meta in self._nodes:
+            args, kwargs = fx.node.map_arg((args, kwargs), copies.__getitem__)
+            copies[node] = new.create_node(node.op, node.target, args, kwargs, node.name, node.type)
+            copies[node].meta = meta
+            copy_source(node, copies[node])
+        new.set_codegen(graph._codegen)
+        vars(graph).update(vars(new))
+        for node in (graph._root, *copies.values()):
+            node.graph = graph
+        for name in () if graph.owning_module is None else set(graph.owning_module._modules) - self._modules:
+            delattr(graph.owning_module, name)
+
+
+def asks_to_trace_again(error: BaseException) -> bool:
+    """Whether an exception is Dynamo's own, by which it traces a frame once more."""
+    from torch._dynamo.exc import RestartAnalysis
+
+    return isinstance(error, RestartAnalysis)
 
 
 def sort_topologically(graph: fx.Graph) -> None:
@@ -111,6 +146,6 @@ def trace_artifact(name: str, payload: Callable[[], str]) -> None:
     torch._logging.trace_structured(  # type: ignore[attr-defined]
         "artifact",
         metadata_fn=lambda: {"name": name, "encoding": "string"},
-        payload_fn=payload,
+        payload_fn=lambda: printable(payload()),
         expect_trace_id=False,
     )

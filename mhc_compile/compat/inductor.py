@@ -12,6 +12,13 @@ import torch
 from torch import fx
 
 
+def _guard(follows: str) -> Any:
+    """Around what is ours within a function of Inductor's."""
+    from mhc_compile.guard import guard  # which itself asks this package
+
+    return guard(follows)
+
+
 def inductor_config() -> Any:
     """Inductor's settings."""
     import torch._inductor.config as config
@@ -97,9 +104,10 @@ def keep_order_of_writes() -> None:
     @functools.wraps(compute)
     def compute_and_keep(self: Any, *args: Any, **kwargs: Any) -> None:
         known = self.read_writes.reads if hasattr(self, "read_writes") else ()
-        added = OrderedSet(dep for dep in known if isinstance(dep, (StarDep, WeakDep)))
         compute(self, *args, **kwargs)
-        self.set_read_writes(self.read_writes.with_read(added).rename(self.mutation_renames))
+        with _guard("a kernel's dependencies are those that Inductor finds"):
+            added = OrderedSet(dep for dep in known if isinstance(dep, (StarDep, WeakDep)))
+            self.set_read_writes(self.read_writes.with_read(added).rename(self.mutation_renames))
 
     SchedulerNode._compute_attrs = compute_and_keep  # type: ignore[method-assign]
 
@@ -137,12 +145,15 @@ def call_directly(operator: str, function: str) -> None:
         return
 
     def write(node: Any, writeline: Any) -> None:
-        wrapper = V.graph.wrapper_code
-        while hasattr(wrapper, "parent_wrapper"):
-            wrapper = wrapper.parent_wrapper
-        wrapper.add_import_once(f"import {function.rpartition('.')[0]}")
+        called = operator
+        with _guard("an operator is called by its dispatch"):
+            wrapper = V.graph.wrapper_code
+            while hasattr(wrapper, "parent_wrapper"):  # graphs within graphs, which end
+                wrapper = wrapper.parent_wrapper
+            wrapper.add_import_once(f"import {function.rpartition('.')[0]}")
+            called = function
         result = "" if isinstance(node.layout, NoneLayout) else f"{node.get_name()} = "
-        writeline(f"{result}{function}({', '.join([*node.codegen_args(), *node.codegen_kwargs()])})")
+        writeline(f"{result}{called}({', '.join([*node.codegen_args(), *node.codegen_kwargs()])})")
 
     CUSTOM_EXTERN_KERNEL_CODEGEN[operator] = CustomCodegen(python=write)
 
@@ -228,14 +239,16 @@ class _PoolOf:
 
     def __call__(self) -> Any:
         pool = self._pool_of()
-        if not isinstance(pool.submit, functools.partial):
-            pool.submit = functools.partial(self._submit, pool.submit)
+        with _guard("workers are not told how kernels are launched"):
+            if not isinstance(pool.submit, functools.partial):
+                pool.submit = functools.partial(self._submit, pool.submit)
         return pool
 
     def _submit(self, submit: Any, job: Any, *args: Any, **kwargs: Any) -> Any:
-        if job is self._job and isinstance(args[-1], dict):
-            settings = {name: getattr(inductor_config(), name) for name in launches_from_c()}
-            args = (*args[:-1], settings | args[-1])
+        with _guard("workers are not told how kernels are launched"):
+            if job is self._job and isinstance(args[-1], dict):
+                settings = {name: getattr(inductor_config(), name) for name in launches_from_c()}
+                args = (*args[:-1], settings | args[-1])
         return submit(job, *args, **kwargs)
 
 

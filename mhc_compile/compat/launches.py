@@ -32,16 +32,28 @@ def _remembering(analyse: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(analyse)
     def wrapped(kernel: Any, kwargs: dict[str, Any], *rest: Any) -> Any:
-        if id(kernel) not in _analysed_once:
+        key = _key(kernel, kwargs)
+        if key is None:
             return analyse(kernel, kwargs, *rest)
-        function = _jit_function(kernel)
-        constants = {param.name for param in function.params if param.is_constexpr}
-        key = (id(function), *((name, _kind(value, name in constants)) for name, value in sorted(kwargs.items())))
         if key not in known:
             known[key] = analyse(kernel, kwargs, *rest)
         return known[key]
 
     return wrapped
+
+
+def _key(kernel: Any, kwargs: dict[str, Any]) -> Any:
+    """What is equal for launches that write the same; None for one that Inductor is to look through itself."""
+    if id(kernel) not in _analysed_once:
+        return None
+    try:
+        function = _jit_function(kernel)
+        constants = {param.name for param in function.params if param.is_constexpr}
+        key = (id(function), *((name, _kind(value, name in constants)) for name, value in sorted(kwargs.items())))
+        hash(key)
+    except (AttributeError, TypeError):  # of a Triton that describes kernels in another way
+        return None
+    return key
 
 
 def _jit_function(kernel: Any) -> Any:

@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from mhc_compile import compat
+from mhc_compile.guard import guard, told
 from mhc_compile.ops._launch import compile_elsewhere
 from mhc_compile.ops._register import KERNELS, REFERENCES
 from mhc_compile.passes.fuse.joint import arguments, calls, items
@@ -38,15 +39,21 @@ _FUNCTIONS = {
     "_loop": "mhc_compile.ops._loops.run",
 }
 
+
+class LaidOutOtherwise(Exception):
+    """What an operator consists of returns tensors with other strides than the operator."""
+
+
 Bodies = dict[Any, fx.GraphModule | None]
 
 
-def lower(graph: fx.Graph) -> Counter[str]:
+def lower(graph: fx.Graph, errors: list[str] | None = None) -> Counter[str]:
     """Lower the operators of a graph after grad in place; returns how many of each were.
 
     "in place" counts the gradients of streams that took the memory of those they come from. What cannot be lowered
-    stays as it is, and is logged.
+    stays as it is, and is logged; what went wrong is added to `errors`.
     """
+    errors = [] if errors is None else errors
     counts: Counter[str] = Counter()
     bodies: Bodies = {}
     memory = Memory(graph)
@@ -63,27 +70,25 @@ def lower(graph: fx.Graph) -> Counter[str]:
                     continue
                 with mode:
                     results = _inline(node, body)
+        except (compat.NeedsGuard, LaidOutOtherwise) as reason:
+            log.info("%s is not lowered: %s", name, reason)
+            continue
         except Exception as error:  # an operator that stays costs time, never a result
-            log.info("%s is not lowered: %s: %s", name, type(error).__name__, error)
+            told(error, f"{name} is not lowered", errors)
             continue
         counts[name] += 1
         counts["in place"] += in_place and results[_DX] is node.args[0]
         _replace(node, results, memory)
-    try:
-        merge_zeros(graph)
-    except Exception as error:  # each keeps its own
-        log.info("zeros are not merged: %s: %s", type(error).__name__, error)
-    _compile_elsewhere(graph)
+    merge_zeros(graph)
+    _compile_elsewhere(graph, errors)
     return +counts
 
 
-def _compile_elsewhere(graph: fx.Graph) -> None:
+def _compile_elsewhere(graph: fx.Graph, errors: list[str]) -> None:
     """Have the kernels that Inductor will not compile compiled while it compiles the others."""
     for launch in dict.fromkeys(node.args[0] for node in graph.find_nodes(op="call_function", target=_LAUNCH)):
-        try:
+        with guard("no other process compiles a kernel, and its first launch does", errors):
             compile_elsewhere(launch)
-        except Exception as error:  # the first launch will compile it
-            log.info("no other process compiles %s: %s: %s", launch, type(error).__name__, error)
 
 
 def spell_out(graph: fx.Graph) -> None:
@@ -189,12 +194,12 @@ def _whole(node: fx.Node) -> fx.Node:
 
 
 def _check(body: fx.GraphModule, node: fx.Node) -> None:
-    """Raise ValueError unless body returns tensors as node does, which is what their readers were compiled for."""
+    """Raise LaidOutOtherwise unless body returns tensors as node does: their readers were compiled for those."""
     (output,) = body.graph.find_nodes(op="output")
     results = [compat.example(result) for result in pytree.tree_leaves(output.args[0])]
     expected = pytree.tree_leaves(compat.example(node))
     if len(results) != len(expected) or not all(map(compat.same_strides, results, expected)):
-        raise ValueError("its parts would return tensors laid out otherwise")
+        raise LaidOutOtherwise("its parts would return tensors laid out otherwise")
 
 
 def _layout(value: torch.Tensor) -> Any:

@@ -6,13 +6,13 @@ turns it into nodes.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from torch import fx
 
 from mhc_compile.forms import Rms
+from mhc_compile.guard import guard, told
 from mhc_compile.passes.plan.gradients import (
     check_gradients,
     derives_again,
@@ -29,6 +29,7 @@ from mhc_compile.passes.plan.reasons import (
 )
 from mhc_compile.passes.plan.roles import connections
 from mhc_compile.passes.plan.sites import (
+    INTERNAL,
     AggregateSite,
     CombineSite,
     Decline,
@@ -52,8 +53,6 @@ from mhc_compile.passes.recognise.layout import is_movement
 from mhc_compile.passes.recognise.pieces import TOGETHER
 from mhc_compile.passes.shadow import Shadow, Value
 
-log = logging.getLogger(__name__)
-
 
 @dataclass
 class Plan:
@@ -63,11 +62,13 @@ class Plan:
     declined: list[Declined]
 
 
-def plan(shadow: Shadow, findings: Findings, *, input_norms: bool | None) -> Plan:
+def plan(shadow: Shadow, findings: Findings, errors: list[str] | None = None, *, input_norms: bool | None) -> Plan:
     """Compose what was recognised into sites, each accepted or declined.
 
-    input_norms: whether with the norms that read layer inputs; None is yes on a GPU.
+    input_norms: whether with the norms that read layer inputs; None is yes on a GPU. What goes wrong costs the site at
+    which it does, and is added to `errors`.
     """
+    errors = [] if errors is None else errors
     sites: list[Site] = []
     declined: list[Declined] = []
     reached = reached_by_gradients(shadow) if findings.mixtures else set()
@@ -86,6 +87,8 @@ def plan(shadow: Shadow, findings: Findings, *, input_norms: bool | None) -> Pla
                     check_gradients(reached, site)
             except Decline as reason:
                 reasons.append(str(reason))
+            except Exception as error:
+                reasons.append(f"{INTERNAL}: {told(error, 'a site is left as it is', errors)}")
             else:
                 sites.append(site)
                 return True
@@ -93,16 +96,8 @@ def plan(shadow: Shadow, findings: Findings, *, input_norms: bool | None) -> Pla
         return False
 
     for mixtures in _by_streams(findings.mixtures):
-        if _is_hyper_connection(mixtures, findings):
-            for roles in connections(mixtures, findings):
-                node = next(g.value for g in roles.gates()).op.node  # type: ignore[union-attr]
-                consider(
-                    "generate_mix",
-                    node,
-                    lambda roles=roles: mix_site(roles, findings),  # type: ignore[misc]
-                    lambda roles=roles: mix_site(roles, findings, read=False),  # type: ignore[misc]
-                    lambda roles=roles: mix_site(roles.without_pre(), findings),  # type: ignore[misc]
-                )
+        with guard("gates are left as they are", errors):
+            _consider_gates(mixtures, findings, consider)
     known = {value for site in sites if isinstance(site, MixSite) for value in site.targets()}
     claimed: set[Value] = set()
     for readings in _last_first(findings.combines):
@@ -115,17 +110,40 @@ def plan(shadow: Shadow, findings: Findings, *, input_norms: bool | None) -> Pla
             assert isinstance(accepted, CombineSite)
             claimed |= _within(accepted.combine)
     free = [a for a in findings.aggregates if a.out not in claimed]
-    _single_operators(findings, free, sites, consider)
+    with guard("single operators are not looked for", errors):
+        _single_operators(findings, free, sites, consider)
+    misses: list[Declined] = []
+    with guard("what else there is of hyper-connections is not told", errors):
+        misses += _misses(shadow, findings, free, sites, declined)
+    if input_norms is not False:
+        sites = [_with_norm(shadow, findings, site, input_norms, errors) for site in sites]
+    return Plan(sites, declined + misses)
+
+
+def _consider_gates(mixtures: list[Mixture], findings: Findings, consider: Callable[..., bool]) -> None:
+    """The gates of one set of streams: of each connection with the aggregate, or without, or without h_pre."""
+    if not _is_hyper_connection(mixtures, findings):
+        return
+    for roles in connections(mixtures, findings):
+        consider(
+            "generate_mix",
+            next(g.value for g in roles.gates()).op.node,  # type: ignore[union-attr]
+            lambda roles=roles: mix_site(roles, findings),
+            lambda roles=roles: mix_site(roles, findings, read=False),
+            lambda roles=roles: mix_site(roles.without_pre(), findings),
+        )
+
+
+def _misses(
+    shadow: Shadow, findings: Findings, free: list[Aggregate], sites: list[Site], declined: list[Declined]
+) -> list[Declined]:
+    """What was seen of hyper-connections and is in no site."""
     misses = list(near_misses(findings, free, sites))
     misses += unread_gates(findings, sites, declined)
     misses += broken_iterations(sites)
     if not sites and not misses:
         misses += iteration_under_vmap(shadow)
-    if not misses:
-        misses = unused_rows([site for site in sites if isinstance(site, MixSite)])
-    if input_norms is not False:
-        sites = [_with_norm(shadow, findings, site, input_norms) for site in sites]
-    return Plan(sites, declined + misses)
+    return misses or unused_rows([site for site in sites if isinstance(site, MixSite)])
 
 
 def _derivatives_beyond(shadow: Shadow) -> str:
@@ -140,7 +158,7 @@ def _derivatives_beyond(shadow: Shadow) -> str:
     return ""
 
 
-def _with_norm(shadow: Shadow, findings: Findings, site: Site, wanted: bool | None) -> Site:
+def _with_norm(shadow: Shadow, findings: Findings, site: Site, wanted: bool | None, errors: list[str]) -> Site:
     """A site with the norm of its layer input, if that can be taken along and is wanted there; else as it is."""
     if not isinstance(site, MixSite) or site.aggregate is None or site.op != "generate_mix_and_aggregate":
         return site
@@ -154,8 +172,8 @@ def _with_norm(shadow: Shadow, findings: Findings, site: Site, wanted: bool | No
         check_surroundings(shadow, larger)
     except Decline as reason:
         return replace(site, norm_apart=str(reason))
-    except Exception:  # whatever is strange about a norm, the site without it was accepted
-        log.exception("a norm could not be looked into: %s", site.aggregate.out)
+    except Exception as error:  # whatever is strange about a norm, the site without it was accepted
+        told(error, "a norm is not looked into", errors)
         return site
     return larger
 
@@ -228,6 +246,7 @@ def _by_streams(mixtures: list[Mixture]) -> list[list[Mixture]]:
 
 
 __all__ = [
+    "INTERNAL",
     "AggregateSite",
     "CombineSite",
     "Decline",

@@ -30,6 +30,10 @@ def said(node: fx.Node) -> str:
     return f"line {at.line} of {at.name} ({at.code})" if at.file else f"{node.name}, which no line is known of,"
 
 
+# How reasons begin that are failures of ours, and not something that a user can act on.
+INTERNAL = "an internal failure"
+
+
 class Decline(Exception):
     """A site that looks like a hyper-connection and will not be rewritten; the message says why, for a user."""
 

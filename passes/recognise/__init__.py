@@ -7,11 +7,11 @@ names or at Dynamo's spelling.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Container
 from dataclasses import dataclass, field, replace
 
 from mhc_compile.forms import Rms
+from mhc_compile.guard import guard
 from mhc_compile.passes.recognise import aggregate, combine, free, gates, rms
 from mhc_compile.passes.recognise.affine import AffineWalk
 from mhc_compile.passes.recognise.aggregate import Aggregate
@@ -23,8 +23,6 @@ from mhc_compile.passes.recognise.pieces import TOGETHER
 from mhc_compile.passes.recognise.projection import Projection, projections, token_factor, weight_axes
 from mhc_compile.passes.recognise.reader import Reader
 from mhc_compile.passes.shadow import Op, Shadow, Value
-
-log = logging.getLogger(__name__)
 
 # What may complete a sum of products.
 _SUMS = {"add", "sub", "baddbmm", "addmm", "addcmul", "cat", "stack", "select_scatter", "slice_scatter"}
@@ -92,26 +90,20 @@ class Findings:
     reader: Reader
 
 
-def recognise(shadow: Shadow) -> Findings:
-    """Everything in the record that may be part of a hyper-connection."""
+def recognise(shadow: Shadow, errors: list[str] | None = None) -> Findings:
+    """Everything in the record that may be part of a hyper-connection.
+
+    What cannot be looked into is not among the findings, all else is; why is added to `errors`.
+    """
+    errors = [] if errors is None else errors
     reader = Reader()
     aggregates: list[Aggregate] = []
     combines: list[Combine] = []
     readings: dict[Value, list[Projection]] = {}
     for op in shadow.ops:
-        if op.name not in _WIDE or not op.outs or not _may_hold_products(op, reader):
-            continue
-        terms = reader.terms(op.out)
-        if op.name in TOGETHER or any(term.summed for term in terms):
-            # A part of a projection is one, too, but what its rows make is told of the whole.
-            part = is_movement(op) and origin(op.args[0], any_view)[0] in readings
-            found = [] if part else projections(reader, op, readings)
-            if found:
-                readings[op.out] = found
-        if op.name in _SUMS and len(terms) > 1:
-            combines += combine.combines(reader, op.out)
-        for out in op.outs:
-            aggregates += aggregate.aggregates(reader, out)
+        if op.name in _WIDE and op.outs:
+            with guard("an operation is not looked into", errors):
+                _read_wide(op, reader, readings, combines, aggregates)
     aggregates = _final(aggregates)
     weighing = _weighing(aggregates, combines)
     mixtures: list[Mixture] = []
@@ -122,36 +114,62 @@ def recognise(shadow: Shadow) -> Findings:
         candidates = _candidates(cone, weighing)
         if not candidates:
             continue
-        try:
+        mixture, missed = None, list[NotAGate]()
+        with guard("a projection is not looked into", errors):
             mixture, missed = _understand(found, cone, candidates, known, reader)
-        except Exception:  # what cannot be understood is left as it is, and the other sites are not lost with it
-            log.exception("a projection could not be looked into: %s", found[0].out)
-            continue
         if mixture is not None:
             mixtures.append(mixture)
         streams = tuple(reading.x for reading in found)
         for miss in missed:  # the first reading is the plainest
             misses.setdefault(miss.value, replace(miss, streams=streams))
     understood = {value for mixture in mixtures for value in mixture.gates}
-    combines += _residuals(shadow, reader, mixtures, aggregates)
+    with guard("combines without mixing are not looked for", errors):
+        combines += _residuals(shadow, reader, mixtures, aggregates)
     matrices: dict[Value, Matrices | str] = {}
     for c in combines:
         if c.mix is not None and c.mix.res not in understood and c.mix.res not in matrices:
-            answer = gates.matrices(c.mix.res, known)
-            if answer is not None:
-                matrices[c.mix.res] = answer
+            with guard("a matrix is not looked into", errors):
+                answer = gates.matrices(c.mix.res, known)
+                if answer is not None:
+                    matrices[c.mix.res] = answer
     explained: list[Gate | Matrices] = [gate for mixture in mixtures for gate in mixture.gates.values()]
     explained += [found for found in matrices.values() if not isinstance(found, str)]
-    for value, answer in free.others(shadow.ops, explained, known):
+    for value, answer in free.others(shadow.ops, explained, known, errors):
         if not isinstance(answer, str):  # what the program makes of it needs no reason of its own
             for made in _cone(value):
                 misses.pop(made, None)
                 matrices.pop(made, None)
-        if not _join(value, readings, mixtures, known, reader):
+        joined = False
+        with guard("a projection is not looked into", errors):
+            joined = _join(value, readings, mixtures, known, reader)
+        if not joined:
             matrices[value] = answer
-    matrices |= dict(free.with_tokens_last(shadow.ops))
+    matrices |= dict(free.with_tokens_last(shadow.ops, errors))
     left = [m for value, m in misses.items() if not understood.intersection((value, _before_factor(value, understood)))]
     return Findings(mixtures, aggregates, combines, left, matrices, reader)
+
+
+def _read_wide(
+    op: Op,
+    reader: Reader,
+    readings: dict[Value, list[Projection]],
+    combines: list[Combine],
+    aggregates: list[Aggregate],
+) -> None:
+    """Add what one operator makes to what was found."""
+    if not _may_hold_products(op, reader):
+        return
+    terms = reader.terms(op.out)
+    if op.name in TOGETHER or any(term.summed for term in terms):
+        # A part of a projection is one, too, but what its rows make is told of the whole.
+        part = is_movement(op) and origin(op.args[0], any_view)[0] in readings
+        found = [] if part else projections(reader, op, readings)
+        if found:
+            readings[op.out] = found
+    if op.name in _SUMS and len(terms) > 1:
+        combines += combine.combines(reader, op.out)
+    for out in op.outs:
+        aggregates += aggregate.aggregates(reader, out)
 
 
 def _may_hold_products(op: Op, reader: Reader) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 import torch
 
+from mhc_compile.guard import guard
 from mhc_compile.passes.recognise import sinkhorn
 from mhc_compile.passes.recognise.gates import EXPONENTIALS, Gate, Known, Matrices, matrices
 from mhc_compile.passes.recognise.layout import is_movement
@@ -19,7 +20,7 @@ _MOST_ELEMENTS = 1 << 20
 
 
 def others(
-    ops: Iterable[Op], explained: Collection[Gate | Matrices], known: Known
+    ops: Iterable[Op], explained: Collection[Gate | Matrices], known: Known, errors: list[str]
 ) -> Iterator[tuple[Value, Matrices | str]]:
     """Sinkhorn projections that are none of the `explained` ones nor on the way to one; and what nearly is one."""
     seen: set[Value] = set()
@@ -34,7 +35,9 @@ def others(
             continue
         nearly: tuple[Value, str] | None = None
         for value in filter(_is_square, _ends(cone)):
-            found = matrices(value, known)
+            found: Matrices | str | None = None
+            with guard("a matrix is not looked into", errors):
+                found = matrices(value, known)
             if isinstance(found, Matrices):
                 yield value, found
                 break
@@ -45,7 +48,7 @@ def others(
                 yield nearly
 
 
-def with_tokens_last(ops: Iterable[Op]) -> Iterator[tuple[Value, str]]:
+def with_tokens_last(ops: Iterable[Op], errors: list[str]) -> Iterator[tuple[Value, str]]:
     """Sinkhorn projections of [n, n, tokens], by their sums over both axes, and why no operator takes them."""
     seen: set[Value] = set()
     for op in ops:
@@ -57,7 +60,9 @@ def with_tokens_last(ops: Iterable[Op]) -> Iterator[tuple[Value, str]]:
         if sums < _HALF_STEPS or leaf.shape != op.out.shape or leaf.numel > _MOST_ELEMENTS:
             continue
         for value in _ends(cone):
-            found = region(value, lambda v, leaf=leaf: v is leaf) if value.shape == leaf.shape else None  # type: ignore[misc]
+            found: Region | None = None
+            with guard("a matrix is not looked into", errors):
+                found = region(value, lambda v, leaf=leaf: v is leaf) if value.shape == leaf.shape else None  # type: ignore[misc]
             if found is not None and _is_doubly_stochastic(found):
                 yield value, f"{sinkhorn.NEARLY} projection of [n, n, tokens]; the operators have the tokens first"
                 break

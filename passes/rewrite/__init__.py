@@ -30,13 +30,22 @@ from mhc_compile.passes.shadow import Shadow, Value
 def rewrite(shadow: Shadow, plan: Plan) -> fx.Graph:
     """A new graph in which every site of the plan is an operator call; the old one stays as it is.
 
-    Raises Decline if a site cannot be expressed after all; its message names what is missing.
+    Raises SitesFailed if sites cannot be expressed after all, or something goes wrong at them.
     """
     targets = {node for site in plan.sites for value in _replaced(site) for node in value.nodes}
     copies = Copies(shadow, targets, (node for site in plan.sites for value in site.sources() for node in value.nodes))
     _Rewriter(copies, shadow).run(plan.sites)
     copies.graph.lint()
     return copies.graph
+
+
+class SitesFailed(Exception):
+    """What was raised at sites of a plan: a Decline, whose message says what is missing, or any other error."""
+
+    def __init__(self, failures: dict[int, Exception]) -> None:
+        super().__init__(f"{len(failures)} sites")
+        # By the identity of a site.
+        self.failures = failures
 
 
 class _Rewriter(Vectors):
@@ -46,15 +55,20 @@ class _Rewriter(Vectors):
         self.calls: list[tuple[fx.Node, Site]] = []
 
     def run(self, sites: Sequence[Site]) -> None:
-        """Sites in program order, so that a later one finds the results of an earlier one in place."""
+        """Sites in program order, so that a later one finds the results of an earlier one in place.
+
+        Where something goes wrong at one, the others are tried as well: alike layers fail alike, and are told at once.
+        """
+        failures: dict[int, Exception] = {}
         for site in sorted(sites, key=lambda s: min(self.shadow.position[self._node(t)] for t in outputs(s))):
             try:
                 self._insert(site)
-            except (Decline, TypeError, ValueError, NotALayout) as error:
-                # TypeError and ValueError: the operator's own checks; what they say is what a user can act on
-                reason = error if isinstance(error, Decline) else Decline(str(error) or "its layout is not supported")
-                reason.site = site
-                raise reason from None
+            except NotALayout:
+                failures[id(site)] = Decline("its layout is not supported")
+            except Exception as error:
+                failures[id(site)] = error
+        if failures:
+            raise SitesFailed(failures)
         erase_dead(self.copies)
         sort(self.copies, self.calls)
 

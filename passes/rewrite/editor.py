@@ -93,7 +93,10 @@ class Editor:
         key = (name, str(kwargs), tuple(_kind(compat.example(arg)) if arg is not None else None for arg in args))
         known = self.examples.get(key)
         if known is None:
-            node = self._call(target, *args, **kwargs)
+            try:
+                node = self._call(target, *args, **kwargs)
+            except (TypeError, ValueError) as error:  # the operator's own checks say what a user can act on
+                raise Decline(str(error)) from error
             self.examples[key] = compat.example(node)
             return node
         return self._call(target, *args, **kwargs, example=map_leaves(compat.another_fake, known))

@@ -1,0 +1,158 @@
+"""All ranks of a job change a graph in one way, or none does.
+
+Whether a graph is changed is a function of the graph. Nothing that a process has for itself takes part in it: no time,
+no file, no environment variable. What fails for the graph's sake so fails on all ranks alike. But a process may run out
+of memory, or out of stack, alone. A rank that then kept its graph as it was would compute with other roundings than the
+others, from which replicas of one tensor drift apart, and Inductor might order its collectives in another way.
+
+So ranks vote, in the store by which the job's process group was made:
+
+- A rank announces a graph before it looks at it, by the graph's structure. Afterwards it votes: for a change, with all
+  that failed on the way, or against any.
+- It waits for the votes of those that have announced the same graph, and of no others. Ranks that compile other graphs,
+  the stages of a pipeline say, or that compile later, are not waited for. Those that are waited for are inside our
+  passes, which end (`budget`) and call no collective.
+- The first rank that has seen all these votes puts down the verdict: the change, if all are for the same one. Whoever
+  comes later is bound by it. If no graph was changed, it leaves its own as it was; if others have changed theirs and it
+  cannot, it stops with an error.
+
+Waiting decides nothing: a rank that dies among the passes ends the wait of the others with an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from torch import fx
+
+from mhc_compile import compat
+from mhc_compile.guard import Deliberate, told
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_PAUSE = 0.002  # seconds
+_LEFT = "left"
+
+# How often this process has announced a graph, by rank (tests run several in one process) and structure. A graph that
+# is compiled again, for other sizes, is voted on again.
+_announced: Counter[tuple[int, str]] = Counter()
+
+
+class FailedAlone(Deliberate):
+    """This rank could not change a graph as other ranks of the job have changed it."""
+
+
+class Vote:
+    """One rank's part in what becomes of one graph; without a store it decides alone."""
+
+    def __init__(self, store: Any, key: str) -> None:
+        self._store, self._key = store, key
+        self._open = store is not None
+        if self._open:
+            self._count("announced")
+
+    def is_for_change(self, failures: str, *, possible: bool) -> bool:
+        """Whether the graph is changed on all ranks. failures is what went wrong here; possible, whether there is a
+        change in spite of that.
+
+        Raises FailedAlone if other ranks have changed theirs, and not in this way.
+        """
+        if self._store is None:
+            return possible
+        change = "changed " + hashlib.sha256(failures.encode(errors="backslashreplace")).hexdigest()
+        mine = change if possible else _LEFT
+        self._count(mine)
+        self._count("voted")
+        self.close()
+        self._wait()
+        votes = self._read("voted")
+        proposed = change if possible and self._read(mine) >= votes else _LEFT
+        verdict = self._store.compare_set(f"{self._key}/verdict", "", proposed).decode()
+        if verdict not in (change if possible else _LEFT, _LEFT):
+            reason = failures or "something failed on those"
+            raise FailedAlone(
+                f"rank {compat.rank()} cannot rewrite a graph as other ranks of this job have rewritten it, and would "
+                f"compute with other roundings than they do: {reason}"
+            )
+        return bool(verdict != _LEFT)
+
+    def close(self) -> None:
+        """Let no rank wait for this one any longer."""
+        if self._open:
+            self._open = False
+            self._count("closed")
+
+    def _count(self, what: str) -> None:
+        self._store.add(f"{self._key}/{what}", 1)
+
+    def _read(self, what: str) -> int:
+        return int(self._store.add(f"{self._key}/{what}", 0))
+
+    def _wait(self) -> None:
+        end = time.monotonic() + self._store.timeout.total_seconds()
+        while self._read("closed") < self._read("announced"):  # read in this order: all of these have voted
+            if time.monotonic() > end:
+                raise Deliberate("a rank that compiles the same graph as this one has not said what became of it")
+            time.sleep(_PAUSE)
+
+
+@contextlib.contextmanager
+def announced(stage: str, graph: fx.Graph) -> Iterator[Vote]:
+    """The vote on a change of a graph, for which other ranks wait until this context is left."""
+    store, key = compat.job_store(), ""
+    if store is not None:
+        key = f"{stage}/{_structure(graph)}"
+        _announced[compat.rank(), key] += 1
+        key += f"/{_announced[compat.rank(), key]}"
+    vote = Vote(store, key)
+    try:
+        yield vote
+    finally:
+        vote.close()
+
+
+def attempt(
+    stage: str, graph: fx.Graph, errors: list[str], change: Callable[[], T], undo: Callable[[], None]
+) -> T | None:
+    """Change a graph, or leave it as it was: what `change` returns, or None where it failed and was undone.
+
+    In a job of several ranks all that have this graph change it in one way, or none does (see above): `undo` is also
+    called where `change` worked here and failed elsewhere. stage names what is done, such as "rewriting".
+    """
+    follows = f"{stage} failed, and this graph is compiled without it"
+    before = len(errors)
+    result: T | None = None
+    with announced(stage, graph) as vote:
+        possible = True
+        try:
+            result = change()
+        except Exception as error:
+            possible = False
+            undo()
+            told(error, follows, errors)
+        if vote.is_for_change("; ".join(errors[before:]), possible=possible):
+            return result
+        if possible:
+            undo()
+            message = f"{stage} failed on another rank, and this graph is compiled without it on all ranks"
+            log.warning("%s", message)
+            errors.append(message)
+    return None
+
+
+def _structure(graph: fx.Graph) -> str:
+    """Equal for the graphs of one program: neither sizes nor a rank's own numbers or devices are in it."""
+    calls = [f"{node.op} {_name(node.target)}" if node.op.startswith("call_f") else node.op for node in graph.nodes]
+    return hashlib.sha256("\n".join(calls).encode(errors="backslashreplace")).hexdigest()[:16]
+
+
+def _name(target: Any) -> str:
+    return str(getattr(target, "__name__", type(target).__name__))

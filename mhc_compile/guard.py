@@ -1,0 +1,75 @@
+"""One guard around everything of ours that a compilation calls: what raises there costs a rewrite, or a message.
+
+A failure is told in one line, with the place in our sources, in the log and in the report. Its traceback is logged at
+debug level.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from types import TracebackType
+
+from mhc_compile import compat
+from mhc_compile.text import printable
+
+log = logging.getLogger(__name__)
+
+_ROOT = os.path.dirname(__file__)
+_LONGEST = 300
+# What says of a failure that there is one.
+_NO_PLACE = ("guard.py", "budget.py")
+
+
+class Deliberate(RuntimeError):
+    """An error that is meant to stop a compilation."""
+
+
+@contextlib.contextmanager
+def guard(follows: str, errors: list[str] | None = None) -> Iterator[None]:
+    """Let whatever raises inside end there: log it, with what follows from it, and add it to these errors.
+
+    Errors that are meant to stop a compilation go through, and so do Dynamo's requests to trace again.
+    """
+    try:
+        yield
+    except Exception as error:
+        told(error, follows, errors)
+
+
+def told(error: Exception, follows: str, errors: list[str] | None = None) -> str:
+    """Tell of a failure that was caught, once for all that are the same; returns the line that is told."""
+    if isinstance(error, Deliberate) or compat.asks_to_trace_again(error):
+        raise error
+    message = described(error)
+    if errors is None or message not in errors:
+        log.warning("%s: %s", follows, message)
+        log.debug("where this failed", exc_info=error)
+    if errors is not None and message not in errors:
+        errors.append(message)
+    return message
+
+
+def described(error: BaseException) -> str:
+    """A failure in one line: its type, what it says, and the innermost line of ours that it passed."""
+    try:
+        words = " ".join(str(error).split())
+    except Exception:  # what raises may not even be able to say why
+        words = ""
+    if len(words) > _LONGEST:
+        words = words[:_LONGEST] + "..."
+    name = type(error).__name__
+    place = _place(error.__traceback__)
+    return printable(f"{name}: {words}" if words else name) + (f" ({place})" if place else "")
+
+
+def _place(trace: TracebackType | None) -> str:
+    place = ""
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if file.startswith(_ROOT) and os.path.basename(file) not in _NO_PLACE:
+            place = f"{os.path.basename(_ROOT)}{file.removeprefix(_ROOT)}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return place
