@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -40,6 +41,8 @@ T = TypeVar("T")
 
 _PAUSE = 0.002  # seconds
 _LEFT = "left"
+# What the same failure calls something else on each rank: an address, a device.
+_OF_A_RANK = re.compile(r"0x[0-9a-f]+|cuda:\d+|index=\d+")
 
 # How often this process has announced a graph, by rank (tests run several in one process) and structure. A graph that
 # is compiled again, for other sizes, is voted on again.
@@ -67,7 +70,7 @@ class Vote:
         """
         if self._store is None:
             return possible
-        change = "changed " + hashlib.sha256(failures.encode(errors="backslashreplace")).hexdigest()
+        change = f"changed {_digest(_OF_A_RANK.sub('', failures))}"
         mine = change if possible else _LEFT
         self._count(mine)
         self._count("voted")
@@ -125,7 +128,8 @@ def attempt(
     """Change a graph, or leave it as it was: what `change` returns, or None where it failed and was undone.
 
     In a job of several ranks all that have this graph change it in one way, or none does (see above): `undo` is also
-    called where `change` worked here and failed elsewhere. stage names what is done, such as "rewriting".
+    called where `change` worked here and failed elsewhere. stage names what is done, such as "rewriting". errors are
+    those of what `change` does to the graph, and of nothing beside that.
     """
     follows = f"{stage} failed, and this graph is compiled without it"
     before = len(errors)
@@ -142,7 +146,9 @@ def attempt(
             return result
         if possible:
             undo()
-            message = f"{stage} failed on another rank, and this graph is compiled without it on all ranks"
+            message = (
+                f"{stage} does not come out alike on all ranks, and this graph is compiled without it on all of them"
+            )
             log.warning("%s", message)
             errors.append(message)
     return None
@@ -151,7 +157,11 @@ def attempt(
 def _structure(graph: fx.Graph) -> str:
     """Equal for the graphs of one program: neither sizes nor a rank's own numbers or devices are in it."""
     calls = [f"{node.op} {_name(node.target)}" if node.op.startswith("call_f") else node.op for node in graph.nodes]
-    return hashlib.sha256("\n".join(calls).encode(errors="backslashreplace")).hexdigest()[:16]
+    return _digest("\n".join(calls))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:16]
 
 
 def _name(target: Any) -> str:

@@ -65,8 +65,10 @@ def run(
     report = Report(graphs=1)
     wanted = INPUT_NORMS if input_norms is None else input_norms
 
+    failures: list[str] = []
+
     def change() -> fx.Graph | None:
-        new = _rewritten(graph, wanted, report)
+        new = _rewritten(graph, wanted, report, failures)
         if new is not None and module is not None:
             put(module, new)
         return new
@@ -76,26 +78,29 @@ def run(
         if module is not None:
             put(module, graph)
 
-    new = attempt("rewriting", graph, report.errors, change, undo)
+    new = attempt("rewriting", graph, failures, change, undo)
+    report.errors = failures + report.errors
     report.seconds = time.perf_counter() - begin
     _log_report(report)
     return new, report
 
 
-def _rewritten(graph: fx.Graph, input_norms: bool | None, report: Report) -> fx.Graph | None:
+def _rewritten(graph: fx.Graph, input_norms: bool | None, report: Report, failures: list[str]) -> fx.Graph | None:
+    """The new graph, if any. What goes wrong with the graph is added to `failures`, with the report to its errors."""
     shadow: shadowing.Shadow | None = None
     compat.float_watch.clear()
     collecting = gc.isenabled()
     gc.disable()  # looking for cycles takes a third of the time, and those of the record are taken apart in the end
     try:
         compat.settle_sizes(compat.common_fake_mode(map(compat.example, graph.nodes)))
-        shadow = shadowing.trace(sizes.from_inputs(functional(graph)), report.errors)
-        findings = recognise(shadow, report.errors)
-        plan = planning.plan(shadow, findings, report.errors, input_norms=input_norms)
-        new = _rewrite(shadow, plan, report.errors) if plan.sites else None
+        shadow = shadowing.trace(sizes.from_inputs(functional(graph)), failures)
+        plan = planning.plan(shadow, recognise(shadow, failures), failures, input_norms=input_norms)
+        report.errors += plan.untold
+        new = _rewrite(shadow, plan, failures) if plan.sites else None
         if new is not None:
             compat.float_watch.settle()
-        with guard("the report has no sites", report.errors):
+        report.sites = [SiteReport(site.op, location(None), "") for site in plan.sites]
+        with guard("sites are told without their places", report.errors):
             report.sites = _sites(shadow, plan)
         return new
     finally:

@@ -7,7 +7,7 @@ turns it into nodes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
@@ -56,10 +56,11 @@ from mhc_compile.passes.shadow import Shadow, Value
 
 @dataclass
 class Plan:
-    """All decisions for one graph."""
+    """All decisions for one graph; untold are failures to find out why something is in no site."""
 
     sites: list[Site]
     declined: list[Declined]
+    untold: list[str] = field(default_factory=list)
 
 
 def plan(shadow: Shadow, findings: Findings, errors: list[str] | None = None, *, input_norms: bool | None) -> Plan:
@@ -113,11 +114,12 @@ def plan(shadow: Shadow, findings: Findings, errors: list[str] | None = None, *,
     with guard("single operators are not looked for", errors):
         _single_operators(findings, free, sites, consider)
     misses: list[Declined] = []
-    with guard("what else there is of hyper-connections is not told", errors):
+    untold: list[str] = []
+    with guard("what else there is of hyper-connections is not told", untold):
         misses += _misses(shadow, findings, free, sites, declined)
     if input_norms is not False:
         sites = [_with_norm(shadow, findings, site, input_norms, errors) for site in sites]
-    return Plan(sites, declined + misses)
+    return Plan(sites, declined + misses, untold)
 
 
 def _consider_gates(mixtures: list[Mixture], findings: Findings, consider: Callable[..., bool]) -> None:

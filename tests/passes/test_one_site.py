@@ -171,6 +171,10 @@ def test_a_failure_to_tell_of_sites_costs_no_site(monkeypatch: pytest.MonkeyPatc
     assert len(report.errors) == 1
 
 
+def _backwards(count: int) -> Tensor:
+    return torch.arange(count).flip(0)
+
+
 # Rows of [batch, tokens, n, n] or [batch, tokens, n], picked where that is all rows, some, or some twice.
 PICKS: dict[str, Callable[[Tensor], Tensor]] = {
     "list": lambda m: m[[0]],

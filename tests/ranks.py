@@ -1,0 +1,227 @@
+"""One rank of a job of several: `python -m tests.ranks RANK RANKS FILE SCENARIO...` prints what it saw in each.
+
+A scenario says what goes wrong on which rank. In all of them the graph has a collective in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+from torch import Tensor, nn
+
+from mhc_compile import agreement, backend, passes
+from tests.passes.fused import program
+from tests.zoo.near import Sublayer
+
+planning = importlib.import_module("mhc_compile.passes.plan")
+rewriting = importlib.import_module("mhc_compile.passes.rewrite")
+FAILING = 1
+
+
+class Summed(nn.Module):
+    """A sublayer, and a sum over all ranks of what it makes, before a second one."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second = (Sublayer(4, width, 3, 2) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        total = collectives.all_reduce(x.detach(), "sum", dist.group.WORLD)
+        return self.second(x + 0.01 * total)
+
+
+def _raise(*args: Any, **kwargs: Any) -> Any:
+    raise MemoryError("of this rank alone")
+
+
+def _failing(owner: Any, name: str, on: Callable[[int], bool] = lambda rank: rank == FAILING) -> Any:
+    return mock.patch.object(owner, name, _raise) if on(dist.get_rank()) else contextlib.nullcontext()
+
+
+def _until_all_have_announced() -> Any:
+    """Let no rank vote before all have said that they compile the graph."""
+    original = passes.functional
+
+    def wait(graph: Any) -> Any:
+        vote = votes[-1]
+        while vote._read("announced") < dist.get_world_size():
+            time.sleep(0.002)
+        return original(graph)
+
+    return mock.patch.object(passes, "functional", wait)
+
+
+votes: list[agreement.Vote] = []
+
+
+class Seen(agreement.Vote):
+    """A vote that tests can ask."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        votes.append(self)
+
+
+@contextlib.contextmanager
+def _one_after_the_other(first: int) -> Iterator[None]:
+    """Let this rank compile before the others have begun, or after."""
+    if dist.get_rank() != first:
+        dist.barrier()
+    yield
+    if dist.get_rank() == first:
+        dist.barrier()
+
+
+def _combine_fails(on: Callable[[int], bool]) -> Any:
+    return _failing(rewriting._Rewriter, "_combine", on)
+
+
+SCENARIOS: dict[str, Callable[[], Any]] = {
+    "nothing": contextlib.nullcontext,
+    "plan": lambda: _failing(planning, "plan"),
+    "one site": lambda: _combine_fails(lambda rank: rank == FAILING),
+    "one site on all": lambda: _combine_fails(lambda rank: True),
+    "fusing": lambda: _failing(passes.fusing, "fuse"),
+    "describing sites": lambda: _failing(passes, "_sites"),
+}
+
+
+def _compiled_alike(model: nn.Module, x: Tensor, around: Callable[[], Any]) -> dict[str, Any]:
+    """What the report of a compilation says, and how far its results are from those of eager code."""
+    votes.clear()
+    torch._dynamo.reset()
+    dist.barrier()
+    with around(), _until_all_have_announced():
+        compiled = program(model)
+        out = compiled.call(x)
+        gradients = torch.autograd.grad(out.square().sum(), list(model.parameters()), allow_unused=True)
+    return _seen(compiled.report, model, x, out, gradients)
+
+
+def _seen(report: Any, model: nn.Module, x: Tensor, out: Tensor, gradients: Any) -> dict[str, Any]:
+    expected = model(x)
+    exact = torch.autograd.grad(expected.square().sum(), list(model.parameters()), allow_unused=True)
+    pairs = [(out, expected), *((a, b) for a, b in zip(gradients, exact, strict=True) if b is not None)]
+    distance = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+    return {
+        "rewritten": [site.op for site in report.rewritten],
+        "fused": sum(report.fusions.values()),
+        "errors": report.errors,
+        "distance": distance,
+    }
+
+
+def _in_turns(first: int, around: Callable[[], Any]) -> dict[str, Any]:
+    """Passes alone, of which one rank's end before another's begin."""
+    graphs: list[Any] = []
+
+    def keep(gm: Any, inputs: Any) -> Any:
+        graphs.append(gm)
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(Sublayer(4, 6, 3, 2), backend=keep)(torch.randn(2, 3, 4, 6))
+    dist.barrier()
+    with around(), _one_after_the_other(first):
+        try:
+            new, report = passes.run(graphs[0].graph)
+        except agreement.FailedAlone as error:
+            return {"raised": str(error)}
+    return {"rewritten": [site.op for site in report.rewritten], "new": new is not None, "errors": report.errors}
+
+
+def _others_are_not_waited_for() -> dict[str, Any]:
+    """Each rank has a program of its own; then one compiles a program that no other has."""
+    rank = dist.get_rank()
+    torch._dynamo.reset()
+    model = nn.Sequential(*(Sublayer(4, 6, 3, 2) for _ in range(rank + 1)))
+    counts = []
+    for given in (model, lambda x: x.sin(), model) if rank else (model,):
+        compiled = program(given)
+        compiled.call(torch.randn(2, 3, 4, 6))
+        counts.append(len(compiled.report.rewritten))
+    return {"counts": counts}
+
+
+def _only_one_compiles() -> dict[str, Any]:
+    torch._dynamo.reset()
+    compiled = program(Sublayer(4, 6, 3, 2))
+    if dist.get_rank() == FAILING:
+        compiled.call(torch.randn(2, 3, 4, 6))
+    return {"rewritten": [site.op for site in compiled.report.rewritten]}
+
+
+def _with_inductor() -> dict[str, Any]:
+    """Jobs beside the graph fail on one rank, with the backend as users have it, in DistributedDataParallel."""
+    torch._dynamo.reset()
+    model, x = Summed(), torch.randn(2, 3, 4, 6)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    with contextlib.ExitStack() as stack:
+        for owner, name in (
+            (backend.records, "add"),
+            (backend.records, "_store"),
+            (backend.compat, "hash_files"),
+            (backend.compat, "trace_artifact"),
+            (backend.compat, "compile_beside"),
+            (backend.compat, "tell_workers"),
+        ):
+            stack.enter_context(_failing(owner, name))
+        backend._sources_hash.cache_clear()
+        out = torch.compile(wrapped, backend="mhc")(x)
+        out.square().sum().backward()
+    report = backend.last_report
+    assert report is not None
+    gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    total = sum(float(gradient.double().norm()) for gradient in gradients)
+    expected = model(x)
+    distance = float((out - expected).abs().max() / expected.abs().max())
+    return {
+        "rewritten": [site.op for site in report.rewritten],
+        "errors": sorted(set(report.errors)),
+        "distance": distance,
+        "norm": total,
+    }
+
+
+def main(rank: int, ranks: int, file: str, names: list[str]) -> None:
+    """Print a line of JSON for each scenario."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(file, ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+    )
+    torch.manual_seed(2 + rank)
+    agreement.Vote = Seen  # type: ignore[misc]
+    special: dict[str, Callable[[], dict[str, Any]]] = {
+        "late failure": lambda: _in_turns(0, SCENARIOS["plan"]),
+        "early failure": lambda: _in_turns(FAILING, SCENARIOS["plan"]),
+        "different programs": _others_are_not_waited_for,
+        "only one compiles": _only_one_compiles,
+        "inductor": _with_inductor,
+    }
+    for name in names:
+        if name in special:
+            found = special[name]()
+        else:
+            found = _compiled_alike(Summed(), torch.randn(2, 3, 4, 6), SCENARIOS[name])
+        sys.stdout.write(json.dumps(found) + "\n")
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])

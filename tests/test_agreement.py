@@ -1,0 +1,182 @@
+"""Ranks of a job change a graph in one way, or none does; whoever fails alone hangs nobody, and is told of."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import fx
+
+from mhc_compile import agreement
+
+ROOT = Path(__file__).parents[1]
+MIX, COMBINE = "generate_mix_and_aggregate", "expand_combine"
+ALL = [MIX, COMBINE, MIX, COMBINE]
+# Of float32 sums in another order; and none where eager code runs the same operators.
+CLOSE = 1e-5
+
+
+def _job(folder: Path, ranks: int, *scenarios: str) -> dict[str, list[dict[str, Any]]]:
+    """What each rank saw in each scenario; a job that hangs fails the test."""
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),
+    }
+    store = str(folder / "store")
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.ranks", str(rank), str(ranks), store, *scenarios],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        outputs = [job.communicate(timeout=180) for job in jobs]
+    finally:
+        for job in jobs:
+            job.kill()
+    for job, (_, errors) in zip(jobs, outputs, strict=True):
+        assert job.returncode == 0, errors[-3000:]
+    seen = [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out, _ in outputs]
+    return {name: [of_rank[i] for of_rank in seen] for i, name in enumerate(scenarios)}
+
+
+FAILED = "MemoryError: of this rank alone"
+UNLIKE = "does not come out alike on all ranks"
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    return _job(
+        tmp_path_factory.mktemp("two"),
+        2,
+        *("nothing", "plan", "one site", "one site on all", "fusing", "describing sites"),
+        *("late failure", "early failure", "different programs", "only one compiles"),
+    )
+
+
+Seen = dict[str, list[dict[str, Any]]]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "rewritten"),
+    [
+        ("nothing", ALL),
+        ("plan", []),
+        ("one site", []),
+        ("one site on all", [MIX, MIX]),
+        ("fusing", ALL),
+        ("describing sites", ALL),
+    ],
+)
+def test_all_ranks_rewrite_a_graph_alike(two: Seen, scenario: str, rewritten: list[str]) -> None:
+    for seen in two[scenario]:
+        assert sorted(seen["rewritten"]) == sorted(rewritten)
+        assert seen["distance"] < CLOSE
+    first, second = two[scenario]
+    assert first["fused"] == second["fused"]
+    assert (first["fused"] > 0) == (bool(rewritten) and scenario != "fusing")
+
+
+def test_all_ranks_tell_why(two: Seen) -> None:
+    for scenario in ("plan", "fusing", "one site"):
+        healthy, failing = two[scenario]
+        (error,) = healthy["errors"]
+        assert UNLIKE in error
+        assert FAILED in failing["errors"][0]
+    for seen in two["one site on all"]:
+        assert [FAILED in error for error in seen["errors"]] == [True]
+    healthy, failing = two["describing sites"]
+    assert not healthy["errors"]
+    assert [FAILED in error for error in failing["errors"]] == [True]
+
+
+def test_a_rank_that_fails_when_others_have_rewritten_stops(two: Seen) -> None:
+    healthy, failing = two["late failure"]
+    assert healthy == {"rewritten": [MIX, COMBINE], "new": True, "errors": []}
+    assert "rank 1 cannot rewrite a graph as other ranks of this job have rewritten it" in failing["raised"]
+    assert FAILED in failing["raised"]
+    assert "\n" not in failing["raised"]
+
+
+def test_a_rank_follows_one_that_failed_before(two: Seen) -> None:
+    healthy, failing = two["early failure"]
+    assert not healthy["new"]
+    assert not failing["new"]
+    assert UNLIKE in healthy["errors"][0]
+
+
+def test_ranks_that_compile_something_else_are_not_waited_for(two: Seen) -> None:
+    assert [seen["counts"] for seen in two["different programs"]] == [[2], [4, 0, 4]]
+    assert [seen["rewritten"] for seen in two["only one compiles"]] == [[], [MIX, COMBINE]]
+
+
+def test_four_ranks(tmp_path: Path) -> None:
+    seen = _job(tmp_path, 4, "nothing", "plan")
+    assert [sorted(rank["rewritten"]) for rank in seen["nothing"]] == [sorted(ALL)] * 4
+    assert [rank["rewritten"] for rank in seen["plan"]] == [[]] * 4
+    assert all(rank["distance"] < CLOSE for rank in seen["nothing"] + seen["plan"])
+
+
+@pytest.mark.thorough
+def test_what_fails_beside_a_graph_changes_nothing_on_any_rank(tmp_path: Path) -> None:
+    """With Inductor: the store of reports, the trace, the hash of sources and the workers fail on one rank."""
+    healthy, failing = _job(tmp_path, 2, "inductor")["inductor"]
+    assert healthy["rewritten"] == failing["rewritten"]
+    assert sorted(healthy["rewritten"]) == sorted(ALL)
+    assert not healthy["errors"]
+    assert failing["errors"]
+    assert all(FAILED in error for error in failing["errors"])
+    # What DistributedDataParallel has averaged is the same on both, to the last bit.
+    assert healthy["norm"] == failing["norm"]
+    assert max(healthy["distance"], failing["distance"]) < CLOSE
+
+
+class _Store:
+    """A job's store, of one process."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+
+    def add(self, key: str, count: int) -> int:
+        self.values[key] = self.values.get(key, 0) + count
+        return int(self.values[key])
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        if self.values.get(key, "") == expected:
+            self.values[key] = value
+        return str(self.values[key]).encode()
+
+
+def test_one_failure_under_two_addresses_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = _Store()
+    monkeypatch.setattr(agreement.Vote, "_wait", lambda self: None)
+    votes = [agreement.Vote(store, "graph") for _ in range(2)]
+    for vote, text in zip(votes, ("<f at 0x7f01> on cuda:0", "<f at 0x5a> on cuda:1"), strict=True):
+        assert vote.is_for_change(text, possible=True)
+    with pytest.raises(agreement.FailedAlone, match="something else"):
+        agreement.Vote(store, "graph").is_for_change("something else", possible=True)
+
+
+def test_a_rank_that_leaves_without_a_vote_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when Dynamo traces once more."""
+    store = _Store()
+    store.timeout = None  # type: ignore[attr-defined]
+    monkeypatch.setattr(agreement.compat, "job_store", lambda: store)
+    graph = fx.Graph()
+    graph.output(graph.placeholder("x"))
+    with pytest.raises(KeyboardInterrupt), agreement.announced("rewriting", graph):
+        raise KeyboardInterrupt
+    assert store.values == dict.fromkeys(store.values, 1)
+    assert sorted(key.rpartition("/")[2] for key in store.values) == ["announced", "closed"]
