@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 from torch import fx
 
 from mhc_compile import compat
-from mhc_compile.guard import Deliberate, told
+from mhc_compile.guard import Deliberate, guard, told
 
 log = logging.getLogger(__name__)
 
@@ -140,12 +140,14 @@ def attempt(
             result = change()
         except Exception as error:
             possible = False
-            undo()
             told(error, follows, errors)
+            with guard("a graph could not be put back", errors):
+                undo()
         if vote.is_for_change("; ".join(errors[before:]), possible=possible):
             return result
         if possible:
-            undo()
+            with guard("a graph could not be put back", errors):
+                undo()
             message = (
                 f"{stage} does not come out alike on all ranks, and this graph is compiled without it on all of them"
             )

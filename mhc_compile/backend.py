@@ -83,7 +83,10 @@ class MhcPass(_Configured):
     def __call__(self, graph: fx.Graph) -> None:
         global last_report
         module = graph.owning_module
-        new, report = passes.run(graph, input_norms=self.options[_INPUT_NORM], module=module)
+        new, report = None, Report(graphs=1)
+        last_report = report
+        with guard("this graph is compiled as it was", report.errors):
+            new, report = passes.run(graph, input_norms=self.options[_INPUT_NORM], module=module)
         last_report = report
         with guard("the report is not kept", report.errors):
             last_report = records.add(report)

@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Iterator
 from types import TracebackType
+from typing import Any
 
 from mhc_compile import compat
 from mhc_compile.text import printable
@@ -41,15 +42,45 @@ def guard(follows: str, errors: list[str] | None = None) -> Iterator[None]:
 
 def told(error: Exception, follows: str, errors: list[str] | None = None) -> str:
     """Tell of a failure that was caught, once for all that are the same; returns the line that is told."""
-    if isinstance(error, Deliberate) or compat.asks_to_trace_again(error):
+    if isinstance(error, Deliberate) or _asks_to_trace_again(error):
         raise error
     message = described(error)
-    if errors is None or message not in errors:
+    if not _was_told(message, errors):
         log.warning("%s: %s", follows, message)
         log.debug("where this failed", exc_info=error)
     if errors is not None and message not in errors:
         errors.append(message)
     return message
+
+
+def _was_told(message: str, errors: list[str] | None) -> bool:
+    """Whether the same was told of this graph, or of another of the same compilation, such as that of the backward."""
+    if errors is not None and message in errors:
+        return True
+    try:
+        compilation = compat.compile_id()
+    except Exception:  # what tells of failures has to do without
+        return False
+    if compilation == (None, None):
+        return False
+    known = (*compilation, message) in _told
+    _told.add((*compilation, message))
+    return known
+
+
+_told: set[Any] = set()
+
+
+def forget() -> None:
+    """Tell of all failures anew, as when Dynamo was reset."""
+    _told.clear()
+
+
+def _asks_to_trace_again(error: Exception) -> bool:
+    try:
+        return compat.asks_to_trace_again(error)
+    except Exception:  # what tells of failures has to do without
+        return False
 
 
 def described(error: BaseException) -> str:

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mhc_compile import compat
-from mhc_compile.guard import guard
+from mhc_compile import compat, guard
 from mhc_compile.passes.report import Report
 
 log = logging.getLogger(__name__)
@@ -50,8 +49,9 @@ def add(report: Report) -> Report:
 
 
 def forget() -> None:
-    """Forget all reports."""
+    """Forget all reports, and what was told of failures."""
     _reports.clear()
+    guard.forget()
 
 
 def report() -> Report:
@@ -74,11 +74,11 @@ def stored(gm: fx.GraphModule, inputs: Sequence[Any], identity: Any) -> Iterator
     """
     file: Path | None = None
     graphs = 0
-    with guard("the report of this graph is not stored"):
+    with guard.guard("the report of this graph is not stored"):
         graphs = _begin()
         file = compat.inductor_cache_dir() / "mhc" / f"{_key(gm, inputs, identity)}.txt"
     yield
-    with guard("the report of this graph is not stored"):
+    with guard.guard("the report of this graph is not stored"):
         if file is not None:
             _store(file, graphs)
 

@@ -81,7 +81,8 @@ def run(
     new = attempt("rewriting", graph, failures, change, undo)
     report.errors = failures + report.errors
     report.seconds = time.perf_counter() - begin
-    _log_report(report)
+    with guard("the report is not logged", report.errors):
+        log.info("%s", report)
     return new, report
 
 
@@ -108,12 +109,6 @@ def _rewritten(graph: fx.Graph, input_norms: bool | None, report: Report, failur
             shadow.release()
         if collecting:
             gc.enable()
-
-
-def _log_report(report: Report) -> None:
-    if log.isEnabledFor(logging.INFO):
-        with guard("the report is not logged", report.errors):
-            log.info("%s", report)
 
 
 def fuse(
