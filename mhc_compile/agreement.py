@@ -11,12 +11,14 @@ So ranks vote, in the store by which the job's process group was made:
   that failed on the way, or against any.
 - It waits for the votes of those that have announced the same graph, and of no others. Ranks that compile other graphs,
   the stages of a pipeline say, or that compile later, are not waited for. Those that are waited for are inside our
-  passes, which end (`budget`) and call no collective.
+  passes, which end (`budget`) and call no collective. As ranks of one program begin a little apart, a rank with a
+  change gives all others a few seconds to announce; a process in which that was in vain does it no more.
 - The first rank that has seen all these votes puts down the verdict: the change, if all are for the same one. Whoever
   comes later is bound by it. If no graph was changed, it leaves its own as it was; if others have changed theirs and it
   cannot, it stops with an error.
 
-Waiting decides nothing: a rank that dies among the passes ends the wait of the others with an error.
+Waiting decides no graph: a rank that is later than others agrees with them or stops, and a rank that dies among the
+passes ends the wait of the others with an error.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _PAUSE = 0.002  # seconds
+_PATIENCE = 5.0  # seconds
 _LEFT = "left"
 # What the same failure calls something else on each rank: an address, a device.
 _OF_A_RANK = re.compile(r"0x[0-9a-f]+|cuda:\d+|index=\d+")
@@ -56,15 +59,17 @@ class FailedAlone(Deliberate):
 class Vote:
     """One rank's part in what becomes of one graph; without a store it decides alone."""
 
-    def __init__(self, store: Any, key: str) -> None:
-        self._store, self._key = store, key
+    def __init__(self, store: Any, key: str, ranks: int = 1) -> None:
+        self._store, self._key, self._ranks = store, key, ranks
         self._open = store is not None
         if self._open:
             self._count("announced")
 
-    def is_for_change(self, failures: str, *, possible: bool) -> bool:
-        """Whether the graph is changed on all ranks. failures is what went wrong here; possible, whether there is a
-        change in spite of that.
+    _waited_in_vain = False
+
+    def is_for_change(self, failures: str, *, possible: bool, changed: bool = True) -> bool:
+        """Whether the graph is changed on all ranks. failures is what went wrong here; possible, whether there may be a
+        change in spite of that, and changed whether there is one.
 
         Raises FailedAlone if other ranks have changed theirs, and not in this way.
         """
@@ -75,6 +80,8 @@ class Vote:
         self._count(mine)
         self._count("voted")
         self.close()
+        if possible and changed:
+            self._gather()
         self._wait()
         votes = self._read("voted")
         proposed = change if possible and self._read(mine) >= votes else _LEFT
@@ -99,6 +106,13 @@ class Vote:
     def _read(self, what: str) -> int:
         return int(self._store.add(f"{self._key}/{what}", 0))
 
+    def _gather(self) -> None:
+        """Let ranks that begin a little later take part."""
+        end = time.monotonic() + _PATIENCE
+        while not Vote._waited_in_vain and self._read("announced") < self._ranks:
+            Vote._waited_in_vain = time.monotonic() > end
+            time.sleep(_PAUSE)
+
     def _wait(self) -> None:
         end = time.monotonic() + self._store.timeout.total_seconds()
         while self._read("closed") < self._read("announced"):  # read in this order: all of these have voted
@@ -115,7 +129,7 @@ def announced(stage: str, graph: fx.Graph) -> Iterator[Vote]:
         key = f"{stage}/{_structure(graph)}"
         _announced[compat.rank(), key] += 1
         key += f"/{_announced[compat.rank(), key]}"
-    vote = Vote(store, key)
+    vote = Vote(store, key, compat.ranks())
     try:
         yield vote
     finally:
@@ -126,6 +140,8 @@ def attempt(
     stage: str, graph: fx.Graph, errors: list[str], change: Callable[[], T], undo: Callable[[], None]
 ) -> T | None:
     """Change a graph, or leave it as it was: what `change` returns, or None where it failed and was undone.
+
+    What `change` returns is false where it found nothing to change.
 
     In a job of several ranks all that have this graph change it in one way, or none does (see above): `undo` is also
     called where `change` worked here and failed elsewhere. stage names what is done, such as "rewriting". errors are
@@ -143,7 +159,7 @@ def attempt(
             told(error, follows, errors)
             with guard("a graph could not be put back", errors):
                 undo()
-        if vote.is_for_change("; ".join(errors[before:]), possible=possible):
+        if vote.is_for_change("; ".join(errors[before:]), possible=possible, changed=bool(result)):
             return result
         if possible:
             with guard("a graph could not be put back", errors):

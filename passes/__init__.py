@@ -129,11 +129,12 @@ def _fuse(module: fx.GraphModule, names: Collection[str], layers: fusing.Layers,
     begin = time.perf_counter()
     old = module.graph
 
-    def change() -> None:
+    def change() -> bool:
         new, _ = compat.copy_graph(old)
         report.fusions = fusing.fuse(new, names, layers)
         if report.fusions.total():
             put(module, new)
+        return bool(report.fusions.total())
 
     def undo() -> None:
         report.fusions.clear()
@@ -167,11 +168,12 @@ def share(
     report = Report()
     bodies: list[fx.GraphModule] = []
 
-    def change() -> None:
+    def change() -> bool:
         for body in sharing.share(graph, report.shared):
             if compile_body is not None:
                 compile_body(body)
             bodies.append(body)
+        return bool(bodies)
 
     def forget() -> None:
         bodies.clear()
@@ -185,17 +187,19 @@ def lower(graph: fx.Graph) -> Report:
     """Lower the operators of a graph after grad in place, those that can be; the report holds the counts."""
     report = Report()
 
-    def change() -> None:
+    def change() -> bool:
         report.lowered += lowering.lower(graph, report.errors)
+        return bool(report.lowered)
 
     _in_place("lowering", graph, report, change, report.lowered.clear)
+    lowering.compile_kernels(graph, report.errors)
     if report.lowered:
         log.info("lowered: %s", ", ".join(f"{count} x {name}" for name, count in report.lowered.items()))
     return report
 
 
 def _in_place(
-    stage: str, graph: fx.Graph, report: Report, change: Callable[[], None], forget: Callable[[], None]
+    stage: str, graph: fx.Graph, report: Report, change: Callable[[], bool], forget: Callable[[], None]
 ) -> None:
     """Change a graph that calls our operators; if that fails, put back the graph, and forget what was counted."""
     begin = time.perf_counter()

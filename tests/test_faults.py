@@ -21,7 +21,7 @@ from tests.zoo.near import Sublayer
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
-# What a hook calls, and what these functions do: each of them fails in `make test`, and with `make test-all` all others.
+# What a hook calls, and what these functions do. Each of them fails in `make test`, and in `make test-all` all others.
 HOOKS = (
     *("backend:MhcPass.__call__", "backend:FusePass.__call__", "backend:LowerPass.__call__"),
     *("backend:_Configured._identity", "backend:_is_for_cpu"),

@@ -14,6 +14,7 @@ from mhc_compile.compat.cpp import (
 from mhc_compile.compat.distributed import (
     job_store,
     rank,
+    ranks,
 )
 from mhc_compile.compat.driver import (
     load_kernel,
@@ -182,6 +183,7 @@ __all__ = [
     "quiet_fakes",
     "quiet_shape_env",
     "rank",
+    "ranks",
     "readable",
     "registered_operators",
     "run_passes_after_grad",

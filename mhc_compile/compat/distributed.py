@@ -26,3 +26,9 @@ def rank() -> int:
     """The number of this process in its job; 0 for one that is alone."""
     distributed = torch.distributed
     return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+
+
+def ranks() -> int:
+    """How many processes this job has."""
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1

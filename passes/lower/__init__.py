@@ -80,14 +80,13 @@ def lower(graph: fx.Graph, errors: list[str] | None = None) -> Counter[str]:
         counts["in place"] += in_place and results[_DX] is node.args[0]
         _replace(node, results, memory)
     merge_zeros(graph)
-    _compile_elsewhere(graph, errors)
     return +counts
 
 
-def _compile_elsewhere(graph: fx.Graph, errors: list[str]) -> None:
+def compile_kernels(graph: fx.Graph, errors: list[str]) -> None:
     """Have the kernels that Inductor will not compile compiled while it compiles the others."""
-    for launch in dict.fromkeys(node.args[0] for node in graph.find_nodes(op="call_function", target=_LAUNCH)):
-        with guard("no other process compiles a kernel, and its first launch does", errors):
+    with guard("no other process compiles kernels, and their first launches do", errors):
+        for launch in dict.fromkeys(node.args[0] for node in graph.find_nodes(op="call_function", target=_LAUNCH)):
             compile_elsewhere(launch)
 
 
