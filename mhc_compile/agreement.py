@@ -35,7 +35,7 @@ from typing import Any, TypeVar
 from torch import fx
 
 from mhc_compile import compat
-from mhc_compile.guard import Deliberate, guard, told
+from mhc_compile.guard import Deliberate, described, guard, told
 
 log = logging.getLogger(__name__)
 
@@ -59,13 +59,13 @@ class FailedAlone(Deliberate):
 class Vote:
     """One rank's part in what becomes of one graph; without a store it decides alone."""
 
+    _waited_in_vain = False
+
     def __init__(self, store: Any, key: str, ranks: int = 1) -> None:
         self._store, self._key, self._ranks = store, key, ranks
         self._open = store is not None
         if self._open:
             self._count("announced")
-
-    _waited_in_vain = False
 
     def is_for_change(self, failures: str, *, possible: bool, changed: bool = True) -> bool:
         """Whether the graph is changed on all ranks. failures is what went wrong here; possible, whether there may be a
@@ -77,22 +77,29 @@ class Vote:
             return possible
         change = f"changed {_digest(_OF_A_RANK.sub('', failures))}"
         mine = change if possible else _LEFT
+        try:
+            verdict = self._verdict(mine, gather=possible and changed)
+        except Deliberate:
+            raise
+        except Exception as error:  # the store cannot be reached, and nothing is known of the others
+            verdict = mine if possible and not failures else f"unknown: {described(error)}"
+        if verdict not in (mine, _LEFT):
+            raise FailedAlone(
+                f"rank {compat.rank()} cannot rewrite a graph as other ranks of this job have rewritten it, and would "
+                f"compute with other roundings than they do: {failures or 'something failed on those'}"
+            )
+        return bool(verdict != _LEFT)
+
+    def _verdict(self, mine: str, *, gather: bool) -> str:
         self._count(mine)
         self._count("voted")
         self.close()
-        if possible and changed:
+        if gather:
             self._gather()
         self._wait()
-        votes = self._read("voted")
-        proposed = change if possible and self._read(mine) >= votes else _LEFT
-        verdict = self._store.compare_set(f"{self._key}/verdict", "", proposed).decode()
-        if verdict not in (change if possible else _LEFT, _LEFT):
-            reason = failures or "something failed on those"
-            raise FailedAlone(
-                f"rank {compat.rank()} cannot rewrite a graph as other ranks of this job have rewritten it, and would "
-                f"compute with other roundings than they do: {reason}"
-            )
-        return bool(verdict != _LEFT)
+        votes = self._read("voted")  # first: whoever is counted here is counted below
+        proposed = mine if self._read(mine) >= votes else _LEFT
+        return str(self._store.compare_set(f"{self._key}/verdict", "", proposed).decode())
 
     def close(self) -> None:
         """Let no rank wait for this one any longer."""
@@ -133,7 +140,8 @@ def announced(stage: str, graph: fx.Graph) -> Iterator[Vote]:
     try:
         yield vote
     finally:
-        vote.close()
+        with guard("other ranks may wait for this one"):
+            vote.close()
 
 
 def attempt(

@@ -180,3 +180,16 @@ def test_a_rank_that_leaves_without_a_vote_is_not_waited_for(monkeypatch: pytest
         raise KeyboardInterrupt
     assert store.values == dict.fromkeys(store.values, 1)
     assert sorted(key.rpartition("/")[2] for key in store.values) == ["announced", "closed"]
+
+
+def test_a_store_that_cannot_be_reached_any_more() -> None:
+    class Gone(_Store):
+        def add(self, key: str, count: int) -> int:
+            if not key.endswith("announced"):
+                raise ConnectionError
+            return super().add(key, count)
+
+    assert agreement.Vote(Gone(), "graph").is_for_change("", possible=True)
+    for possible in (True, False):
+        with pytest.raises(agreement.FailedAlone, match="what failed"):
+            agreement.Vote(Gone(), "graph").is_for_change("what failed", possible=possible)
