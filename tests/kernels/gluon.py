@@ -60,7 +60,7 @@ def _boundary_gradients(
     **__: Any,
 ) -> None:
     """In float64, each sum whole in the place of its first part."""
-    d_new = torch.empty(x.shape, dtype=torch.float64)
+    d_new = torch.empty_like(x, dtype=torch.float64)
     _streamed_products(x_new, d_layer_input, d_x_new, phi, norm_weight, dh, coefficient, h_pre, d_new, dphi_part)
     _mixed(d_new, f, h_post, x, h_res, dx, df, sums_part)
 
