@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mhc_compile.kernels import boundary, combine_project, common, expand_combine, one_pass
+from mhc_compile.kernels import boundary, boundary_pass, combine_project, common, expand_combine, one_pass
 from tests.kernels.cases import FORMS, MARKS, USUAL, draw, keywords, mix_case
 from tests.kernels.gluon import GPU, watched
 from tests.kernels.test_boundary import before, check
@@ -14,6 +14,7 @@ from tests.kernels.test_boundary import before, check
 pytestmark = MARKS
 BF16 = torch.bfloat16
 KERNEL = "combine_project_kernel"
+PASS = "boundary_pass_kernel"
 
 
 @pytest.mark.parametrize(
@@ -132,7 +133,11 @@ def test_against_what_it_computes(tokens: int, n: int, width: int, rows: int, no
 
 
 @GPU
-def test_a_token_does_not_depend_on_the_batch(launched: list[str]) -> None:
+@pytest.mark.parametrize("kernel", [KERNEL, PASS])
+def test_a_token_does_not_depend_on_the_batch(
+    kernel: str, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor on the kernel: the batch goes through the single pass, its slices through either of the two."""
     args, case = before(7000, 4, 1280, BF16, bias=False), mix_case(7000, 4, 1280, dtype=BF16)
     form = keywords(FORMS[USUAL])
 
@@ -141,8 +146,8 @@ def test_a_token_does_not_depend_on_the_batch(launched: list[str]) -> None:
         return boundary.forward(*cut, *case.parameters[1:], **form)
 
     whole = run(slice(None))
+    monkeypatch.setattr(boundary_pass, "pays", lambda x: kernel == PASS)
     for s in (slice(6999, 7000), slice(5, 69), slice(17, 150), slice(1, 1001)):
         for a, b in zip(run(s), whole, strict=True):
             assert torch.equal(a, b[s])
-    # All of them go through another kernel (test_boundary_pass.py).
-    assert launched == ["boundary_pass_kernel", *[KERNEL] * 4]
+    assert launched == [PASS, *[kernel] * 4]
