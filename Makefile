@@ -44,7 +44,7 @@ demo: $(STAMP)
 
 # These use the interpreter on PATH as it is: a CUDA machine usually brings its own torch.
 gpu-test:
-	$(PYTHON) -m pytest -q -m gpu
+	$(PYTHON) -m pytest -q -m gpu $(PYTEST_ARGS)
 
 gpu-sanitize:
 	$(PYTHON) -m tests.kernels.sanitize

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import gc
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -45,11 +49,26 @@ def fresh_cache() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _in_turn(lock: Path) -> Iterator[None]:
+    """One process at a time."""
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 @pytest.fixture(autouse=True)
-def _gives_memory_back(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A worker that keeps what a large test took leaves none to the others on its GPU."""
-    yield
-    if request.node.get_closest_marker("gpu") and torch.cuda.is_available():
+def _shares_the_memory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Workers share a GPU: none keeps the memory of a test, and tests that take much of it run one at a time."""
+    if not request.node.get_closest_marker("gpu") or not torch.cuda.is_available():
+        yield
+        return
+    turn: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if request.node.get_closest_marker("memory") and "PYTEST_XDIST_WORKER" in os.environ:
+        # The workers' temporary folders are in one folder of the run.
+        turn = _in_turn(tmp_path_factory.getbasetemp().parent / "memory.lock")
+    with turn:
+        yield
         torch.cuda.empty_cache()
 
 

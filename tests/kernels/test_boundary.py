@@ -197,6 +197,7 @@ def test_no_tokens() -> None:
         assert torch.equal(gradient, torch.zeros_like(like))
 
 
+@pytest.mark.memory
 @pytest.mark.large
 @pytest.mark.skipif(DEVICE == "cpu", reason="real sizes need a CUDA device")
 @pytest.mark.parametrize(

@@ -80,6 +80,7 @@ def test_tokens_are_split_without_a_rest() -> None:
         assert (splits - 1) * each < tokens <= splits * each
 
 
+@pytest.mark.memory
 @GPU
 @pytest.mark.parametrize(
     ("tokens", "n", "width", "rows"),

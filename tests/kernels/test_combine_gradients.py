@@ -94,6 +94,7 @@ def test_it_is_not_for_streams_first(tokens: int, launched: list[str]) -> None:
     assert launched == []
 
 
+@pytest.mark.memory
 @GPU
 @pytest.mark.parametrize(("tokens", "n", "width"), [(1, 8, 64), (1000, 8, 1296), (500, 4, 2576), (4096, 8, 4096)])
 def test_against_the_reference(tokens: int, n: int, width: int) -> None:

@@ -100,6 +100,7 @@ def test_what_is_stored(tokens: int, width: int, monkeypatch: pytest.MonkeyPatch
         assert partials.stored == combine_project.GROUPS
 
 
+@pytest.mark.memory
 @GPU
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize(

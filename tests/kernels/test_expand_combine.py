@@ -180,6 +180,7 @@ def test_a_token_does_not_depend_on_the_batch() -> None:
             assert torch.equal(got[i], back[i][s])
 
 
+@pytest.mark.memory
 @pytest.mark.large
 @pytest.mark.skipif(DEVICE == "cpu", reason="real sizes need a CUDA device")
 @pytest.mark.parametrize(
@@ -196,6 +197,7 @@ def test_real_sizes(tokens: int, n: int, width: int, dtype: torch.dtype) -> None
     check(arguments(tokens, n, width, dtype), noise=2e-5)
 
 
+@pytest.mark.memory
 @pytest.mark.large
 @pytest.mark.skipif(DEVICE == "cpu", reason="more than 2^31 elements need a CUDA device")
 def test_more_elements_than_int32_counts() -> None:
@@ -219,6 +221,7 @@ def test_more_elements_than_int32_counts() -> None:
         assert torch.equal(got[i][-3:], expected[i])
 
 
+@pytest.mark.memory
 @pytest.mark.large
 @pytest.mark.skipif(DEVICE == "cpu", reason="more than 2^31 elements need a CUDA device")
 def test_streams_further_apart_than_int32_counts() -> None:

@@ -245,6 +245,7 @@ def test_a_token_does_not_depend_on_the_batch(dtype: torch.dtype, monkeypatch: p
         assert torch.equal(a[::2], b[::2])
 
 
+@pytest.mark.memory
 @pytest.mark.large
 @pytest.mark.skipif(DEVICE == "cpu", reason="real sizes need a CUDA device")
 @pytest.mark.parametrize(
@@ -284,6 +285,7 @@ def test_matmul_precision(precision: str, limit: float, dtype: torch.dtype) -> N
         assert error > 1e-5
 
 
+@pytest.mark.memory
 @pytest.mark.large
 @pytest.mark.skipif(DEVICE == "cpu", reason="more than 2^31 elements need a CUDA device")
 def test_more_elements_than_int32_counts() -> None:

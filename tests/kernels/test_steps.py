@@ -457,6 +457,7 @@ def test_a_narrow_step_does_not_depend_on_alignment(n: int) -> None:
             assert torch.equal(a, b[s])
 
 
+@pytest.mark.memory
 @pytest.mark.large
 @pytest.mark.skipif(DEVICE == "cpu", reason="real sizes need a CUDA device")
 @pytest.mark.parametrize(

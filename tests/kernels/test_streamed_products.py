@@ -127,6 +127,7 @@ def test_tokens_are_split_without_a_rest(tokens: int, groups: int, monkeypatch: 
     assert splits * groups >= 100 or tokens < 8192
 
 
+@pytest.mark.memory
 @GPU
 @pytest.mark.parametrize(
     ("tokens", "width", "rows", "norm", "given"),
