@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 from collections.abc import Iterator
 from typing import Any
@@ -24,11 +25,13 @@ _PLAIN_MODULES = (
     *("torch._C._nn", "torch._C._linalg", "torch._C._special", "_operator", "math"),
 )
 
-_IN_PLACE_OPERATORS = {
-    getattr(operator, name) for name in dir(operator) if name.startswith("i") and name[1:] in dir(operator)
+_IN_PLACE_OPERATORS = {  # iadd, and iand, whose other form is and_
+    getattr(operator, name)
+    for name in dir(operator)
+    if name.startswith("i") and not {name[1:], f"{name[1:]}_"}.isdisjoint(dir(operator))
 }
-_IN_PLACE_OPERATORS |= {operator.setitem, operator.delitem, operator.iconcat}
-_IN_PLACE_OPERATORS -= {operator.is_, operator.is_not, operator.index, operator.inv, operator.invert}
+_IN_PLACE_OPERATORS |= {operator.setitem, operator.delitem}
+_IN_PLACE_METHODS = {f"__{function.__name__}__" for function in _IN_PLACE_OPERATORS}
 
 
 def changes_global_state(node: fx.Node) -> bool:
@@ -68,17 +71,32 @@ def may_mutate(node: fx.Node) -> bool:
     if node.op == "call_function" and is_higher_order(node):
         bodies = _bodies(node)
         return not bodies or any(may_mutate(inner) for body in bodies for inner in body.graph.nodes)
-    kwargs = node.kwargs
-    if not kwargs or node.op not in ("call_function", "call_method"):
+    if node.op == "call_method":
+        return "out" in node.kwargs
+    if node.op != "call_function":
         return False
-    return "out" in kwargs if node.op == "call_method" else kwargs.get("out") is not None or bool(kwargs.get("inplace"))
+    place = _place_of_inplace(node.target)
+    given = node.args[place : place + 1] if place is not None else ()
+    return node.kwargs.get("out") is not None or bool(node.kwargs.get("inplace")) or any(given)
+
+
+@functools.lru_cache(4096)
+def _place_of_inplace(target: Any) -> int | None:
+    """Which positional argument of a function says whether it works in place, as in `F.relu(x, True)`."""
+    if getattr(target, "__module__", None) != "torch.nn.functional":
+        return None
+    try:
+        names = list(inspect.signature(target).parameters)
+    except ValueError:  # written in C
+        return None
+    return names.index("inplace") if "inplace" in names else None
 
 
 @functools.lru_cache(4096)  # graphs of twenty thousand nodes hold a few dozen different targets
 def _named_as_mutating(op: str, target: Any) -> bool:
     if op == "call_method":
         name = str(target)
-        return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        return name in _IN_PLACE_METHODS or (name.endswith("_") and not name.endswith("__"))
     if op != "call_function" or isinstance(target, HigherOrderOperator):
         return False
     if target in _IN_PLACE_OPERATORS:

@@ -42,6 +42,7 @@ from mhc_compile.passes.plan.sites import (
     outputs,
     said,
     surface,
+    visible,
 )
 from mhc_compile.passes.plan.surroundings import check_surroundings
 from mhc_compile.passes.recognise import Findings, Mixture, Weight
@@ -263,4 +264,5 @@ __all__ = [
     "plan",
     "said",
     "surface",
+    "visible",
 ]

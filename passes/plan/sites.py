@@ -187,6 +187,19 @@ def surface(value: Value) -> Value:
     return value
 
 
+def visible(value: Value) -> Value | None:
+    """A value of the program with the elements of this one, in order, possibly of another float type or shape."""
+    try:
+        pending = [surface(value), value]
+    except Decline:
+        pending = [value]
+    for current in pending:
+        if current.nodes:
+            return current
+        pending += [op.out for op in current.users if keeps_order(op)]
+    return None
+
+
 def outputs(site: Site) -> list[Value]:
     """The results of a site that are values of the program, by which it is placed; raises Decline without any."""
     if isinstance(site, (CombineSite, AggregateSite, SinkhornSite)):

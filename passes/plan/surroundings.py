@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from mhc_compile import compat
-from mhc_compile.passes.plan.sites import AggregateSite, CombineSite, Decline, Site, outputs, said
+from mhc_compile.passes.plan.sites import Decline, MixSite, Site, outputs, said, visible
 from mhc_compile.passes.recognise.layout import is_movement
 from mhc_compile.passes.shadow import Shadow, Value, tensors_of
 
@@ -36,16 +36,12 @@ def check_surroundings(shadow: Shadow, site: Site) -> None:
     if not shadow.writes:
         return
     first, last = min(shadow.position[n] for n in nodes), max(shadow.position[n] for n in nodes)
-    read = _memory(node for value in sources for node in value.nodes)
+    read = _memory(node for value in sources if (held := visible(value)) is not None for node in held.nodes)
     touched = read | _memory(held for node in nodes for held in (node, *node.all_input_nodes))
     _refuse_writes(shadow, touched, "a tensor that takes part", first, last)
     # The backward pass needs them as they are; the program may have kept copies of its own.
     _refuse_writes(shadow, read, "a tensor that a backward pass would read", first)
-    if isinstance(site, (CombineSite, AggregateSite)):
-        # It may take a gate from the operator that makes it, so the gate must be as it was when it was made.
-        for gate in (node for value in site.gates() for node in value.nodes):
-            _refuse_writes(shadow, _memory([gate]), "one of its gates", shadow.position[gate], last)
-    else:
+    if isinstance(site, MixSite):
         # Autograd forbids writing into one of several results of an operator.
         results = _memory(node for value in site.targets() for node in value.nodes)
         _refuse_writes(shadow, results, "one of its results", first)

@@ -7,7 +7,7 @@ names or at Dynamo's spelling.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field, replace
 
 from mhc_compile.forms import Rms
@@ -203,7 +203,8 @@ def _join(
 def _final(aggregates: list[Aggregate]) -> list[Aggregate]:
     """Without sums that only go on to be scaled, or seen, as others of the same streams.
 
-    And without sums of such sums: pooled over tokens, they would pass for sums of tokens times n streams.
+    And without sums of such sums: pooled over tokens, they would pass for sums of tokens times n streams. And without
+    views of a sum that has other readers as well: the sum and its views are one tensor.
     """
     counts = {(a.out, a.x): a.streams.n for a in aggregates}
     later: set[tuple[Value, Value]] = set()
@@ -219,7 +220,16 @@ def _final(aggregates: list[Aggregate]) -> list[Aggregate]:
                     break
                 value = next(value.op.inputs())
     plain = [a for a in aggregates if (a.out, a.x) not in pooled]
-    return [a for a in plain if (a.out, a.x) not in later or len(a.out.users) > 1 or a.out.is_output]
+    kept = [a for a in plain if (a.out, a.x) not in later or len(a.out.users) > 1 or a.out.is_output]
+    places = {(a.out, a.x) for a in kept if a.out.nodes}
+    return [a for a in kept if not any((value, a.x) in places for value in _before_movements(a.out))]
+
+
+def _before_movements(value: Value) -> Iterator[Value]:
+    """The values that this one is a view or a copy of."""
+    while value.op is not None and is_movement(value.op):
+        value = next(value.op.inputs())
+        yield value
 
 
 def _cone(out: Value) -> dict[Value, None]:

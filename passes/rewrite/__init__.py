@@ -61,6 +61,7 @@ class _Rewriter(Vectors):
         """
         failures: dict[int, Exception] = {}
         for site in sorted(sites, key=lambda s: min(self.shadow.position[self._node(t)] for t in outputs(s))):
+            self.site = site
             try:
                 self._insert(site)
             except NotALayout:
@@ -71,6 +72,7 @@ class _Rewriter(Vectors):
             raise SitesFailed(failures)
         erase_dead(self.copies)
         sort(self.copies, self.calls)
+        self.aliases.check(self.copies, self.made)
 
     def _insert(self, site: Site) -> None:
         if isinstance(site, MixSite):
@@ -119,7 +121,8 @@ class _Rewriter(Vectors):
 
     def _gate(self, value: Value, node: fx.Node, transposed: bool) -> None:
         """Use an operator's gate output for the program's gate, wherever that is visible."""
-        self.gates[value] = (node, transposed)
+        if not any(map(self.aliases.is_written, value.nodes)):
+            self.gates[value] = (node, transposed)
         if value.nodes:
             shown = self._call("transpose", node, -1, -2) if transposed else node
             self._replace(value, shown)
@@ -146,7 +149,7 @@ class _Rewriter(Vectors):
         new = self._operator(site.op, f, bias, post, x, res, **kwargs)
         self.calls.append((new, site))
         written = c.outer.out_view
-        if target.dtype == c.out.dtype or target is not c.out:
+        if (target.dtype == c.out.dtype or target is not c.out) and not self.aliases.is_written(self._node(target)):
             self.streams[target] = (written, new, dims)
         self._replace(target, self._laid_out(new, dims, Layout((written.tokens, written.channel)), written.stream))
 

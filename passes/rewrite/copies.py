@@ -25,7 +25,8 @@ class Copies(dict[fx.Node, fx.Node]):
         graph: the new graph.
         replaced: new nodes and what has come in their places.
         on_demand: the copies that somebody asked for.
-        epochs: for each new node, how many before it write, set global state or draw random numbers.
+        barriers: the new nodes that write, set global state or draw random numbers, so that nothing may move past them.
+        epochs: for each new node, how many barriers there are up to it.
     """
 
     def __init__(self, shadow: Shadow, targets: Iterable[fx.Node], sources: Iterable[fx.Node]) -> None:
@@ -37,7 +38,8 @@ class Copies(dict[fx.Node, fx.Node]):
         self.on_demand: list[fx.Node] = []
         self.epochs: dict[fx.Node, int] = {}
         self._old_epochs: dict[fx.Node, int] = {}
-        barriers = {node for node in old.nodes if is_barrier(node)}
+        self.barriers: set[fx.Node] = set()
+        barriers = {node for node in old.nodes if _is_barrier(node)} | {node for node, _ in shadow.writes}
         kept = {node for node in old.nodes if node.op not in ("call_function", "call_method")} | barriers
         stubs = set(targets) - kept
         doomed = _only_for(stubs, kept.union(sources))
@@ -49,6 +51,8 @@ class Copies(dict[fx.Node, fx.Node]):
                 self._note(node, self.graph.create_node(node.op, node.target, (), {}, node.name, node.type))
             elif node not in doomed:
                 self._copy(node)
+                if node in barriers:
+                    self.barriers.add(self[node])
         self._kept = list(self)  # in the order of the program
         self._positions = [self.position[node] for node in self._kept]
         self.graph.set_codegen(old._codegen)  # an exported graph's arguments are a tree
@@ -84,8 +88,7 @@ class Copies(dict[fx.Node, fx.Node]):
         self.epochs[new] = self._old_epochs[old]
 
 
-def is_barrier(node: fx.Node) -> bool:
-    """Whether a node writes, sets global state or draws random numbers, so that nothing may move past it."""
+def _is_barrier(node: fx.Node) -> bool:
     return compat.may_mutate(node) or compat.changes_global_state(node) or compat.draws_random_numbers(node)
 
 

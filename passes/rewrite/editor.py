@@ -10,11 +10,11 @@ import torch
 from torch import fx
 
 from mhc_compile import compat
-from mhc_compile.passes.plan import Decline, surface
-from mhc_compile.passes.recognise.layout import keeps_order
+from mhc_compile.passes.plan import Decline, Site, surface, visible
 from mhc_compile.passes.record import map_leaves
+from mhc_compile.passes.rewrite.aliases import Aliases
 from mhc_compile.passes.rewrite.copies import Copies
-from mhc_compile.passes.shadow import Shadow, Value, tensors_of
+from mhc_compile.passes.shadow import Shadow, Value
 
 
 class Editor:
@@ -24,6 +24,9 @@ class Editor:
         self.graph = copies.graph
         self.copies = copies
         self.shadow = shadow
+        self.aliases = Aliases(shadow)
+        self.site: Site | None = None
+        self.made: list[tuple[fx.Node, Site]] = []
         self.anchor: fx.Node | None = None
         self.operands: list[fx.Node] = []
         self.examples: dict[Any, Any] = {}
@@ -37,13 +40,10 @@ class Editor:
 
     def _held(self, value: Value) -> tuple[Value, fx.Node]:
         """As `_visible`, with the value that the node shows."""
-        pending = [self._surfaced(value), value]
-        while pending:
-            current = pending.pop(0)
-            if current.nodes:
-                return current, self.copies.current(self._node(current))
-            pending += [op.out for op in current.users if keeps_order(op)]
-        raise Decline("an operand is not a value of its own in the program")
+        held = visible(value)
+        if held is None:
+            raise Decline("an operand is not a value of its own in the program")
+        return held, self.copies.current(self._node(held))
 
     def _surfaced(self, value: Value) -> Value:
         try:
@@ -55,13 +55,16 @@ class Editor:
         have = compat.example(node).shape
         if len(have) == len(shape) and all(compat.same_size(a, b) for a, b in zip(have, shape, strict=True)):
             return node
+        return self._call("reshape", node, *self._sizes(shape))
+
+    def _sizes(self, shape: Sequence[Any]) -> list[Any]:
+        """A shape as arguments of a call: symbolic sizes by nodes, but for one at most, which is left to be found."""
         symbolic = [d for d, size in enumerate(shape) if not isinstance(size, int)]
-        # One size may be left for reshape to find, and that is one that no input has: a product of symbolic sizes.
+        # The one that is left is one that no input has: a product of symbolic sizes.
         left = next((d for d in symbolic if self._dimension(shape[d]) is None), symbolic[-1] if symbolic else None)
-        sizes = [
+        return [
             size if isinstance(size, int) else -1 if d == left else self._size(size) for d, size in enumerate(shape)
         ]
-        return self._call("reshape", node, *sizes)
 
     def _size(self, size: Any) -> fx.Node:
         """A node for a symbolic size."""
@@ -125,18 +128,37 @@ class Editor:
         return node
 
     def _replace(self, value: Value, new: fx.Node) -> None:
-        """Put `new` in the place of every node that holds the value, with that value's type, shape and strides."""
-        for old in value.nodes:
-            node = self.copies[old]
-            example = compat.example(node)
-            fitted = new
-            if compat.example(fitted).dtype != example.dtype:
-                fitted = self._call("to", fitted, example.dtype)
-            fitted = self._shaped(fitted, example.shape)
-            if compat.example(fitted).stride() != example.stride():
-                fitted = self._restrided(fitted, example, node)
+        """Put `new` in the place of the value, with that value's type, shape and strides.
+
+        All nodes that hold the value are one tensor, so one node comes in the place of all.
+        """
+        old = self._node(value)
+        example = compat.example(old)
+        fitted = new
+        if compat.example(fitted).dtype != example.dtype:
+            fitted = self._call("to", fitted, example.dtype)
+        fitted = self._shaped(fitted, example.shape)
+        if compat.example(fitted).stride() != example.stride():
+            fitted = self._restrided(fitted, example, old)
+        if compat.example(fitted)._is_view() and not example._is_view() and self.aliases.is_shown(old):
+            fitted = self._owned(fitted)
+        assert self.site is not None
+        self.made.append((old, self.site))
+        for held in value.nodes:
+            node = self.copies[held]
             node.replace_all_uses_with(fitted)
             self.copies.replaced[node] = fitted
+
+    def _owned(self, node: fx.Node) -> fx.Node:
+        """The same tensor as none that is a view, as far as autograd knows.
+
+        AOTAutograd makes a view that leaves the graph anew from what it views, which fails where it is detached, too,
+        and may give a dimension of size 1 another stride.
+        """
+        example = compat.example(node)
+        if example.is_contiguous():
+            return self._call(torch.ops.aten._unsafe_view.default, node, self._sizes(example.shape))
+        return self._call("clone", node)
 
     def _restrided(self, node: fx.Node, like: torch.Tensor, old: fx.Node) -> fx.Node:
         """A copy with the strides of `like`, a tensor whose dimensions are dense in some order."""
@@ -149,22 +171,9 @@ class Editor:
             node = self._call("contiguous", node)
         if compat.example(node).stride() == like.stride():
             return node
-        if not like.is_contiguous() and self._leaves_the_graph(old):
+        if not like.is_contiguous() and self.aliases.is_shown(old):
             raise Decline("its result has strides that the operators do not produce")
         return self._call("contiguous", node)  # which any view of the strided tensor is a view of, too
-
-    def _leaves_the_graph(self, old: fx.Node) -> bool:
-        """Whether a tensor, or a view of it, is returned, so that its strides can be seen."""
-        keys = {compat.storage_of(tensor) for tensor in tensors_of(old)}
-        pending, seen = [old], {old}
-        while pending:
-            for user in pending.pop().users:
-                if user.op == "output":
-                    return True
-                if user not in seen and keys & {compat.storage_of(tensor) for tensor in tensors_of(user)}:
-                    seen.add(user)
-                    pending.append(user)
-        return False
 
 
 def _kind(tensor: torch.Tensor) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from mhc_compile.passes.plan import Decline, Site, said
-from mhc_compile.passes.rewrite.copies import Copies, is_barrier
+from mhc_compile.passes.rewrite.copies import Copies
 
 Calls = list[tuple[fx.Node, Site]]
 """The operators' calls, with the sites that they come from."""
@@ -39,7 +39,7 @@ def sort(copies: Copies, calls: Calls) -> None:
                     order.append(node)
     epoch = 0
     for node in order:
-        epoch += is_barrier(node)
+        epoch += node in copies.barriers
         if copies.epochs[node] != epoch:
             _blame(
                 calls,
@@ -78,7 +78,7 @@ def erase_dead(copies: Copies) -> None:
         node = pending.pop()
         if node.users or node.op not in ("call_function", "call_method") or node._erased:
             continue
-        if is_barrier(node):
+        if node in copies.barriers:
             continue
         sources = node.all_input_nodes
         copies.graph.erase_node(node)

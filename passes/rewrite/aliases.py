@@ -1,0 +1,97 @@
+"""Which nodes of a program share memory, and whether those of the rewritten program still do.
+
+An operator's result is new memory. What the program derives from the value that it replaces, views for example, is
+derived from the result, and so shares the new memory. What was there before that value, such as a tensor that it is a
+view of, keeps the old memory. The difference shows if that memory is written, or if tensors of both leave the graph.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import Any
+
+from torch import fx
+
+from mhc_compile import compat
+from mhc_compile.passes.plan import Decline, Site, said
+from mhc_compile.passes.rewrite.copies import Copies
+from mhc_compile.passes.shadow import Shadow, tensors_of
+
+
+class Aliases:
+    """The memory of a program's tensors: which of it is written, is an input's, or leaves the graph."""
+
+    def __init__(self, shadow: Shadow) -> None:
+        self._written = {key for _, keys in shadow.writes for key in keys}
+        inputs = [node for node in shadow.graph.nodes if node.op in ("placeholder", "get_attr")]
+        self._given = {key for node in inputs for key in memory_of(node)}
+        outputs = shadow.graph.find_nodes(op="output")
+        self._results = {node for output in outputs for node in output.all_input_nodes}
+        self._shown = {key for node in self._results for key in memory_of(node)}
+
+    def is_written(self, node: fx.Node) -> bool:
+        """Whether the program writes into the memory of a node, at any time."""
+        return not self._written.isdisjoint(memory_of(node))
+
+    def is_shown(self, node: fx.Node) -> bool:
+        """Whether the node leaves the graph, or another one that shares its memory."""
+        return not self._shown.isdisjoint(memory_of(node))
+
+    def check(self, copies: Copies, made: list[tuple[fx.Node, Site]]) -> None:
+        """Decline a site that parts what shares memory in the program, where that can be seen.
+
+        made: the nodes of the program in whose places there are operators' results, and the sites of these.
+        """
+        shared = Counter(key for node in self._holders(copies) for key in memory_of(node))
+        if all(shared[key] < 2 for node, _ in made for key in memory_of(node)):
+            return
+        stands_for: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        for old in copies:
+            stands_for[copies.current(old)].append(old)
+        places = _places(copies.graph, stands_for)
+        where: dict[Any, dict[int, fx.Node]] = defaultdict(dict)
+        shown: dict[Any, set[int]] = defaultdict(set)
+        for node, held in places.items():
+            for old in stands_for.get(node, ()):
+                for key in memory_of(old):
+                    where[key].setdefault(held[key], old)
+                    if old in self._results:
+                        shown[key].add(held[key])
+        for old, site in reversed(made):  # the result of an earlier site may be what the later one's is a view of
+            for key in memory_of(old):
+                seen = key in self._written or len(shown[key]) > 1 or (key in self._given and bool(shown[key]))
+                if seen and len(where[key]) > 1:
+                    other = next(node for node in where[key].values() if node is not old)
+                    decline = Decline(f"its result shares memory with {said(other)} that is written or returned, too")
+                    decline.site = site
+                    raise decline
+
+    @staticmethod
+    def _holders(copies: Copies) -> list[fx.Node]:
+        return [old for old in copies if not copies.current(old)._erased]
+
+
+def memory_of(node: fx.Node) -> set[Any]:
+    """The memory of a node's tensors, as Dynamo knows them: only these share memory as the program's do."""
+    return {key for tensor in tensors_of(node) if (key := compat.storage_of(tensor)) is not None}
+
+
+def _places(graph: fx.Graph, stands_for: dict[fx.Node, list[fx.Node]]) -> dict[fx.Node, dict[Any, int]]:
+    """For each node of the new graph: by storage, of its example and of what it stands for, the memory it lies in.
+
+    A copied node carries the example of the old program. It lies in the memory of an input that holds the same
+    storage, and otherwise in memory of its own.
+    """
+    places: dict[fx.Node, dict[Any, int]] = {}
+    count = 0
+    for node in graph.nodes:
+        held: dict[Any, int] = {}
+        for key in memory_of(node):
+            found = next((places[source][key] for source in node.all_input_nodes if key in places[source]), count)
+            count += found == count
+            held[key] = found
+        for old in stands_for.get(node, ()):
+            for key in memory_of(old) - held.keys():
+                held[key] = next(iter(held.values()))
+        places[node] = held
+    return places

@@ -1,0 +1,240 @@
+"""One value of the program stays one value: writes into what a rewrite makes reach all that shares its memory.
+
+Each program computes one sublayer, writes into one of its values or returns several tensors that share memory, and is
+compared with eager: values, gradients, strides, and which results share memory. AOTAutograd runs the rewritten graphs,
+since it has ways of its own with results that are views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
+from torch.utils.checkpoint import checkpoint
+
+import mhc_compile.ops  # noqa: F401  (registers the operators that the passes insert)
+from mhc_compile import passes
+from mhc_compile.passes.report import Report
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+N, C = 4, 8
+ROWS = N * N + 2 * N
+
+Use = Callable[[Tensor], Any]
+
+
+@torch.library.custom_op("mhc_test::double_in_place", mutates_args={"x"})
+def double_in_place(x: Tensor) -> None:
+    x.mul_(2.0)
+
+
+@double_in_place.register_fake
+def _(x: Tensor) -> None:
+    return None
+
+
+def _nested(h: Tensor) -> None:
+    """A write within a checkpoint region."""
+    checkpoint(lambda t: t.mul_(0.5).sum(), h, use_reentrant=False)
+
+
+def _under_no_grad(h: Tensor) -> None:
+    with torch.no_grad():
+        h.add_(0.25)
+
+
+def _set_item(h: Tensor) -> None:
+    h[:, -1] = h[:, -1] * 0.5
+
+
+def _set_slice(h: Tensor) -> None:
+    h[..., :2] = 0.5
+
+
+def _set_by_mask(h: Tensor) -> None:
+    h[h > 0.3] = 0.1
+
+
+# A write into a value of the program, [batch, tokens, ...], of which the views cover all where there is one token.
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "add_": lambda h: h.add_(1.0),
+    "select": lambda h: h.select(1, -1).add_(1.0),
+    "narrow": lambda h: h.narrow(1, 0, 1).mul_(0.5),
+    "split": lambda h: h.split(1, 1)[0].mul_(0.5),
+    "chunk": lambda h: h.chunk(1, -1)[0].sub_(0.125),
+    "unbind": lambda h: h.unbind(1)[0].add_(1.0),
+    "setitem": _set_item,
+    "set_slice": _set_slice,
+    "set_by_mask": _set_by_mask,
+    "copy_": lambda h: h.copy_(h.flip(-1)),
+    "out": lambda h: torch.add(h, 1.0, out=h),
+    "foreach": lambda h: torch._foreach_add_([h.select(1, 0)], 1.0),
+    "index_put_": lambda h: h.index_put_((torch.tensor([0]),), torch.tensor(0.5)),
+    "index_add_": lambda h: h.index_add_(1, torch.tensor([0]), torch.ones_like(h[:, :1])),
+    "masked_fill_": lambda h: h.masked_fill_(h > 0.3, 0.1),
+    "fill_of_view_of_view": lambda h: h.transpose(0, 1)[0].narrow(0, 0, 1).fill_(0.5),
+    "view_as_one_row": lambda h: h.view(-1)[:3].add_(1.0),
+    "detached": lambda h: h.detach().mul_(0.5),
+    "data": lambda h: h.data.mul_(0.5),
+    "no_grad": _under_no_grad,
+    "custom_operator": lambda h: torch.ops.mhc_test.double_in_place(h.detach()),
+    "nested": _nested,
+    "relu_in_place": lambda h: F.relu(h, True),
+    "relu_of_view": lambda h: F.relu(h.select(1, -1), inplace=True),
+    "iadd": lambda h: h.select(1, 0).__iadd__(1.0),
+}
+
+# Results that share the memory of a value.
+ALIASES: dict[str, Use] = {
+    "itself": lambda h: (h, h),
+    "detach": lambda h: (h.detach(), h),
+    "detach alone": lambda h: h.detach(),
+    "detach twice": lambda h: (h.detach(), h.detach()),
+    "data": lambda h: (h, h.data),
+    "select": lambda h: (h, h.select(1, -1)),
+    "select alone": lambda h: h.select(1, -1),
+    "two views": lambda h: (h.select(1, 0), h.narrow(1, 0, 1)),
+    "detached view": lambda h: (h.select(1, 0).detach(), h),
+    "unbind": lambda h: (*h.unbind(1), h),
+    "view_as": lambda h: (h.view_as(h), h),
+    "transpose": lambda h: (h.transpose(0, 1), h, h.detach()),
+    "flat": lambda h: (h.reshape(-1), h),
+    "copy": lambda h: (h.clone(), h, h.contiguous()),
+    "cast": lambda h: (h.to(torch.float64), h.float(), h),
+    "expand": lambda h: (h.unsqueeze(0).expand(2, *h.shape), h),
+}
+
+VALUES = ("h", "y", "pre", "post", "res")
+THOROUGH = pytest.mark.thorough
+
+
+class Sublayer(nn.Module):
+    """Streams [batch, tokens, n, C] -> [batch, tokens, n, C]; `use` is called with one of its values once it is made."""
+
+    def __init__(self, uses: dict[str, Use], layout: str = "plain") -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.phi = nn.Parameter(torch.randn(ROWS, N * C, generator=generator) * 0.2)
+        self.bias = nn.Parameter(torch.randn(ROWS, generator=generator) * 0.3)
+        self.weight = nn.Parameter(torch.randn(C, C, generator=generator) * 0.3)
+        self.uses, self.layout = uses, layout
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+        used: list[Any] = []
+        x = self.sublayer(x, self.uses, used)
+        return self.sublayer(x, {}, used), used  # what the first wrote or returned is read by the second
+
+    def sublayer(self, x: Tensor, uses: dict[str, Use], used: list[Any]) -> Tensor:
+        def made(name: str, value: Tensor) -> Tensor:
+            if name in uses:
+                used.append(uses[name](value))
+            return value
+
+        flat = x.flatten(-2)
+        mix = F.linear(flat, self.phi) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + 1e-6) + self.bias
+        pre, post, res = mix.split([N, N, N * N], -1)
+        p = torch.softmax(res.unflatten(-1, (N, N)), -1) + 1e-6
+        for _ in range(2):
+            p = p / (p.sum(-2, keepdim=True) + 1e-6)
+            p = p / (p.sum(-1, keepdim=True) + 1e-6)
+        p = made("res", p)
+        pre, post = made("pre", torch.sigmoid(pre)), made("post", 2 * torch.sigmoid(post))
+        h = made("h", (pre.unsqueeze(-1) * x).sum(-2))
+        f = torch.tanh(h @ self.weight)
+        return made("y", self.written(x, f, post, p))
+
+    def written(self, x: Tensor, f: Tensor, post: Tensor, p: Tensor) -> Tensor:
+        if self.layout == "permuted":  # strides that the operator does not make
+            return (x.transpose(-1, -2) @ p).transpose(-1, -2) + post[..., None] * f[..., None, :]
+        return post.unsqueeze(-1) * f.unsqueeze(-2) + p.transpose(-1, -2) @ x
+
+
+def _results(program: Callable[..., Any], model: nn.Module, x: Tensor, mode: str) -> tuple[list[Tensor], list[Tensor]]:
+    """All results of the program, and the gradients of what has any."""
+    model.zero_grad()
+    x = x.clone().requires_grad_(mode == "train")
+    with torch.set_grad_enabled(mode == "train"), torch.inference_mode(mode == "inference"):
+        out = torch.utils._pytree.tree_leaves(program(x))
+    results = [value for value in out if isinstance(value, Tensor)]
+    if mode != "train":
+        return results, []
+    weight = torch.linspace(-1, 1, 10**4, dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64)
+    for value in results:
+        if value.requires_grad:
+            total = total + (value.double().flatten() * weight[: value.numel()]).sum()
+    total.backward()
+    return results, [p.grad for p in (x, *model.parameters()) if p.grad is not None]
+
+
+def _sharing(results: list[Tensor]) -> list[int]:
+    """For each result the first that lies in the same memory."""
+    places = [value.untyped_storage().data_ptr() for value in results]
+    return [places.index(place) for place in places]
+
+
+def assert_as_eager(model: nn.Module, tokens: int, mode: str, **options: Any) -> Report:
+    report = Report()
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        report.add(passes.run_recursively(gm))
+        compiled: Callable[..., Any] = aot_eager(gm, inputs)
+        return compiled
+
+    program = torch.compile(model, backend=backend, **options)
+    for count in (tokens, tokens + 2) if options.get("dynamic") else (tokens,):
+        x = torch.randn(2, count, N, C, generator=torch.Generator().manual_seed(1))
+        want, want_grads = _results(model, model, x, mode)
+        got, got_grads = _results(program, model, x, mode)
+        assert [v.shape for v in got] == [v.shape for v in want]
+        for left, right in zip(got + got_grads, want + want_grads, strict=True):
+            # the same sums in float32, in another order
+            torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-5 * max(1.0, float(right.detach().abs().max())))
+        assert _sharing(got) == _sharing(want)
+        assert [v.stride() for v in got] == [v.stride() for v in want]
+        assert [v.requires_grad for v in got] == [v.requires_grad for v in want]
+        for left, right in zip(got, want, strict=True):
+            if mode != "inference" and not right._is_view() and not right.requires_grad:
+                assert not left._is_view()
+    assert report.errors == []
+    return report
+
+
+def _eager_takes(model: nn.Module, tokens: int, mode: str) -> bool:
+    """Whether autograd takes the program: it forbids some writes into what its backward needs."""
+    try:
+        _results(model, model, torch.randn(2, tokens, N, C), mode)
+    except RuntimeError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("mode", ["no_grad", pytest.param("train", marks=THOROUGH)])
+@pytest.mark.parametrize(
+    "tokens, dynamic", [(1, False), pytest.param(3, False, marks=THOROUGH), pytest.param(3, True, marks=THOROUGH)]
+)
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("value", ["h", "y", *(pytest.param(v, marks=THOROUGH) for v in ("pre", "post", "res"))])
+def test_writes(value: str, name: str, tokens: int, dynamic: bool, mode: str) -> None:
+    def write(target: Tensor) -> None:
+        WRITES[name](target)
+
+    model = Sublayer({value: write})
+    if not _eager_takes(model, tokens, mode):
+        pytest.skip("autograd refuses this write in eager code")
+    assert_as_eager(model, tokens, mode, dynamic=dynamic)
+
+
+@pytest.mark.parametrize("mode", ["train", "no_grad", pytest.param("inference", marks=THOROUGH)])
+@pytest.mark.parametrize("layout", ["plain", pytest.param("permuted", marks=THOROUGH)])
+@pytest.mark.parametrize(
+    "tokens, dynamic", [(1, False), pytest.param(3, False, marks=THOROUGH), pytest.param(3, True, marks=THOROUGH)]
+)
+@pytest.mark.parametrize("name", ALIASES)
+def test_aliases_among_results(name: str, tokens: int, dynamic: bool, layout: str, mode: str) -> None:
+    assert_as_eager(Sublayer(dict.fromkeys(VALUES, ALIASES[name]), layout), tokens, mode, dynamic=dynamic)
