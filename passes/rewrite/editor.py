@@ -140,7 +140,8 @@ class Editor:
         fitted = self._shaped(fitted, example.shape)
         if compat.example(fitted).stride() != example.stride():
             fitted = self._restrided(fitted, example, old)
-        if compat.example(fitted)._is_view() and not example._is_view() and self.aliases.is_shown(old):
+        is_seen = self.aliases.is_shown(old) or self.aliases.is_written(old)
+        if is_seen and compat.example(fitted)._is_view() and not example._is_view():
             fitted = self._owned(fitted)
         assert self.site is not None
         self.made.append((old, self.site))
@@ -153,7 +154,7 @@ class Editor:
         """The same tensor as none that is a view, as far as autograd knows.
 
         AOTAutograd makes a view that leaves the graph anew from what it views, which fails where it is detached, too,
-        and may give a dimension of size 1 another stride.
+        and may give a dimension of size 1 another stride. A view that is written loses its strides there.
         """
         example = compat.example(node)
         if example.is_contiguous():

@@ -44,6 +44,9 @@ class Views(Editor):
         inner = zip(compat.example(node).shape[-2:], (streams.n, streams.channels), strict=True)
         if not all(compat.same_size(have, size) for have, size in inner):
             raise Decline("the number of streams or of channels is not a constant of the program")
+        if self.aliases.is_written(self._node(held)):
+            # New streams have the strides of the old, and AOTAutograd may give other strides to what is written.
+            node = self._call("contiguous", node)
         return node, groups[0]
 
     def _arranged(self, value: Value, layout: Layout) -> fx.Node:

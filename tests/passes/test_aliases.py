@@ -109,6 +109,11 @@ ALIASES: dict[str, Use] = {
     "expand": lambda h: (h.unsqueeze(0).expand(2, *h.shape), h),
 }
 
+MODES: dict[str, Callable[[], Any]] = {
+    "train": torch.enable_grad,
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+}
 VALUES = ("h", "y", "pre", "post", "res")
 THOROUGH = pytest.mark.thorough
 
@@ -158,7 +163,7 @@ def _results(program: Callable[..., Any], model: nn.Module, x: Tensor, mode: str
     """All results of the program, and the gradients of what has any."""
     model.zero_grad()
     x = x.clone().requires_grad_(mode == "train")
-    with torch.set_grad_enabled(mode == "train"), torch.inference_mode(mode == "inference"):
+    with MODES[mode]():
         out = torch.utils._pytree.tree_leaves(program(x))
     results = [value for value in out if isinstance(value, Tensor)]
     if mode != "train":
@@ -219,12 +224,13 @@ def _eager_takes(model: nn.Module, tokens: int, mode: str) -> bool:
     "tokens, dynamic", [(1, False), pytest.param(3, False, marks=THOROUGH), pytest.param(3, True, marks=THOROUGH)]
 )
 @pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("layout", ["plain", pytest.param("permuted", marks=THOROUGH)])
 @pytest.mark.parametrize("value", ["h", "y", *(pytest.param(v, marks=THOROUGH) for v in ("pre", "post", "res"))])
-def test_writes(value: str, name: str, tokens: int, dynamic: bool, mode: str) -> None:
+def test_writes(value: str, name: str, tokens: int, dynamic: bool, layout: str, mode: str) -> None:
     def write(target: Tensor) -> None:
         WRITES[name](target)
 
-    model = Sublayer({value: write})
+    model = Sublayer({value: write}, layout)
     if not _eager_takes(model, tokens, mode):
         pytest.skip("autograd refuses this write in eager code")
     assert_as_eager(model, tokens, mode, dynamic=dynamic)
