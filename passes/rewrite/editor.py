@@ -156,10 +156,12 @@ class Editor:
         AOTAutograd makes a view that leaves the graph anew from what it views, which fails where it is detached, too,
         and may give a dimension of size 1 another stride. A view that is written loses its strides there.
         """
-        example = compat.example(node)
-        if example.is_contiguous():
-            return self._call(torch.ops.aten._unsafe_view.default, node, self._sizes(example.shape))
-        return self._call("clone", node)
+        source: Any = node
+        while source.target == "reshape":
+            source = source.args[0]
+        if compat.example(source)._is_view():
+            return self._call("clone", node)
+        return self._call(torch.ops.aten._unsafe_view.default, source, self._sizes(compat.example(node).shape))
 
     def _restrided(self, node: fx.Node, like: torch.Tensor, old: fx.Node) -> fx.Node:
         """A copy with the strides of `like`, a tensor whose dimensions are dense in some order."""

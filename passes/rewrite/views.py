@@ -122,8 +122,7 @@ class Views(Editor):
                 taken.append(at)
                 at += 1
             groups.append((stride, taken))
-        ones = [i for i in range(len(tokens)) if i >= at or tokens[i] == 1]
-        ones = [i for i in ones if not any(i in taken for _, taken in groups)]
+        ones = range(at, len(tokens))
         rank = len(tokens)
         if stream is not None:
             groups.append((stream[1] if stream[0] > 1 else 0, [rank]))
@@ -133,8 +132,9 @@ class Views(Editor):
             node = self._call("unflatten", node, -1, [size for size, _ in channel])
         for i, (_, stride) in enumerate(channel or ((1, 0),)):
             groups.append((stride, [rank + i]))
-        order = ones + [i for _, dims in sorted(groups, key=lambda group: -group[0]) for i in dims]
-        return node if order == sorted(order) else self._call("permute", node, *order)
+        order = [i for _, dims in sorted(groups, key=lambda group: -group[0]) for i in dims]
+        # What is left of the tokens' dimensions is of size 1, and goes by a reshape.
+        return node if order == sorted(order) else self._call("permute", node, *ones, *order)
 
 
 def _step_of(stride: int, dim: Dim) -> int:
