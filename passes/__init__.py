@@ -230,13 +230,13 @@ def run_recursively(module: fx.GraphModule) -> Report:
     return total
 
 
-# How often one graph's sites are put in place: each time at least one kind of failure less.
+# How often one graph's sites are put in place, beside twice for each: every time a site, or the norm of one, less.
 _MOST_TRIES = 64
 
 
 def _rewrite(shadow: shadowing.Shadow, plan: Plan, errors: list[str]) -> fx.Graph | None:
     """Rewrite all sites; those that fail, or turn out not to be expressible, are declined, and the rest tried again."""
-    budget = Steps("tries to rewrite the sites of a graph", _MOST_TRIES)
+    budget = Steps("tries to rewrite the sites of a graph", _MOST_TRIES + 2 * len(plan.sites))
     while plan.sites:
         budget.take()
         try:

@@ -72,7 +72,9 @@ class _Rewriter(Vectors):
             raise SitesFailed(failures)
         erase_dead(self.copies)
         sort(self.copies, self.calls)
-        self.aliases.check(self.copies, self.made)
+        failures = self.aliases.parted(self.copies, self.made)
+        if failures:
+            raise SitesFailed(failures)
 
     def _insert(self, site: Site) -> None:
         if isinstance(site, MixSite):

@@ -8,6 +8,7 @@ view of, keeps the old memory. The difference shows if that memory is written, o
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 from torch import fx
@@ -37,38 +38,42 @@ class Aliases:
         """Whether the node leaves the graph, or another one that shares its memory."""
         return not self._shown.isdisjoint(memory_of(node))
 
-    def check(self, copies: Copies, made: list[tuple[fx.Node, Site]]) -> None:
-        """Decline a site that parts what shares memory in the program, where that can be seen.
+    def parted(self, copies: Copies, made: list[tuple[fx.Node, Site]]) -> dict[int, Exception]:
+        """Why sites cannot stay, by their identities: they part what shares memory in the program, and that shows.
 
         made: the nodes of the program in whose places there are operators' results, and the sites of these.
         """
-        shared = Counter(key for node in self._holders(copies) for key in memory_of(node))
-        if all(shared[key] < 2 for node, _ in made for key in memory_of(node)):
-            return
         stands_for: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         for old in copies:
             stands_for[copies.current(old)].append(old)
-        places = _places(copies.graph, stands_for)
-        where: dict[Any, dict[int, fx.Node]] = defaultdict(dict)
-        shown: dict[Any, set[int]] = defaultdict(set)
-        for node, held in places.items():
+        holders = Counter(key for node, olds in stands_for.items() if not node._erased for key in _keys(olds))
+        suspects = {key for old, _ in made for key in memory_of(old) if holders[key] > 1}
+        if not suspects:
+            return {}
+        places: dict[Any, dict[fx.Node, int]] = defaultdict(dict)  # by storage, of the program's nodes
+        for node, held in _places(copies.graph, stands_for).items():
             for old in stands_for.get(node, ()):
-                for key in memory_of(old):
-                    where[key].setdefault(held[key], old)
-                    if old in self._results:
-                        shown[key].add(held[key])
+                for key in suspects & memory_of(old):
+                    places[key][old] = held[key]
+        failures: dict[int, Exception] = {}
         for old, site in reversed(made):  # the result of an earlier site may be what the later one's is a view of
-            for key in memory_of(old):
-                seen = key in self._written or len(shown[key]) > 1 or (key in self._given and bool(shown[key]))
-                if seen and len(where[key]) > 1:
-                    other = next(node for node in where[key].values() if node is not old)
-                    decline = Decline(f"its result shares memory with {said(other)} that is written or returned, too")
-                    decline.site = site
-                    raise decline
+            for key in suspects & memory_of(old):
+                here = places[key][old]
+                others = [node for node, place in places[key].items() if place != here]
+                if others and self._shows(key, places[key]):
+                    reason = f"its result shares memory with {said(others[0])} that is written or returned, too"
+                    failures[id(site)] = Decline(reason)
+                    suspects.discard(key)
+        return failures
 
-    @staticmethod
-    def _holders(copies: Copies) -> list[fx.Node]:
-        return [old for old in copies if not copies.current(old)._erased]
+    def _shows(self, key: Any, places: dict[fx.Node, int]) -> bool:
+        """Whether it can be seen that nodes of one storage of the program lie in several places now."""
+        shown = {place for node, place in places.items() if node in self._results}
+        return key in self._written or len(shown) > 1 or (key in self._given and bool(shown))
+
+
+def _keys(nodes: list[fx.Node]) -> Iterator[Any]:
+    return (key for node in nodes for key in memory_of(node))
 
 
 def memory_of(node: fx.Node) -> set[Any]:

@@ -7,6 +7,7 @@ since it has ways of its own with results that are views.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -119,7 +120,7 @@ THOROUGH = pytest.mark.thorough
 
 
 class Sublayer(nn.Module):
-    """Streams [batch, tokens, n, C] -> [batch, tokens, n, C]; `use` is called with one of its values once it is made."""
+    """Streams [batch, tokens, n, C] -> [batch, tokens, n, C]; `uses` are called with its values once these are made."""
 
     def __init__(self, uses: dict[str, Use], layout: str = "plain") -> None:
         super().__init__()
@@ -142,16 +143,20 @@ class Sublayer(nn.Module):
 
         flat = x.flatten(-2)
         mix = F.linear(flat, self.phi) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + 1e-6) + self.bias
-        pre, post, res = mix.split([N, N, N * N], -1)
+        res = mix[..., 2 * N :]
         p = torch.softmax(res.unflatten(-1, (N, N)), -1) + 1e-6
         for _ in range(2):
             p = p / (p.sum(-2, keepdim=True) + 1e-6)
             p = p / (p.sum(-1, keepdim=True) + 1e-6)
         p = made("res", p)
-        pre, post = made("pre", torch.sigmoid(pre)), made("post", 2 * torch.sigmoid(post))
+        pre, post = self.gates(mix)
+        pre, post = made("pre", pre), made("post", post)
         h = made("h", (pre.unsqueeze(-1) * x).sum(-2))
         f = torch.tanh(h @ self.weight)
         return made("y", self.written(x, f, post, p))
+
+    def gates(self, mix: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.sigmoid(mix[..., :N]), 2 * torch.sigmoid(mix[..., N : 2 * N])
 
     def written(self, x: Tensor, f: Tensor, post: Tensor, p: Tensor) -> Tensor:
         if self.layout == "permuted":  # strides that the operator does not make
@@ -221,7 +226,7 @@ def _eager_takes(model: nn.Module, tokens: int, mode: str) -> bool:
 
 @pytest.mark.parametrize("mode", ["no_grad", pytest.param("train", marks=THOROUGH)])
 @pytest.mark.parametrize(
-    "tokens, dynamic", [(1, False), pytest.param(3, False, marks=THOROUGH), pytest.param(3, True, marks=THOROUGH)]
+    ("tokens", "dynamic"), [(1, False), pytest.param(3, False, marks=THOROUGH), pytest.param(3, True, marks=THOROUGH)]
 )
 @pytest.mark.parametrize("name", WRITES)
 @pytest.mark.parametrize("layout", ["plain", pytest.param("permuted", marks=THOROUGH)])
@@ -239,8 +244,37 @@ def test_writes(value: str, name: str, tokens: int, dynamic: bool, layout: str, 
 @pytest.mark.parametrize("mode", ["train", "no_grad", pytest.param("inference", marks=THOROUGH)])
 @pytest.mark.parametrize("layout", ["plain", pytest.param("permuted", marks=THOROUGH)])
 @pytest.mark.parametrize(
-    "tokens, dynamic", [(1, False), pytest.param(3, False, marks=THOROUGH), pytest.param(3, True, marks=THOROUGH)]
+    ("tokens", "dynamic"), [(1, False), pytest.param(3, False, marks=THOROUGH), pytest.param(3, True, marks=THOROUGH)]
 )
 @pytest.mark.parametrize("name", ALIASES)
 def test_aliases_among_results(name: str, tokens: int, dynamic: bool, layout: str, mode: str) -> None:
     assert_as_eager(Sublayer(dict.fromkeys(VALUES, ALIASES[name]), layout), tokens, mode, dynamic=dynamic)
+
+
+def test_what_recognition_takes_for_two_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rewriting has a look of its own at which tensors share memory, whatever was recognised."""
+    monkeypatch.setattr(sys.modules["mhc_compile.passes.recognise"], "_before_movements", lambda value: iter(()))
+    for use in (WRITES["select"], ALIASES["select"]):
+        torch._dynamo.reset()
+        report = assert_as_eager(Sublayer({"h": use}), 1, "no_grad")
+        told = [str(site.reason) for site in report.declined]
+        assert any("shares memory with line" in reason for reason in told), str(report)
+
+
+class PartsOfOneTensor(Sublayer):
+    """h_pre and h_post are parts of one tensor, which is returned beside a detached part."""
+
+    def gates(self, mix: Tensor) -> tuple[Tensor, Tensor]:
+        self.both = torch.sigmoid(mix[..., : 2 * N])
+        pre, post = self.both.split(N, -1)
+        return pre, post
+
+    def forward(self, x: Tensor) -> Any:
+        parts: list[Tensor] = []
+        out = self.sublayer(x, {"post": lambda post: parts.append(post.detach())}, [])
+        return out, self.both, parts
+
+
+@pytest.mark.parametrize("mode", ["train", "no_grad"])
+def test_parts_of_what_is_returned_as_well(mode: str) -> None:
+    assert_as_eager(PartsOfOneTensor({}), 3, mode)
