@@ -208,7 +208,9 @@ torch.library.register_fake("mhc::_loop", lambda loop, read, sizes, *, written: 
 def _call(name: str, n: int, scalars: dict[str, Any], constants: Sequence[int], written: Tensors, read: Given) -> None:
     """Constants, what is read and what is written are in the order of the source; what is read first are streams."""
     x = read[0]
-    loop = to_text([name, str(accumulation_dtype(x)).removeprefix("torch."), n, scalars, *constants])
+    # Sizes that guards have settled are numbers; of one that is open, int asks for a guard.
+    numbers = [int(value) for value in (n, *constants)]
+    loop = to_text([name, str(accumulation_dtype(x)).removeprefix("torch."), numbers[0], scalars, *numbers[1:]])
     torch.ops.mhc._loop(loop, read, [x.shape[-1], math.prod(x.shape[:-2])], written=written)
 
 

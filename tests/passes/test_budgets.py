@@ -94,6 +94,17 @@ def test_sizes_that_are_unified_and_then_fixed(name: str) -> None:
     assert len(compiled.graphs) <= 2  # with gradients, and no others for more tokens
 
 
+@pytest.mark.usefixtures("_no_duck_shapes", "fresh_cache")
+def test_operators_of_sizes_that_guards_fix_are_lowered() -> None:
+    model, given = Skipping(), _given(X, SKIP)
+    with torch.no_grad():
+        got = torch.compile(model, backend="mhc", dynamic=True)(*given)
+        torch.testing.assert_close(got, model(*given), rtol=1e-4, atol=1e-4)  # two float32 evaluations of some sums
+    report = mhc_compile.report()
+    assert report.errors == []
+    assert sorted(report.lowered) == sorted(BOTH), str(report)
+
+
 @pytest.mark.parametrize("marked", [(3,), (2,), (2, 3)], ids=["channels", "streams", "both"])
 @pytest.mark.parametrize("kind", [Skipping, Reversed])
 def test_sizes_that_are_marked_and_then_fixed(kind: type[Skipping], marked: tuple[int, ...]) -> None:
