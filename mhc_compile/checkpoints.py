@@ -10,7 +10,7 @@ library computes another one, rather than give a checkpoint that loads and is wr
 What can be moved exactly: the order of phi's columns, the packing of scales and the shapes are conventions. Whether
 h_res is applied as it is or transposed is more than that: exchanging rows and columns of the logits transposes h_res
 only if Sinkhorn exchanges them as well. That turns "rows first" into "columns first", which every form that starts
-from exp can be, and every form in the log domain; a softmax start with eps is one over rows, always.
+from exp can be, and every form without eps; a softmax start with eps is one over rows, always.
 `transpose_res` does it, and `to_*` apply it where it makes a form fit.
 
 The names of parameters are those of `DeepseekV4HyperConnection` and `DeepseekV4HyperHead` in transformers 5.17,
@@ -207,9 +207,9 @@ def transpose_res(state: State, form: Form) -> tuple[dict[str, Tensor], Form]:
 
 
 def _canonical(form: Form) -> Form:
-    """A log domain form that starts from softmax, spelled from exp: a row softmax is a half-step over rows."""
+    """A form without eps that starts from softmax, spelled from exp: a row softmax is a half-step over rows."""
     sinkhorn = form.sinkhorn
-    if not sinkhorn.log_domain or (sinkhorn.start == "exp" and not sinkhorn.clamp):
+    if not sinkhorn.without_eps or (sinkhorn.start == "exp" and not sinkhorn.clamp):
         return form
     # With eps = 0 a clamp does nothing; rows twice are rows once.
     more = sinkhorn.start == "softmax" and (sinkhorn.first == "columns" or sinkhorn.steps == 0)

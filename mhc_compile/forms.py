@@ -53,9 +53,10 @@ class Sinkhorn:
     then alternately, beginning with `first` ("rows" sums over dim -1, "columns" over dim -2):
         P = P / (P.sum(axis) + eps), or with clamp P = P / max(P.sum(axis), eps)
 
-    With eps = start_eps = 0 everything is computed in the log domain, so that no logits underflow to 0 / 0. The last
-    two starts are computed from the shifted exponential of "exp" with start_eps and the first half-step's eps scaled to
-    match, which is the same and neither overflows nor underflows.
+    With eps = start_eps = 0 logits of any size neither overflow nor underflow to 0 / 0: the exponentials keep whole
+    exponents of their own until both axes have been normalised. The last two starts are computed from the shifted
+    exponential of "exp", with start_eps and the first half-step's eps scaled to match. The result is the same, and the
+    shift prevents overflow and underflow.
     The paper's T iterations after a row softmax, columns last, are 2 T - 1 half-steps.
     """
 
@@ -67,8 +68,21 @@ class Sinkhorn:
     clamp: bool = False
 
     @property
-    def log_domain(self) -> bool:
+    def without_eps(self) -> bool:
         return self.eps == 0.0 and self.start_eps == 0.0
+
+    @property
+    def iterated(self) -> Sinkhorn:
+        """The same as it is computed: without eps the first half-step, or the softmax, is part of the start.
+
+        start "normalised": P = exp(L) divided by its sums along the axis that `first` does not normalise
+        """
+        if not self.without_eps or (self.start != "softmax" and self.steps == 0):
+            return self
+        softmax_first = self.start == "softmax" and (self.first == "columns" or self.steps == 0)
+        rows = self.start == "softmax" or self.first == "rows"
+        steps = self.steps if softmax_first else self.steps - 1
+        return Sinkhorn(steps, "normalised", "columns" if rows else "rows", 0.0, 0.0)
 
     def as_kwargs(self) -> dict[str, Any]:
         return {

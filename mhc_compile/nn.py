@@ -273,7 +273,7 @@ def _exponential(logits: Tensor, form: Sinkhorn, axis: int) -> Tensor:
 
 def _sinkhorn(logits: Tensor, form: Sinkhorn) -> Tensor:
     axes = (-1, -2) if form.first == "rows" else (-2, -1)
-    if form.log_domain:
+    if form.without_eps:
         log_p = torch.log_softmax(logits, -1) if form.start == "softmax" else logits
         if form.start != "softmax" and form.steps == 0:
             return _exponential(logits, form, axes[0])

@@ -320,7 +320,7 @@ def _detail(site: Site) -> str:
 
 def _sinkhorn(form: Sinkhorn) -> str:
     steps = f"sinkhorn {form.start}, {form.first} first, {form.steps} half-steps"
-    return steps + (", log domain" if form.log_domain else f", eps {form.eps:g}{' clamped' if form.clamp else ''}")
+    return steps + (", no eps" if form.without_eps else f", eps {form.eps:g}{' clamped' if form.clamp else ''}")
 
 
 __all__ = ["Location", "Report", "SiteReport", "fuse", "lower", "run", "run_recursively", "share"]

@@ -245,7 +245,7 @@ def test_softmax_with_eps_has_no_transposed_form() -> None:
         checkpoints.transpose_res(state, Form.liger())
 
 
-def test_log_domain_liger_moves_to_transformer_engine() -> None:
+def test_without_eps_liger_moves_to_transformer_engine() -> None:
     """Liger without eps is TransformerEngine's form, transposed: columns last there means rows last here."""
     state = liger_state()
     eps = torch.finfo(torch.float32).eps

@@ -225,7 +225,7 @@ def _announce(stored, counts, mine, STAGES: gl.constexpr, SLOTS: gl.constexpr):
 @gluon.jit
 def _other_gates(h, r, scale, bias, next_post, next_res, tile, apart, tiles, t, tokens, post_mult, post_eps,
                  sinkhorn_eps, start_eps, pairs, N: gl.constexpr, K: gl.constexpr, START: gl.constexpr,
-                 FIRST: gl.constexpr, CLAMP: gl.constexpr, LOG: gl.constexpr, ODD: gl.constexpr,
+                 FIRST: gl.constexpr, CLAMP: gl.constexpr, ODD: gl.constexpr,
                  GROUPED: gl.constexpr, BLOCK_M: gl.constexpr):  # fmt: skip
     """h_post and h_res of token t of each of a warp's 32 tiles, `apart` from each other and below `tiles`."""
     # As in `mix`, a token is one thread's.
@@ -246,14 +246,14 @@ def _other_gates(h, r, scale, bias, next_post, next_res, tile, apart, tiles, t, 
     r_of = gl.convert_layout(r, TILES)[None, None, :]
     logits = stream_logits(h, r_of, scale, bias, i3, o3, tok3, live3, N, K, GROUPED)
     store_res(logits, next_res, i3, o3, tok3, live3, tokens, sinkhorn_eps, start_eps, pairs, N, START, FIRST, CLAMP,
-              LOG, ODD)  # fmt: skip
+              ODD)  # fmt: skip
 
 
 @gluon.jit
 def _add_up(parts, gates, counts, scale, bias, h, ms, next_post, next_res, team, teams, rank, ranks, mine, tokens,
             inverse_columns, rms_eps, pre_eps, post_mult, post_eps, sinkhorn_eps, start_eps, pairs, N: gl.constexpr,
             K: gl.constexpr, ROWS: gl.constexpr, RMS_MODE: gl.constexpr, START: gl.constexpr, FIRST: gl.constexpr,
-            CLAMP: gl.constexpr, LOG: gl.constexpr, ODD: gl.constexpr, GROUPED: gl.constexpr, GROUPS: gl.constexpr,
+            CLAMP: gl.constexpr, ODD: gl.constexpr, GROUPED: gl.constexpr, GROUPS: gl.constexpr,
             CHUNKS: gl.constexpr, CHUNK: gl.constexpr, OWN: gl.constexpr, BLOCK_M: gl.constexpr,
             SLOTS: gl.constexpr):  # fmt: skip
     """h, ms and the gates of the tokens that are this program's: h_pre, for the team, at once, the others 32 by 32."""
@@ -311,7 +311,7 @@ def _add_up(parts, gates, counts, scale, bias, h, ms, next_post, next_res, team,
                     t = mine_first + own * ranks
                     _other_gates(h, r_of[own], scale, bias, next_post, next_res, tile - done * rounds * teams,
                                  rounds * teams, tile + 1, t, tokens, post_mult, post_eps, sinkhorn_eps, start_eps,
-                                 pairs, N, K, START, FIRST, CLAMP, LOG, ODD, GROUPED, BLOCK_M)  # fmt: skip
+                                 pairs, N, K, START, FIRST, CLAMP, ODD, GROUPED, BLOCK_M)  # fmt: skip
 
 
 @opaque("out", "layer_input", "next_post", "next_res", "h", "ms", "parts", "flags")
@@ -320,7 +320,7 @@ def boundary_pass_kernel(f, h_post, x, h_res, phi, norm_weight, scale, bias, out
                          ms, parts, flags, M, C, phi_k, phi_c, teams, inverse_columns, rms_eps, pre_eps, post_mult,
                          post_eps, sinkhorn_eps, start_eps, pairs, N: gl.constexpr, K: gl.constexpr,
                          PARTS: gl.constexpr, ROWS: gl.constexpr, HAS_NORM: gl.constexpr, RMS_MODE: gl.constexpr,
-                         START: gl.constexpr, FIRST: gl.constexpr, CLAMP: gl.constexpr, LOG: gl.constexpr,
+                         START: gl.constexpr, FIRST: gl.constexpr, CLAMP: gl.constexpr,
                          ODD: gl.constexpr, GROUPED: gl.constexpr, GROUPS: gl.constexpr, CHUNKS: gl.constexpr,
                          CHUNK: gl.constexpr, OWN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_C: gl.constexpr,
                          LAG: gl.constexpr, AHEAD: gl.constexpr, WARPS: gl.constexpr,
@@ -373,7 +373,7 @@ def boundary_pass_kernel(f, h_post, x, h_res, phi, norm_weight, scale, bias, out
             (_announce, (stored, counts, mine, STAGES, SLOTS)),
             (_add_up, (parts, gates, counts, scale, bias, h, ms, next_post, next_res, team, teams, rank, ranks, mine,
                        tokens, inverse_columns, rms_eps, pre_eps, post_mult, post_eps, sinkhorn_eps, start_eps, pairs,
-                       N, K, ROWS, RMS_MODE, START, FIRST, CLAMP, LOG, ODD, GROUPED, GROUPS, CHUNKS, CHUNK, OWN,
+                       N, K, ROWS, RMS_MODE, START, FIRST, CLAMP, ODD, GROUPED, GROUPS, CHUNKS, CHUNK, OWN,
                        BLOCK_M, SLOTS)),
         ],
         [1, 1],
@@ -432,7 +432,7 @@ def forward(
     combine: f [M, C], h_post, h_res, and out for x' [M, n, C]; without it the gates are those of x itself.
     """
     tokens, n, width = x.shape
-    rows = phi.shape[0]
+    rows, form = phi.shape[0], sinkhorn.iterated
     ranks, teams = cdiv(width, COLUMNS), _teams(x)
     chunks, chunk = combine_project.cut(width)
     f, post, res, out = combine or (None, None, None, None)
@@ -449,10 +449,10 @@ def forward(
             f, None if post is None else post.float(), x, None if res is None else res.float(), phi, norm_weight,
             scale.contiguous(), bias.contiguous(), out, layer_input, *gates_made, parts, flags, tokens, width,
             phi.stride(0), phi.stride(1), teams, 1.0 / (n * width), rms.eps, gates.pre_eps, gates.post_mult,
-            gates.post_eps, sinkhorn.eps, sinkhorn.start_eps, sinkhorn.steps // 2, N=n, K=rows,
+            gates.post_eps, form.eps, form.start_eps, form.steps // 2, N=n, K=rows,
             PARTS=max(2, parts_of(x, phi, norm_weight)), ROWS=row, HAS_NORM=norm_weight is not None,
-            RMS_MODE=rms.mode, START=sinkhorn.start, FIRST=sinkhorn.first, CLAMP=sinkhorn.clamp,
-            LOG=sinkhorn.log_domain, ODD=sinkhorn.steps % 2 == 1, GROUPED=group_scale(scale, rows), GROUPS=GROUPS,
+            RMS_MODE=rms.mode, START=form.start, FIRST=form.first, CLAMP=form.clamp,
+            ODD=form.steps % 2 == 1, GROUPED=group_scale(scale, rows), GROUPS=GROUPS,
             CHUNKS=chunks, CHUNK=chunk, OWN=cdiv(TOKENS, ranks), BLOCK_M=TOKENS, BLOCK_C=COLUMNS, LAG=lag, AHEAD=ahead,
             WARPS=WARPS, REGISTERS_TO_ADD=REGISTERS_TO_ADD, num_warps=WARPS, maxnreg=REGISTERS,
             launch_cooperative_grid=True,

@@ -1,13 +1,21 @@
 """Device functions of the gates: the RMS factor, scale and bias, and Sinkhorn with its backward.
 
 Tokens lie on the last axis of every tile ([n, n, tokens]): a sum over streams stays inside one thread.
-Tiles are padded to a power of two in n; padded entries hold 0 (log domain: -inf) and are never divided by.
+Tiles are padded to a power of two in n; padded entries hold 0 and are never divided by.
+
+START, FIRST and the number of half steps are those of `forms.Sinkhorn.iterated`.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+# The constants of `ops.sinkhorn`: the unit of matrices without eps, ln 2 in three parts, the largest distance.
+_UNIT, _LOG2_UNIT, _LARGEST = tl.constexpr(2.0**-100), tl.constexpr(-100.0), tl.constexpr(1e30)
+_LN2_HIGH, _LN2_MIDDLE = tl.constexpr(0.69140625), tl.constexpr(0.001739501953125)
+_LN2_LOW = tl.constexpr(1.4286068202862268e-06)
+_LARGEST_FLOAT = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
@@ -48,9 +56,20 @@ def affine(scale, bias, k, mask, group, GROUPED: tl.constexpr):
 
 
 @triton.jit
-def _divisor(p, valid, eps, AXIS: tl.constexpr, CLAMP: tl.constexpr):
+def in_units(p, START: tl.constexpr):
+    """The matrix that START scales by 1 / _UNIT."""
+    if START == "normalised":
+        return p * _UNIT
+    else:
+        return p
+
+
+@triton.jit
+def _divisor(p, valid, eps, START: tl.constexpr, AXIS: tl.constexpr, CLAMP: tl.constexpr):
     total = tl.sum(p, axis=AXIS, keep_dims=True)
-    if CLAMP:
+    if START == "normalised":
+        total = in_units(total, START)
+    elif CLAMP:
         total = tl.maximum(total, eps)
     else:
         total = total + eps
@@ -58,21 +77,13 @@ def _divisor(p, valid, eps, AXIS: tl.constexpr, CLAMP: tl.constexpr):
 
 
 @triton.jit
-def _log_sum(p, valid, AXIS: tl.constexpr):
-    top = tl.max(p, axis=AXIS, keep_dims=True)
-    top = tl.where(valid, top, 0.0)
-    total = tl.sum(tl.exp(p - top), axis=AXIS, keep_dims=True)
-    return tl.where(valid, top + tl.log(tl.where(valid, total, 1.0)), 0.0)
-
-
-@triton.jit
-def _half_step(p, index, valid, eps, history, step, tok, live, M, N: tl.constexpr, AXIS: tl.constexpr,
-               CLAMP: tl.constexpr, LOG: tl.constexpr, KEEP: tl.constexpr):  # fmt: skip
-    if LOG:
-        d = _log_sum(p, valid, AXIS)
-        p = p - d
+def _half_step(p, index, valid, eps, history, step, tok, live, M, N: tl.constexpr, START: tl.constexpr,
+               AXIS: tl.constexpr, CLAMP: tl.constexpr, KEEP: tl.constexpr):  # fmt: skip
+    d = _divisor(p, valid, eps, START, AXIS, CLAMP)
+    if START == "normalised":
+        # Rounded as eager's: quotients of equal entries are exact then, and gradients that vanish there stay 0.
+        p = tl.div_rn(p, tl.broadcast_to(d, p.shape))
     else:
-        d = _divisor(p, valid, eps, AXIS, CLAMP)
         p = p * (1.0 / d)
     if KEEP:
         tl.store(history + (step * N + index) * M + tok, d, mask=valid & live)
@@ -80,20 +91,78 @@ def _half_step(p, index, valid, eps, history, step, tok, live, M, N: tl.constexp
 
 
 @triton.jit
-def _divisor_of(index, valid, history, step, tok, live, M, N: tl.constexpr, LOG: tl.constexpr):
-    return tl.load(history + (step * N + index) * M + tok, mask=valid & live, other=0.0 if LOG else 1.0)
+def _divisor_of(index, valid, history, step, tok, live, M, N: tl.constexpr):
+    return tl.load(history + (step * N + index) * M + tok, mask=valid & live, other=1.0)
 
 
 @triton.jit
-def _half_step_backward(p, dp, d, eps, AXIS: tl.constexpr, CLAMP: tl.constexpr, LOG: tl.constexpr):
+def _centred(d, p, size, AXIS: tl.constexpr):
+    """d - size * sum(d * p) along an axis along which size * p was normalised without eps.
+
+    The subtraction is done twice. Where all gradients are equal, or one entry is near 1, the exact result is near 0 and
+    the first subtraction leaves rounding errors of d. The second one removes what these have in common.
+    """
+    for _ in tl.static_range(2):
+        d = d - size * tl.sum(d * p, axis=AXIS, keep_dims=True)
+    return d
+
+
+@triton.jit
+def _half_step_backward(p, dp, d, eps, START: tl.constexpr, AXIS: tl.constexpr, CLAMP: tl.constexpr):
     """Undo one half step of divisor d: from (P_k, dP_k) to (P_{k-1}, dP_{k-1}), where P_{k-1} = P_k * d."""
-    if LOG:
-        return p + d, dp - tl.exp(p) * tl.sum(dp, axis=AXIS, keep_dims=True)
+    if START == "normalised":
+        return p * d, _centred(dp, in_units(p, START), 1.0, AXIS) * (1.0 / d)
     else:
         through_sum = tl.sum(dp * p, axis=AXIS, keep_dims=True)
         if CLAMP:
             through_sum = tl.where(d > eps, through_sum, 0.0)
-        return p * d, (dp - through_sum) * (1.0 / d)
+        dp = (dp - through_sum) * (1.0 / d)
+        # The gradient of an entry that has underflowed may overflow. Bounded, it counts as 0 and not as 0 * inf.
+        return p * d, tl.minimum(tl.maximum(dp, -_LARGEST_FLOAT), _LARGEST_FLOAT)
+
+
+@triton.jit
+def _power_of_2(exponent):
+    """2 to the power of a whole number, exactly; 0 for one below those of normal numbers."""
+    return (tl.maximum(exponent + 127.0, 0.0).to(tl.int32) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _exponential(logits, valid, AXIS: tl.constexpr):
+    """exp(logits - their maximum along the axis) as m * 2**k, with m next to 1 and k whole; logits may have any size.
+
+    The rounding error of the difference is added to its exponent. Otherwise the exp of the logits themselves, which
+    eager programs take, would be more accurate.
+    """
+    top = tl.where(valid, tl.max(logits, axis=AXIS, keep_dims=True), 0.0)
+    finite = tl.where(logits == float("-inf"), -3e38, logits)
+    x = finite - top
+    moved = x - finite
+    left = (finite - (x - moved)) - (top + moved)
+    bounded = tl.maximum(x, -_LARGEST)
+    left = tl.where(x == bounded, left, x)  # exp(-inf) is 0
+    k = tl.floor(bounded * 1.4426950408889634 + 0.5)
+    # A difference so large that it has no fraction leaves no rest either, but rounding errors above 1.
+    rest = ((bounded - k * _LN2_HIGH) - k * _LN2_MIDDLE) - k * _LN2_LOW
+    return tl.exp(tl.minimum(tl.maximum(rest, -1.0), 1.0) + left), k
+
+
+@triton.jit
+def _normalised(logits, i, o, pairs, N: tl.constexpr, FIRST: tl.constexpr, ODD: tl.constexpr):
+    """The start "normalised", and the factors that its lines along FIRST are divided by.
+
+    exp(logits) is normalised along the axis that FIRST does not name. Each line along FIRST is then divided by a power
+    of 2, so that its largest entry is about 1 / _UNIT. The first half step cancels these factors. Without them a line
+    of tiny entries would underflow; with them no sum of any half step is tiny. A factor may itself underflow to 0.
+    """
+    AXIS: tl.constexpr = 1 if FIRST == "rows" else 0
+    valid = (o < N) if FIRST == "rows" else (i < N)
+    m, k = _exponential(logits, valid, 1 - AXIS)
+    total = tl.where(valid, tl.sum(m * _power_of_2(k), axis=1 - AXIS, keep_dims=True), 1.0)
+    top = tl.max(k, axis=AXIS, keep_dims=True)
+    if not ODD:
+        top = tl.where(pairs > 0, top, 0.0)
+    return tl.div_rn(m, tl.broadcast_to(total, m.shape)) * _power_of_2(k - top - _LOG2_UNIT), _power_of_2(top)
 
 
 @triton.jit
@@ -119,22 +188,19 @@ def _shift(logits, i, o, N: tl.constexpr, START: tl.constexpr, FIRST: tl.constex
 
 @triton.jit
 def _start(logits, i, o, eps, start_eps, pairs, N: tl.constexpr, START: tl.constexpr, FIRST: tl.constexpr,
-           LOG: tl.constexpr, ODD: tl.constexpr):  # fmt: skip
-    """P_0 without start_eps (log domain: its logarithm) from logits that are -inf where padded, and a root.
+           ODD: tl.constexpr):  # fmt: skip
+    """P_0 without start_eps from logits that are -inf where padded, and a root (of "normalised" the inverse powers).
 
     P_0 has the square of the root as a factor, which the first half step cancels if start_eps and eps have it too.
     It is as large as float32 holds beside these: with more of it P_0's largest entries would be 1 again.
     """
-    if START == "softmax":
-        if LOG:
-            return logits - _log_sum(logits, i < N, 1), 1.0
-        else:
-            top = tl.where(i < N, tl.max(logits, axis=1, keep_dims=True), 0.0)
-            e = tl.exp(logits - top)
-            total = tl.where(i < N, tl.sum(e, axis=1, keep_dims=True), 1.0)
-            return e / total, 1.0
-    elif LOG:
-        return logits - _shift(logits, i, o, N, START, FIRST), 1.0
+    if START == "normalised":
+        return _normalised(logits, i, o, pairs, N, FIRST, ODD)
+    elif START == "softmax":
+        top = tl.where(i < N, tl.max(logits, axis=1, keep_dims=True), 0.0)
+        e = tl.exp(logits - top)
+        total = tl.where(i < N, tl.sum(e, axis=1, keep_dims=True), 1.0)
+        return e / total, 1.0
     elif START == "exp":
         return tl.exp(logits - _top(logits, i, o, N, FIRST)), 1.0
     else:
@@ -149,28 +215,26 @@ def _start(logits, i, o, eps, start_eps, pairs, N: tl.constexpr, START: tl.const
 
 
 @triton.jit
-def _beside_start(eps, root, START: tl.constexpr, LOG: tl.constexpr):
-    if LOG or START == "softmax" or START == "exp":
-        return eps
-    else:
+def _beside_start(eps, root, START: tl.constexpr):
+    if START == "plain_exp" or START == "global_exp":
         return eps * root * root
+    else:
+        return eps
 
 
 @triton.jit
 def _start_backward(logits, dp, i, o, eps, start_eps, pairs, N: tl.constexpr, START: tl.constexpr, FIRST: tl.constexpr,
-                    LOG: tl.constexpr, ODD: tl.constexpr):  # fmt: skip
-    """d logits from dP_0 (log domain: from d log P_0). A maximum shares its gradient among ties."""
-    if START == "softmax":
-        p, _ = _start(logits, i, o, eps, start_eps, pairs, N, START, FIRST, LOG, ODD)
-        if LOG:
-            return dp - tl.exp(p) * tl.sum(dp, axis=1, keep_dims=True)
-        else:
-            return p * (dp - tl.sum(dp * p, axis=1, keep_dims=True))
+                    ODD: tl.constexpr):  # fmt: skip
+    """d logits from dP_0. A maximum shares its gradient among ties."""
+    AXIS: tl.constexpr = 1 if FIRST == "rows" else 0
+    p, root = _start(logits, i, o, eps, start_eps, pairs, N, START, FIRST, ODD)
+    if START == "normalised":
+        p = in_units(p, START)
+        return p * _centred(dp, p, root, 1 - AXIS)
+    elif START == "softmax":
+        return p * (dp - tl.sum(dp * p, axis=1, keep_dims=True))
     else:
-        AXIS: tl.constexpr = 1 if FIRST == "rows" else 0
-        if not LOG:
-            p, _ = _start(logits, i, o, eps, start_eps, pairs, N, START, FIRST, LOG, ODD)
-            dp = dp * p
+        dp = dp * p
         if START == "plain_exp":
             return dp
         top = _shift(logits, i, o, N, START, FIRST)
@@ -184,80 +248,76 @@ def _start_backward(logits, dp, i, o, eps, start_eps, pairs, N: tl.constexpr, ST
 
 
 @triton.jit
-def _eps_now(eps, first_eps, is_first, START: tl.constexpr, LOG: tl.constexpr):
-    if LOG or START == "softmax" or START == "exp":
-        return eps
-    else:
+def _eps_now(eps, first_eps, is_first, START: tl.constexpr):
+    if START == "plain_exp" or START == "global_exp":
         return tl.where(is_first, first_eps, eps)
+    else:
+        return eps
 
 
 @triton.jit
 def sinkhorn(logits, i, o, eps, start_eps, pairs, history, tok, live, M, N: tl.constexpr, START: tl.constexpr,
-             FIRST: tl.constexpr, CLAMP: tl.constexpr, LOG: tl.constexpr, ODD: tl.constexpr,
-             KEEP: tl.constexpr):  # fmt: skip
-    """The iterate after 2 * pairs + ODD half steps (its logarithm in the log domain) [NP, NP, T].
+             FIRST: tl.constexpr, CLAMP: tl.constexpr, ODD: tl.constexpr, KEEP: tl.constexpr):  # fmt: skip
+    """The iterate after 2 * pairs + ODD half steps [NP, NP, T], of which `in_units` makes the result.
 
     logits [NP, NP, T] are -inf where padded; i [NP, 1, 1], o [1, NP, 1], tok and live [1, 1, T].
     KEEP stores every divisor in history [steps, N, M] for sinkhorn_backward.
     """
     rows = i < N
     columns = o < N
-    p, root = _start(logits, i, o, eps, start_eps, pairs, N, START, FIRST, LOG, ODD)
-    first_eps = _beside_start(eps, root, START, LOG)
-    if not LOG:
-        p = tl.where(rows & columns, p + _beside_start(start_eps, root, START, LOG), 0.0)
+    p, root = _start(logits, i, o, eps, start_eps, pairs, N, START, FIRST, ODD)
+    first_eps = _beside_start(eps, root, START)
+    if START != "normalised":
+        p = tl.where(rows & columns, p + _beside_start(start_eps, root, START), 0.0)
     for pair in range(0, pairs):
-        now = _eps_now(eps, first_eps, pair == 0, START, LOG)
+        now = _eps_now(eps, first_eps, pair == 0, START)
         if FIRST == "rows":
-            p = _half_step(p, i, rows, now, history, 2 * pair, tok, live, M, N, 1, CLAMP, LOG, KEEP)
-            p = _half_step(p, o, columns, eps, history, 2 * pair + 1, tok, live, M, N, 0, CLAMP, LOG, KEEP)
+            p = _half_step(p, i, rows, now, history, 2 * pair, tok, live, M, N, START, 1, CLAMP, KEEP)
+            p = _half_step(p, o, columns, eps, history, 2 * pair + 1, tok, live, M, N, START, 0, CLAMP, KEEP)
         else:
-            p = _half_step(p, o, columns, now, history, 2 * pair, tok, live, M, N, 0, CLAMP, LOG, KEEP)
-            p = _half_step(p, i, rows, eps, history, 2 * pair + 1, tok, live, M, N, 1, CLAMP, LOG, KEEP)
+            p = _half_step(p, o, columns, now, history, 2 * pair, tok, live, M, N, START, 0, CLAMP, KEEP)
+            p = _half_step(p, i, rows, eps, history, 2 * pair + 1, tok, live, M, N, START, 1, CLAMP, KEEP)
     if ODD:
-        now = _eps_now(eps, first_eps, pairs == 0, START, LOG)
+        now = _eps_now(eps, first_eps, pairs == 0, START)
         if FIRST == "rows":
-            p = _half_step(p, i, rows, now, history, 2 * pairs, tok, live, M, N, 1, CLAMP, LOG, KEEP)
+            p = _half_step(p, i, rows, now, history, 2 * pairs, tok, live, M, N, START, 1, CLAMP, KEEP)
         else:
-            p = _half_step(p, o, columns, now, history, 2 * pairs, tok, live, M, N, 0, CLAMP, LOG, KEEP)
+            p = _half_step(p, o, columns, now, history, 2 * pairs, tok, live, M, N, START, 0, CLAMP, KEEP)
     return p
 
 
 @triton.jit
 def sinkhorn_backward(logits, dp, i, o, eps, start_eps, pairs, history, tok, live, M, N: tl.constexpr,
-                      START: tl.constexpr, FIRST: tl.constexpr, CLAMP: tl.constexpr, LOG: tl.constexpr,
+                      START: tl.constexpr, FIRST: tl.constexpr, CLAMP: tl.constexpr,
                       ODD: tl.constexpr):  # fmt: skip
     """d logits [NP, NP, T] from dp, the gradient of the doubly stochastic result (0 where padded)."""
     rows = i < N
     columns = o < N
-    p = sinkhorn(logits, i, o, eps, start_eps, pairs, history, tok, live, M, N, START, FIRST, CLAMP, LOG, ODD,
-                 True)  # fmt: skip
+    p = sinkhorn(logits, i, o, eps, start_eps, pairs, history, tok, live, M, N, START, FIRST, CLAMP, ODD, True)
     # Threads read divisors that others stored.
     tl.debug_barrier()
-    if LOG:
-        dp = dp * tl.exp(p)
     # Axis 1 sums a row, axis 0 a column; the last of a pair of half steps is undone first.
-    _, root = _start(logits, i, o, eps, start_eps, pairs, N, START, FIRST, LOG, ODD)
-    first_eps = _beside_start(eps, root, START, LOG)
+    _, root = _start(logits, i, o, eps, start_eps, pairs, N, START, FIRST, ODD)
+    first_eps = _beside_start(eps, root, START)
     if ODD:
-        now = _eps_now(eps, first_eps, pairs == 0, START, LOG)
+        now = _eps_now(eps, first_eps, pairs == 0, START)
         if FIRST == "rows":
-            d = _divisor_of(i, rows, history, 2 * pairs, tok, live, M, N, LOG)
-            p, dp = _half_step_backward(p, dp, d, now, 1, CLAMP, LOG)
+            d = _divisor_of(i, rows, history, 2 * pairs, tok, live, M, N)
+            p, dp = _half_step_backward(p, dp, d, now, START, 1, CLAMP)
         else:
-            d = _divisor_of(o, columns, history, 2 * pairs, tok, live, M, N, LOG)
-            p, dp = _half_step_backward(p, dp, d, now, 0, CLAMP, LOG)
+            d = _divisor_of(o, columns, history, 2 * pairs, tok, live, M, N)
+            p, dp = _half_step_backward(p, dp, d, now, START, 0, CLAMP)
     for back in range(0, pairs):
         step = 2 * (pairs - 1 - back)
-        now = _eps_now(eps, first_eps, step == 0, START, LOG)
+        now = _eps_now(eps, first_eps, step == 0, START)
         if FIRST == "rows":
-            d_last = _divisor_of(o, columns, history, step + 1, tok, live, M, N, LOG)
-            d_first = _divisor_of(i, rows, history, step, tok, live, M, N, LOG)
-            p, dp = _half_step_backward(p, dp, d_last, eps, 0, CLAMP, LOG)
-            p, dp = _half_step_backward(p, dp, d_first, now, 1, CLAMP, LOG)
+            d_last = _divisor_of(o, columns, history, step + 1, tok, live, M, N)
+            d_first = _divisor_of(i, rows, history, step, tok, live, M, N)
+            p, dp = _half_step_backward(p, dp, d_last, eps, START, 0, CLAMP)
+            p, dp = _half_step_backward(p, dp, d_first, now, START, 1, CLAMP)
         else:
-            d_last = _divisor_of(i, rows, history, step + 1, tok, live, M, N, LOG)
-            d_first = _divisor_of(o, columns, history, step, tok, live, M, N, LOG)
-            p, dp = _half_step_backward(p, dp, d_last, eps, 1, CLAMP, LOG)
-            p, dp = _half_step_backward(p, dp, d_first, now, 0, CLAMP, LOG)
-    return _start_backward(logits, dp, i, o, eps, start_eps, pairs, N, START, FIRST, LOG, ODD)
+            d_last = _divisor_of(i, rows, history, step + 1, tok, live, M, N)
+            d_first = _divisor_of(o, columns, history, step, tok, live, M, N)
+            p, dp = _half_step_backward(p, dp, d_last, eps, START, 1, CLAMP)
+            p, dp = _half_step_backward(p, dp, d_first, now, START, 0, CLAMP)
+    return _start_backward(logits, dp, i, o, eps, start_eps, pairs, N, START, FIRST, ODD)

@@ -32,7 +32,7 @@ from mhc_compile.kernels.common import (
 )
 from mhc_compile.kernels.config import gate_tokens, tile_for
 from mhc_compile.kernels.expand_combine import reduce_partial_sums
-from mhc_compile.kernels.gates import affine, rms_factor, rms_gradient, sinkhorn, sinkhorn_backward
+from mhc_compile.kernels.gates import affine, in_units, rms_factor, rms_gradient, sinkhorn, sinkhorn_backward
 from mhc_compile.kernels.input_norm import InputNorm, norm_backward, normed_rows, row_tile
 from mhc_compile.kernels.products import Affine, backward_products, dh_parts, no_tokens, store_gradient
 from mhc_compile.kernels.projection import Partials, partial_sum, project, store_sums, tokens_to_add
@@ -83,14 +83,13 @@ def _threads_own(h, r, scale, bias, tok, live, N: tl.constexpr, NP: tl.constexpr
 
 @triton.jit
 def store_res(logits, h_res, i, o, tok, live, tokens, sinkhorn_eps, start_eps, pairs, N: tl.constexpr,
-              START: tl.constexpr, FIRST: tl.constexpr, CLAMP: tl.constexpr, LOG: tl.constexpr,
+              START: tl.constexpr, FIRST: tl.constexpr, CLAMP: tl.constexpr,
               ODD: tl.constexpr):  # fmt: skip
     """h_res [M, n, n] of logits [NP, NP, T], for i [NP, 1, 1], o [1, NP, 1] and tok, live [1, 1, T]."""
     mask = (i < N) & (o < N) & live
-    p = sinkhorn(logits, i, o, sinkhorn_eps, start_eps, pairs, h_res, tok, mask, tokens, N, START, FIRST, CLAMP, LOG,
+    p = sinkhorn(logits, i, o, sinkhorn_eps, start_eps, pairs, h_res, tok, mask, tokens, N, START, FIRST, CLAMP,
                  ODD, False)  # fmt: skip
-    if LOG:
-        p = tl.exp(p)
+    p = in_units(p, START)
     tl.store(h_res + tok * (N * N) + i * N + o, p, mask=mask)
 
 
@@ -98,7 +97,7 @@ def store_res(logits, h_res, i, o, tok, live, tokens, sinkhorn_eps, start_eps, p
 def _mix_tile(h_part, squares_part, scale, bias, h_pre, h_post, h_res, h, ms, first, tokens, stored,
               inverse_columns, rms_eps, pre_eps, post_mult, post_eps, sinkhorn_eps, start_eps, pairs,
               N: tl.constexpr, NP: tl.constexpr, K: tl.constexpr, RMS_MODE: tl.constexpr, START: tl.constexpr,
-              FIRST: tl.constexpr, CLAMP: tl.constexpr, LOG: tl.constexpr, ODD: tl.constexpr,
+              FIRST: tl.constexpr, CLAMP: tl.constexpr, ODD: tl.constexpr,
               GROUPED: tl.constexpr, STORE_PRE: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
               KP: tl.constexpr, LIVE: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
     """h, ms and the gates of LIVE tokens, of a tile that holds BLOCK_T (last axis); first, tokens = M as int64."""
@@ -126,7 +125,7 @@ def _mix_tile(h_part, squares_part, scale, bias, h_pre, h_post, h_res, h, ms, fi
         else:
             logits = stream_logits(h, r[None, None, :], scale, bias, i3, o3, tok3, live3, N, K, GROUPED)
         store_res(logits, h_res, i3, o3, tok3, live3, tokens, sinkhorn_eps, start_eps, pairs, N, START, FIRST, CLAMP,
-                  LOG, ODD)  # fmt: skip
+                  ODD)  # fmt: skip
 
 
 @triton.jit
@@ -162,7 +161,7 @@ def mix_kernel(h_part, squares_part, scale, bias, x, out, h_pre, h_post, h_res, 
                post_mult, post_eps, sinkhorn_eps, start_eps, input_eps, pairs, N: tl.constexpr, NP: tl.constexpr,
                K: tl.constexpr, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr,
                RMS_MODE: tl.constexpr, START: tl.constexpr, FIRST: tl.constexpr, CLAMP: tl.constexpr,
-               LOG: tl.constexpr, ODD: tl.constexpr, GROUPED: tl.constexpr, AGGREGATE: tl.constexpr,
+               ODD: tl.constexpr, GROUPED: tl.constexpr, AGGREGATE: tl.constexpr,
                GROUP: tl.constexpr, CHUNK: tl.constexpr, KP: tl.constexpr, LIVE: tl.constexpr, BLOCK_T: tl.constexpr,
                BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr):  # fmt: skip
     """Programs below mix_programs compute the gates of LIVE tokens, the others aggregate."""
@@ -172,7 +171,7 @@ def mix_kernel(h_part, squares_part, scale, bias, x, out, h_pre, h_post, h_res, 
         first = pid.to(tl.int64) * LIVE
         _mix_tile(h_part, squares_part, scale, bias, h_pre, h_post, h_res, h, ms, first, tokens, stored,
                   inverse_columns, rms_eps, pre_eps, post_mult, post_eps, sinkhorn_eps, start_eps, pairs, N,
-                  NP, K, RMS_MODE, START, FIRST, CLAMP, LOG, ODD, GROUPED, not AGGREGATE, GROUP, CHUNK, KP, LIVE,
+                  NP, K, RMS_MODE, START, FIRST, CLAMP, ODD, GROUPED, not AGGREGATE, GROUP, CHUNK, KP, LIVE,
                   BLOCK_T)  # fmt: skip
     elif AGGREGATE:
         _aggregate_tile(h_part, squares_part, scale, bias, x, out, input_weight, pid - mix_programs, tokens, C, x_m,
@@ -201,8 +200,10 @@ def _gate_gradient(d_gate, h, r, scale, bias, d_h, dh, affine_at, i, tok, mask, 
     k = GROUP * N + i
     v = tl.load(h + tok * K + k, mask=mask, other=0.0)
     s, b = affine(scale, bias, k, i < N, GROUP, GROUPED)
-    gate = tl.sigmoid(r * v * s + b)
-    dl = d_gate * gate * (1.0 - gate)
+    logit = r * v * s + b
+    gate = tl.sigmoid(logit)
+    # 1 - gate would cancel.
+    dl = d_gate * gate * tl.sigmoid(-logit)
     edge = tl.arange(0, dl.shape[0])
     tl.store(affine_at + GROUP * N + edge, tl.sum(dl * v * r, axis=1), mask=edge < N)
     tl.store(affine_at + K + GROUP * N + edge, tl.sum(dl, axis=1), mask=edge < N)
@@ -214,7 +215,7 @@ def mix_backward_kernel(h, ms, scale, bias, d_pre, d_post, d_res, d_h, d_ms, dh,
                         affine_part, history, M, pre_parts, pre_s, pre_i, pre_m, post_m, post_i, res_m, res_i, res_o,
                         inverse_columns, rms_eps, pre_eps, post_mult, sinkhorn_eps, start_eps, pairs,
                         N: tl.constexpr, NP: tl.constexpr, K: tl.constexpr, RMS_MODE: tl.constexpr,
-                        START: tl.constexpr, FIRST: tl.constexpr, CLAMP: tl.constexpr, LOG: tl.constexpr,
+                        START: tl.constexpr, FIRST: tl.constexpr, CLAMP: tl.constexpr,
                         ODD: tl.constexpr, GROUPED: tl.constexpr, HAS_PRE: tl.constexpr,
                         HAS_POST: tl.constexpr, HAS_RES: tl.constexpr, HAS_DH: tl.constexpr,
                         HAS_DMS: tl.constexpr, ROW: tl.constexpr, PARTS: tl.constexpr,
@@ -248,7 +249,7 @@ def mix_backward_kernel(h, ms, scale, bias, d_pre, d_post, d_res, d_h, d_ms, dh,
                 logits = tl.where(valid, r3 * v3 * s3 + b3, float("-inf"))
             dp = tl.load(d_res + tok3 * res_m + i3 * res_i + o3 * res_o, mask=mask3, other=0.0).to(tl.float32)
             dl3 = sinkhorn_backward(logits, dp, i3, o3, sinkhorn_eps, start_eps, pairs, history, tok3,
-                                    live1[None, None, :], tokens, N, START, FIRST, CLAMP, LOG,
+                                    live1[None, None, :], tokens, N, START, FIRST, CLAMP,
                                     ODD)  # fmt: skip
             dl3 = tl.where(valid, dl3, 0.0)
         part3 = _logit_gradient(dl3, v3, r3, s3, d_h, dh, tok3, tokens, k3, mask3, K, ROW, PARTS, HAS_DH)
@@ -340,7 +341,7 @@ def forward_mix(
     if tokens == 0:
         return result
     partials = partials or project(flat, phi, norm_weight)
-    form = sinkhorn or Sinkhorn()
+    form = (sinkhorn or Sinkhorn()).iterated
     tile = tile_for("aggregate", n, x.element_size()) if norm is None else row_tile(width)
     block_t, block_m, block_c = gate_tokens(n), tile.tokens, tile.columns
     live = min(block_t, tokens_to_add(partials, rows))
@@ -357,7 +358,7 @@ def forward_mix(
             None if norm is None else 1.0 / width, rms.eps, gates.pre_eps, gates.post_mult, gates.post_eps, form.eps,
             form.start_eps, None if norm is None else norm.eps, form.steps // 2, NORM=norm is not None,
             HAS_WEIGHT=norm is not None and norm.weight is not None, N=n, NP=next_power_of_2(n), K=rows,
-            RMS_MODE=rms.mode, START=form.start, FIRST=form.first, CLAMP=form.clamp, LOG=form.log_domain,
+            RMS_MODE=rms.mode, START=form.start, FIRST=form.first, CLAMP=form.clamp,
             ODD=form.steps % 2 == 1, GROUPED=group_scale(scale, rows), AGGREGATE=aggregate,
             GROUP=partials.group, CHUNK=partials.chunk, KP=next_power_of_2(rows), LIVE=live, BLOCK_T=block_t,
             BLOCK_M=block_m, BLOCK_C=block_c, num_warps=tile.warps,
@@ -404,7 +405,7 @@ def backward_gates(
     d_out of the result is the one given, or what it comes to before the norm; need_weight: of the norm.
     """
     tokens, n, width = x.shape
-    form = sinkhorn or Sinkhorn()
+    form = (sinkhorn or Sinkhorn()).iterated
     post = None if d_post is None or rows <= n else token_view(d_post, 1)
     res = None if d_res is None or rows <= 2 * n else token_view(d_res, 2)
     d_h = None if d_h is None else d_h.contiguous()
@@ -440,7 +441,7 @@ def backward_gates(
             pre_parts, *pre_strides, *(post.stride() if post is not None else (0, 0)),
             *(res.stride() if res is not None else (0, 0, 0)), 1.0 / (n * width), rms.eps, gates.pre_eps,
             gates.post_mult, form.eps, form.start_eps, form.steps // 2, N=n, NP=next_power_of_2(n), K=rows,
-            RMS_MODE=rms.mode, START=form.start, FIRST=form.first, CLAMP=form.clamp, LOG=form.log_domain,
+            RMS_MODE=rms.mode, START=form.start, FIRST=form.first, CLAMP=form.clamp,
             ODD=form.steps % 2 == 1, GROUPED=group_scale(scale, rows), HAS_PRE=pre is not None,
             HAS_POST=post is not None, HAS_RES=res is not None, HAS_DH=d_h is not None, HAS_DMS=d_ms is not None,
             ROW=dh.shape[2], PARTS=dh.shape[0] == 3, BLOCK_T=block_t,

@@ -2,6 +2,7 @@
 // N, the number of streams, is defined above. A lane is a token, and nothing mixes lanes: a token's bits depend on no
 // other token.
 
+#include <cfloat>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -14,14 +15,47 @@ typedef float V __attribute__((vector_size(4 * LANES)));
 
 struct Form {
     float rms_eps, pre_eps, post_mult, post_eps, eps, start_eps;
-    int rms_mode, steps, softmax, rows_first, clamp;
+    int rms_mode, steps, start, rows_first, clamp;
 };
+
+// Those of `Form::start`.
+enum { SOFTMAX, EXP, NORMALISED };
+
+// The constants of ops/sinkhorn.py: the unit of matrices without eps, ln 2 in three parts, the largest distance.
+constexpr float UNIT = 0x1p-100f, LOG2_UNIT = -100, LARGEST = 1e30f;
+constexpr float LN2[] = {0.69140625f, 0.001739501953125f, 1.4286068202862268e-06f};
 
 static inline V all(float x) { return V{} + x; }
 
 static inline V exponential(V x) {
     for (int lane = 0; lane < LANES; lane++) x[lane] = std::exp(x[lane]);
     return x;
+}
+
+static inline V whole(V x) {
+    for (int lane = 0; lane < LANES; lane++) x[lane] = std::nearbyint(x[lane]);
+    return x;
+}
+
+static inline V larger(V a, V b) { return a > b ? a : b; }
+
+// 2 to the power of a whole number, exactly; 0 for one below those of normal numbers.
+static inline V power_of_2(V exponent) {
+    typedef int32_t Bits __attribute__((vector_size(4 * LANES)));
+    Bits bits = __builtin_convertvector(larger(exponent + 127.0f, V{}), Bits) << 23;
+    V value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+// exp(from - top) as m * 2^k with m next to 1 and k whole, as in ops/sinkhorn.py; from <= top.
+static inline V exponential(V from, V top, V& k) {
+    V x = from - top, moved = x - from, left = (from - (x - moved)) - (top + moved), rest = larger(x, all(-LARGEST));
+    left = x == rest ? left : x;  // exp(-inf) is 0
+    k = whole(rest * 1.44269504f);
+    for (float part : LN2) rest -= k * part;
+    // A difference so large that it has no fraction leaves no rest either, but rounding errors above 1.
+    return exponential(larger(rest < 1.0f ? rest : all(1), all(-1)) + left);
 }
 
 static inline V root(V x) {
@@ -58,10 +92,45 @@ struct Matrix {
     }
     template <bool rows> V largest(int a) {
         V found = get<rows>(a, 0);
-        for (int b = 1; b < N; b++) found = get<rows>(a, b) > found ? get<rows>(a, b) : found;
+        for (int b = 1; b < N; b++) found = larger(get<rows>(a, b), found);
         return found;
     }
 };
+
+// d - sizes * sum(d * p) along an axis along which sizes * p was normalised without eps; why twice: ops/sinkhorn.py.
+template <bool rows> static void centre(Matrix& d, Matrix& p, const V* sizes, int a) {
+    for (int turn = 0; turn < 2; turn++) {
+        V through = {};
+        for (int b = 0; b < N; b++) through += d.get<rows>(a, b) * p.get<rows>(a, b);
+        for (int b = 0; b < N; b++) d.get<rows>(a, b) -= sizes ? sizes[b] * through : through;
+    }
+}
+
+// The start "normalised" of ops/sinkhorn.py, normalised along an axis; sizes are the factors of the other axis's lines.
+template <bool rows> static void normalised(Matrix& p, V* sizes, bool further) {
+    Matrix k;
+    for (int a = 0; a < N; a++) {
+        V largest = p.largest<rows>(a), total = {};
+        for (int b = 0; b < N; b++) {
+            V& m = p.get<rows>(a, b) = exponential(p.get<rows>(a, b), largest, k.get<rows>(a, b));
+            total += m * power_of_2(k.get<rows>(a, b));
+        }
+        for (int b = 0; b < N; b++) p.get<rows>(a, b) /= total;
+    }
+    for (int b = 0; b < N; b++) {
+        V top = further ? k.largest<!rows>(b) : V{};
+        for (int a = 0; a < N; a++) p.get<rows>(a, b) *= power_of_2(k.get<rows>(a, b) - top - LOG2_UNIT);
+        sizes[b] = power_of_2(top);
+    }
+}
+
+template <bool rows> static void normalised_gradient(Matrix& d, Matrix& p, const V* sizes) {
+    for (V& element : p.at) element *= UNIT;
+    for (int a = 0; a < N; a++) {
+        centre<rows>(d, p, sizes, a);
+        for (int b = 0; b < N; b++) d.get<rows>(a, b) *= p.get<rows>(a, b);
+    }
+}
 
 template <bool rows> static void start(Matrix& p, bool softmax) {
     for (int a = 0; a < N; a++) {
@@ -74,12 +143,14 @@ template <bool rows> static void start(Matrix& p, bool softmax) {
 
 template <bool rows> static void start_gradient(Matrix& d, Matrix& p, Matrix& logits, bool softmax) {
     for (int a = 0; a < N; a++) {
-        for (int b = 0; b < N; b++) d.get<rows>(a, b) *= p.get<rows>(a, b);
-        V total = d.sum<rows>(a), largest = logits.largest<rows>(a), ties = {};
-        for (int b = 0; b < N; b++) ties += logits.get<rows>(a, b) == largest ? all(1) : all(0);
+        V total = {}, largest = logits.largest<rows>(a), ties = {};
         for (int b = 0; b < N; b++) {
-            V through = logits.get<rows>(a, b) == largest ? total / ties : all(0);
-            d.get<rows>(a, b) -= softmax ? p.get<rows>(a, b) * total : through;
+            total += d.get<rows>(a, b) * p.get<rows>(a, b);
+            ties += logits.get<rows>(a, b) == largest ? all(1) : all(0);
+        }
+        for (int b = 0; b < N; b++) {
+            V &own = d.get<rows>(a, b), through = logits.get<rows>(a, b) == largest ? total / ties : all(0);
+            own = softmax ? p.get<rows>(a, b) * (own - total) : p.get<rows>(a, b) * own - through;
         }
     }
 }
@@ -87,17 +158,29 @@ template <bool rows> static void start_gradient(Matrix& d, Matrix& p, Matrix& lo
 template <bool rows> static void half_step(Matrix& p, V* totals, const Form& form) {
     for (int a = 0; a < N; a++) {
         V total = p.sum<rows>(a);
-        totals[a] = !form.clamp ? total + form.eps : total < form.eps ? all(form.eps) : total;
+        if (form.start == NORMALISED) totals[a] = total * UNIT;
+        else totals[a] = !form.clamp ? total + form.eps : total < form.eps ? all(form.eps) : total;
         for (int b = 0; b < N; b++) p.get<rows>(a, b) /= totals[a];
     }
 }
 
 template <bool rows> static void half_step_gradient(Matrix& d, Matrix& p, const V* totals, const Form& form) {
     for (int a = 0; a < N; a++) {
+        if (form.start == NORMALISED) {
+            for (int b = 0; b < N; b++) p.get<rows>(a, b) *= UNIT;
+            centre<rows>(d, p, nullptr, a);
+            for (int b = 0; b < N; b++) d.get<rows>(a, b) /= totals[a];
+            continue;
+        }
         V through = d.get<rows>(a, 0) * p.get<rows>(a, 0);
         for (int b = 1; b < N; b++) through += d.get<rows>(a, b) * p.get<rows>(a, b);
         if (form.clamp) through = totals[a] > form.eps ? through : all(0);
-        for (int b = 0; b < N; b++) d.get<rows>(a, b) = (d.get<rows>(a, b) - through) / totals[a];
+        for (int b = 0; b < N; b++) {
+            V& own = d.get<rows>(a, b);
+            own = (own - through) / totals[a];
+            // The gradient of an entry that has underflowed may overflow. Bounded, it counts as 0 and not as 0 * inf.
+            own = own > FLT_MAX ? all(FLT_MAX) : own < -FLT_MAX ? all(-FLT_MAX) : own;
+        }
     }
 }
 
@@ -127,9 +210,12 @@ struct Tile {
         return result;
     }
 
-    Matrix begin(const Form& form) const {
+    // P before the first half step without start_eps; sizes are those of `normalised`.
+    Matrix begin(const Form& form, V* sizes) const {
         Matrix p = residual();
-        if (form.softmax || form.rows_first) start<true>(p, form.softmax);
+        if (form.start == NORMALISED) form.rows_first ? normalised<false>(p, sizes, form.steps)
+                                                      : normalised<true>(p, sizes, form.steps);
+        else if (form.start == SOFTMAX || form.rows_first) start<true>(p, form.start == SOFTMAX);
         else start<false>(p, false);
         return p;
     }
@@ -144,17 +230,19 @@ static inline bool over_rows(int step, const Form& form) { return (step % 2 == 0
     #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (long first = 0; first < tokens; first += LANES) {
         const Tile tile(form, h, ms, scale, bias, k, grouped, first, tokens);
-        V gates[N], totals[N];
+        V gates[N], totals[N], sizes[N];
         for (int i = 0; i < N; i++) gates[i] = sigmoid(tile.logits[i]) + form.pre_eps;
         store(pre, gates, N, first, tokens);
         if (k == N) continue;
         for (int i = 0; i < N; i++) gates[i] = form.post_mult * sigmoid(tile.logits[N + i]) + form.post_eps;
         store(post, gates, N, first, tokens);
         if (k == 2 * N) continue;
-        Matrix p = tile.begin(form);
+        Matrix p = tile.begin(form, sizes);
         for (V& element : p.at) element += form.start_eps;
         for (int s = 0; s < form.steps; s++)
             over_rows(s, form) ? half_step<true>(p, totals, form) : half_step<false>(p, totals, form);
+        if (form.start == NORMALISED)
+            for (V& element : p.at) element *= UNIT;
         store(res, p.at, N * N, first, tokens);
     }
 }
@@ -188,7 +276,8 @@ static long scales(long k, long grouped) { return grouped ? group(k - 1) + 1 : k
             }
             store(pre, gates, N, first, tokens);
             if (!history.empty()) {
-                Matrix logits = tile.residual(), begun = tile.begin(form), d;
+                V sizes[N];
+                Matrix logits = tile.residual(), begun = tile.begin(form, sizes), d;
                 history[0] = begun;
                 for (V& element : history[0].at) element += form.start_eps;
                 for (int s = 0; s < form.steps; s++) {
@@ -203,7 +292,10 @@ static long scales(long k, long grouped) { return grouped ? group(k - 1) + 1 : k
                     over_rows(s, form) ? half_step_gradient<true>(d, p, sums, form)
                                        : half_step_gradient<false>(d, p, sums, form);
                 }
-                if (form.softmax || form.rows_first) start_gradient<true>(d, begun, logits, form.softmax);
+                if (form.start == NORMALISED) form.rows_first ? normalised_gradient<false>(d, begun, sizes)
+                                                              : normalised_gradient<true>(d, begun, sizes);
+                else if (form.start == SOFTMAX || form.rows_first)
+                    start_gradient<true>(d, begun, logits, form.start == SOFTMAX);
                 else start_gradient<false>(d, begun, logits, false);
                 for (int j = 0; j < N * N; j++) d_logits[2 * N + j] = d.at[j];
             }

@@ -4,8 +4,8 @@ What a token needs between its projection and its gates are some thousand sums a
 work than calling torch for each of 150 operations on all tokens, and Inductor, which would fuse them, takes seconds to
 compile every Sinkhorn. Projections and products over columns are loops, too, because their sums have to be in an order
 that no other token has a say in. A second is enough to compile them, once for a number of streams and a machine. The
-loops are for float32, and neither for logarithms nor for an exp that no row's maximum was taken from; the references do
-the rest, and everything where there is no compiler.
+loops are for float32, and not for an exp with eps that no row's maximum was taken from; the references do the rest, and
+everything where there is no compiler.
 
 loop: text (`mhc_compile.text`) of its name, the dtype to accumulate in, the number of streams, the operators' scalars,
 how many projections there are, and whatever else the loop takes before its tensors. What a loop makes are arguments
@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _FORMS = ("rms", "gates", "sinkhorn")
 _DEFAULTS = Rms().as_kwargs() | Gates().as_kwargs() | Sinkhorn().as_kwargs()
+# How Sinkhorns start that the loops have, in the order of the source.
+_STARTS = ("softmax", "exp", "normalised")
 # What streams the loops read.
 _STREAMS = (torch.float32, torch.bfloat16)
 # What a thread should have to do at least, in columns of tokens, since waking one takes some microseconds; the gates of
@@ -59,11 +61,12 @@ class _Form(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_float) for name in ("rms_eps", "pre_eps", "post_mult", "post_eps", "eps", "start_eps")),
-        *((name, ctypes.c_int) for name in ("rms_mode", "steps", "softmax", "rows_first", "clamp")),
+        *((name, ctypes.c_int) for name in ("rms_mode", "steps", "start", "rows_first", "clamp")),
     ]
 
 
 def _form(rms: Rms, gates: Gates, sinkhorn: Sinkhorn) -> _Form:
+    """sinkhorn: as it is computed, `Sinkhorn.iterated`."""
     return _Form(
         rms_eps=rms.eps,
         rms_mode=RMS_MODES.index(rms.mode),
@@ -71,7 +74,7 @@ def _form(rms: Rms, gates: Gates, sinkhorn: Sinkhorn) -> _Form:
         post_mult=gates.post_mult,
         post_eps=gates.post_eps,
         steps=sinkhorn.steps,
-        softmax=sinkhorn.start == "softmax",
+        start=_STARTS.index(sinkhorn.start) if sinkhorn.start in _STARTS else -1,
         rows_first=sinkhorn.first == "rows",
         eps=sinkhorn.eps,
         start_eps=sinkhorn.start_eps,
@@ -104,7 +107,8 @@ class _Loop:
         self.library = _library(n) if dtype == "float32" else None
         first: tuple[_Form | None, ...] = ()
         if scalars:
-            first = (_form(**self.forms) if _has_form(constants[0], n, **self.forms) else None,)
+            computed = self.forms | {"sinkhorn": self.forms["sinkhorn"].iterated}
+            first = (_form(**computed) if _has_form(constants[0], n, computed["sinkhorn"]) else None,)
         function = getattr(self.library, name, None)
         if function is not None:
             self._function = functools.partial(function, *first, *constants)
@@ -125,9 +129,9 @@ class _Loop:
         self._function(*pointers, width, tokens, max(1, min(torch.get_num_threads(), most)))
 
 
-def _has_form(k: int, n: int, rms: Rms, gates: Gates, sinkhorn: Sinkhorn) -> bool:
+def _has_form(k: int, n: int, sinkhorn: Sinkhorn) -> bool:
     """Whether the loops have the gates of k projections of this form."""
-    return k <= 2 * n or (not sinkhorn.log_domain and sinkhorn.start in ("softmax", "exp"))
+    return k <= 2 * n or sinkhorn.start in _STARTS
 
 
 def _fill(written: Tensors, values: Given) -> None:

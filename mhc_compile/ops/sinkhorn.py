@@ -24,6 +24,16 @@ from mhc_compile.ops._tensors import settle
 _ROWS, _COLUMNS = 1, 0
 # Two of the longest vectors of a CPU, which loops take at once, and a factor for other CPUs to come.
 _VECTOR = 64
+# Matrices without eps are stored divided by this power of 2. A half-step multiplies an entry by n at most, so an entry
+# below the smallest float32 may matter many half-steps later.
+UNIT = 2.0**-100
+# ln 2 in parts. Products of whole numbers below 2^16 (float64: 2^20) and all parts but the last are exact.
+_LN2 = {
+    torch.float32: (0.69140625, 0.001739501953125, 1.4286068202862268e-06),
+    torch.float64: (6.93147180369123816490e-01, 1.90821492927058770002e-10),
+}
+# A logit further than this below the largest one counts as -inf.
+_LARGEST = 1e30
 
 
 def sinkhorn(
@@ -38,7 +48,7 @@ def sinkhorn(
 ) -> Tensor:
     """Alternate normalisation of rows and columns, in any of the forms of `mhc_compile.forms.Sinkhorn`.
 
-    With eps = start_eps = 0 it is computed in the log domain and holds for logits of any size.
+    With eps = start_eps = 0 it holds for logits of any size.
 
     Args:
         logits: [..., n, n], any floating dtype.
@@ -85,6 +95,51 @@ def _first_axis(form: Sinkhorn) -> int:
     return _ROWS if form.first == "rows" else _COLUMNS
 
 
+def _other_axis(form: Sinkhorn) -> int:
+    return _COLUMNS if form.first == "rows" else _ROWS
+
+
+def _power_of_2(exponent: Tensor) -> Tensor:
+    """2 to the power of a whole number, exactly; 0 for one below those of normal numbers."""
+    finfo = torch.finfo(exponent.dtype)
+    bits, whole = (23, torch.int32) if exponent.dtype == torch.float32 else (52, torch.int64)
+    bias = 1 - round(math.log2(finfo.tiny))
+    biased = (exponent + bias).clamp_min(0.0)
+    return (biased.to(whole) << bits).view(exponent.dtype)
+
+
+def _exponential(logits: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+    """exp(logits - their maximum along the axis) as m * 2**k, with m next to 1 and k whole; logits may have any size.
+
+    The rounding error of the difference is added to its exponent. Otherwise the exp of the logits themselves, which
+    eager programs take, would be more accurate.
+    """
+    top = logits.amax(axis, keepdim=True)
+    x = logits - top
+    moved = x - logits
+    left = (logits - (x - moved)) - (top + moved)
+    bounded = x.clamp_min(-_LARGEST)
+    left = torch.where(x == bounded, left, x)  # exp(-inf) is 0
+    k = torch.round(bounded * (1 / math.log(2)))
+    for part in _LN2[logits.dtype]:
+        bounded = bounded - k * part
+    # A difference so large that it has no fraction leaves no rest either, but rounding errors above 1.
+    return torch.exp(bounded.clamp(-1.0, 1.0) + left), k
+
+
+def _normalised(logits: Tensor, form: Sinkhorn) -> tuple[Tensor, Tensor]:
+    """The start "normalised", and the factors that its lines along `first` are divided by.
+
+    exp(logits) is normalised along the axis that `first` does not name. Each line along `first` is then divided by a
+    power of 2, so that its largest entry is about 1 / UNIT. The first half-step cancels these factors. Without them a
+    line of tiny entries would underflow; with them no sum of any half-step is tiny. A factor may itself underflow to 0.
+    """
+    m, k = _exponential(logits, _other_axis(form))
+    p = m / (m * _power_of_2(k)).sum(_other_axis(form), keepdim=True)
+    top = k.amax(_first_axis(form), keepdim=True) if form.steps else torch.zeros_like(k[:1, :1])
+    return p * _power_of_2(k - top - math.log2(UNIT)), _power_of_2(top)
+
+
 def _shift_axes(form: Sinkhorn) -> tuple[int, ...]:
     """The axes of the maximum that logits are shifted by before exp, none for "plain_exp"."""
     return {"exp": (_first_axis(form),), "plain_exp": (), "global_exp": (_ROWS, _COLUMNS)}[form.start]
@@ -101,6 +156,8 @@ def _start(logits: Tensor, form: Sinkhorn) -> tuple[Tensor, Tensor | float, Tens
     All three may have a common factor along what is normalised first, for it cancels there: one by which the largest
     entries of P are 1.
     """
+    if form.start == "normalised":
+        return _normalised(logits, form)[0], 0.0, 0.0
     if form.start == "softmax":
         # torch.softmax rounds a token by its place in the tensor.
         p = torch.exp(logits - logits.amax(_ROWS, keepdim=True))
@@ -118,10 +175,25 @@ def _start(logits: Tensor, form: Sinkhorn) -> tuple[Tensor, Tensor | float, Tens
     return p, form.start_eps * root * root, form.eps * root * root
 
 
+def _centred(d: Tensor, p: Tensor, axis: int, size: Tensor | float = 1.0) -> Tensor:
+    """d - size * sum(d * p) along an axis along which size * p was normalised without eps.
+
+    The subtraction is done twice. Where all gradients are equal, or one entry is near 1, the exact result is near 0 and
+    the first subtraction leaves rounding errors of d. The second one removes what these have in common.
+    """
+    for _ in range(2):
+        d = d - size * (d * p).sum(axis, keepdim=True)
+    return d
+
+
 def _start_gradient(d_start: Tensor, start: Tensor, logits: Tensor, form: Sinkhorn) -> Tensor:
-    d_logits = start * d_start
+    if form.start == "normalised":
+        size, start = _normalised(logits, form)[1], start * UNIT
+        return start * _centred(d_start, start, _other_axis(form), size)
     if form.start == "softmax":
-        return d_logits - start * d_logits.sum(_ROWS, keepdim=True)
+        # The difference comes before the product: equal gradients of a row then cancel exactly.
+        return start * (d_start - (d_start * start).sum(_ROWS, keepdim=True))
+    d_logits = start * d_start
     axes = _shift_axes(form)
     if not axes:
         return d_logits
@@ -130,21 +202,26 @@ def _start_gradient(d_start: Tensor, start: Tensor, logits: Tensor, form: Sinkho
     return d_logits - largest * (d_logits.sum(axes, keepdim=True) / largest.sum(axes, keepdim=True))
 
 
+def _unit(form: Sinkhorn) -> float:
+    """The factor that turns stored entries into those of the matrix."""
+    return UNIT if form.start == "normalised" else 1.0
+
+
 def _total(p: Tensor, axis: int, eps: Tensor | float, form: Sinkhorn) -> Tensor:
-    total = p.sum(axis, keepdim=True)
+    total = p.sum(axis, keepdim=True).mul_(_unit(form))
     return total.clamp_min_(eps) if form.clamp else total.add_(eps)
 
 
-def _linear(logits: Tensor, form: Sinkhorn) -> Tensor:
+def _forward(logits: Tensor, form: Sinkhorn) -> Tensor:
     p, start_eps, eps = _start(logits, form)
     p.add_(start_eps)
     for axis in _axes(form):
         p.div_(_total(p, axis, eps, form))
         eps = form.eps
-    return p
+    return p.mul_(_unit(form))
 
 
-def _linear_gradient(d_out: Tensor, logits: Tensor, form: Sinkhorn) -> Tensor:
+def _backward(d_out: Tensor, logits: Tensor, form: Sinkhorn) -> Tensor:
     start, start_eps, eps = _start(logits, form)
     history = []
     p = start + start_eps
@@ -154,40 +231,16 @@ def _linear_gradient(d_out: Tensor, logits: Tensor, form: Sinkhorn) -> Tensor:
         history.append((axis, eps, total, p))
         eps = form.eps
     for axis, eps, total, p in reversed(history):
+        if form.start == "normalised":
+            d_out = _centred(d_out, p * UNIT, axis) / total
+            continue
         through_total = (d_out * p).sum(axis, keepdim=True)
         if form.clamp:
             through_total *= total > eps
-        d_out = (d_out - through_total) / total
+        # The gradient of an entry that has underflowed may overflow. Bounded, it counts as 0 and not as 0 * inf.
+        largest = torch.finfo(d_out.dtype).max
+        d_out = ((d_out - through_total) / total).clamp(-largest, largest)
     return _start_gradient(d_out, start, logits, form)
-
-
-def _log_history(logits: Tensor, form: Sinkhorn) -> list[tuple[int, Tensor]]:
-    """Axis and log P of every half-step; the softmax start is one over the rows.
-
-    log P is carried on, rather than potentials that would be added to the logits: the entries
-    of log P that matter are near 0, so that large logits round once and not in every half-step.
-    """
-    history = []
-    for axis in [_ROWS] * (form.start == "softmax") + _axes(form):
-        logits = torch.log_softmax(logits, axis)
-        history.append((axis, logits))
-    return history
-
-
-def _log(logits: Tensor, form: Sinkhorn) -> Tensor:
-    if form.start != "softmax" and form.steps == 0:
-        return _start(logits, form)[0]
-    return torch.exp(_log_history(logits, form)[-1][1])
-
-
-def _log_gradient(d_out: Tensor, logits: Tensor, form: Sinkhorn) -> Tensor:
-    if form.start != "softmax" and form.steps == 0:
-        return _start_gradient(d_out, _start(logits, form)[0], logits, form)
-    history = _log_history(logits, form)
-    d_log = d_out * torch.exp(history[-1][1])
-    for axis, log_p in reversed(history):
-        d_log = torch.addcmul(d_log, torch.exp(log_p), d_log.sum(axis, keepdim=True), value=-1)
-    return d_log
 
 
 def reference(logits: Tensor, *, sinkhorn: Sinkhorn) -> Tensor:
@@ -195,8 +248,7 @@ def reference(logits: Tensor, *, sinkhorn: Sinkhorn) -> Tensor:
     dtype = accumulation_dtype(logits)
     if logits.numel() == 0:
         return logits.new_empty(logits.shape, dtype=dtype)
-    forward = _log if sinkhorn.log_domain else _linear
-    return _unplanes(forward(_planes(logits, dtype), sinkhorn), logits, dtype)
+    return _unplanes(_forward(_planes(logits, dtype), sinkhorn.iterated), logits, dtype)
 
 
 def gradient(d_out: Tensor, logits: Tensor, *, sinkhorn: Sinkhorn) -> Tensor:
@@ -204,8 +256,7 @@ def gradient(d_out: Tensor, logits: Tensor, *, sinkhorn: Sinkhorn) -> Tensor:
     dtype = accumulation_dtype(logits)
     if logits.numel() == 0:
         return logits.new_empty(logits.shape, dtype=dtype)
-    backward = _log_gradient if sinkhorn.log_domain else _linear_gradient
-    return _unplanes(backward(_planes(d_out, dtype), _planes(logits, dtype), sinkhorn), logits, dtype)
+    return _unplanes(_backward(_planes(d_out, dtype), _planes(logits, dtype), sinkhorn.iterated), logits, dtype)
 
 
 def _check(logits: Tensor, *, sinkhorn: Sinkhorn) -> None:
