@@ -73,7 +73,7 @@ class Verification:
             f"{'relative error to float64':<{width}}" + "".join(f"{run:>11}" for run in self.errors) + "    allowed"
         ]
         for finding in shown:
-            cells = [self._error(finding, run) for run in self.errors]
+            cells = [finding.measure(self.errors[run]) for run in self.errors]
             mark = "" if finding.ok else "   <-- larger than eager's"
             numbers = "".join(f"{cell:>11.2e}" for cell in (*cells, finding.limit))
             lines.append(f"{finding.what:<{width}}{numbers}{mark}")
@@ -83,21 +83,15 @@ class Verification:
         lines += [f"error in the passes: {message}" for message in self.report.errors]
         return "\n".join([*lines, self._verdict()])
 
-    def _error(self, finding: Finding, run: str) -> float:
-        if run == "mhc":
-            return finding.error
-        if len(finding.names) > 1 and not finding.what.startswith("all"):
-            squares = [self.errors[run].relative(name, least=finding.least) ** 2 for name in finding.names]
-            return float((sum(squares) / len(squares)) ** 0.5)
-        return self.errors[run].relative(*finding.names, least=finding.least)
-
     def _verdict(self) -> str:
         if self.ok:
             return "ok: " + ("as accurate as eager" if self.report.rewritten else "right, but nothing was rewritten")
         if not self.failures:
             return "FAILED: the passes failed on a graph, which was compiled as it was"
         verdict = f"FAILED: {len(self.failures)} results are less accurate than eager's"
-        inductor = "inductor" in self.errors and all(self._error(f, "inductor") > f.limit for f in self.failures)
+        inductor = "inductor" in self.errors and all(
+            f.measure(self.errors["inductor"]) > f.limit for f in self.failures
+        )
         return verdict + (", with plain Inductor as well: the rewriting is not the cause" if inductor else "")
 
 
@@ -172,7 +166,8 @@ def verify(
     for group in ("outputs", "gradients"):
         names = [name for name in exact if name.startswith(group[:-1])]
         if names:
-            result.findings += judge(result.errors["eager"], result.errors["mhc"], names, group)
+            pair = result.errors["eager"], result.errors["mhc"]
+            result.findings += judge(*pair, names, group, vanishing=group == "gradients")
     tell(str(result))
     if raises and not result.ok:
         raise VerificationError(result)

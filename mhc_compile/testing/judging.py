@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -15,6 +16,14 @@ __all__ = ["FEW", "Errors", "Finding", "judge"]
 FEW = 1000
 # The result's own rounding, a few times over, is no error that one evaluation can avoid and the other cannot.
 _ROUNDINGS = 4.0
+# Exact values below this part of a root mean square vanish: the float64 evaluation does not tell them from 0.
+_NOTHING = 1e-12
+# How many times the trusted error an error may be there.
+_LUCK = 10.0
+
+
+def _quotient(difference: float, size: float) -> float:
+    return difference / size if size else math.inf if difference else 0.0
 
 
 @dataclass
@@ -22,12 +31,15 @@ class Errors:
     """The L2 errors of named results against exact ones, over any number of evaluations.
 
     Squares are added up before they are divided: else one evaluation whose gradient happens to vanish decides the mean.
+    Values that vanish, as `judge` understands it, are counted once more by themselves.
     """
 
     difference: dict[str, float] = field(default_factory=dict)
     reference: dict[str, float] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
     rounding: dict[str, float] = field(default_factory=dict)
+    vanishing: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """Of the values that vanish, the squares of the differences and how many there are."""
 
     def add(self, results: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor]) -> None:
         """Take the results of one more evaluation. Raises ValueError if the names are not those of `exact`."""
@@ -40,28 +52,40 @@ class Errors:
             self.reference[name] = self.reference.get(name, 0.0) + wide.square().sum().item()
             self.numbers[name] = value.numel()
             self.rounding[name] = torch.finfo(value.dtype).eps
+            vanishes = wide.abs() <= _NOTHING * wide.square().mean().sqrt()
+            before = self.vanishing.get(name, (0.0, 0))
+            of_these = (value.double() - wide)[vanishes].square().sum().item()
+            self.vanishing[name] = before[0] + of_these, before[1] + int(vanishes.sum())
 
-    def relative(self, *names: str, least: float = 0.0) -> float:
-        """The norm of the differences of these results together, relative to that of the exact values.
-
-        Exact values whose root mean square is below `least` count as being of that size.
-        """
+    def relative(self, *names: str) -> float:
+        """The norm of the differences of these results together, relative to that of the exact values."""
         difference = math.sqrt(sum(self.difference[name] for name in names))
-        numbers = sum(self.numbers[name] for name in names)
-        reference = math.sqrt(max(sum(self.reference[name] for name in names), numbers * least**2))
-        return difference / reference if reference else math.inf if difference else 0.0
+        reference = math.sqrt(sum(self.reference[name] for name in names))
+        return _quotient(difference, reference)
+
+    def absolute(self, name: str, size: float) -> float:
+        """The root mean square of a result's differences, relative to a size."""
+        return _quotient(math.sqrt(self.difference[name] / max(1, self.numbers[name])), size)
+
+    def where_vanishing(self, name: str, size: float) -> float:
+        """The root mean square of the differences where the exact values vanish, relative to a size."""
+        squares, numbers = self.vanishing[name]
+        return _quotient(math.sqrt(squares / max(1, numbers)), size)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One comparison: `error` is allowed to be `limit`, which comes from the trusted evaluation's error, `trusted`."""
+    """One comparison: `error` is allowed to be `limit`, which comes from the trusted evaluation's error, `trusted`.
+
+    `measure` is how both were found, for the errors of other evaluations.
+    """
 
     what: str
     names: tuple[str, ...]
     trusted: float
     error: float
     limit: float
-    least: float = 0.0
+    measure: Callable[[Errors], float]
 
     @property
     def ok(self) -> bool:
@@ -72,7 +96,7 @@ class Finding:
         return f"{self.what}: error {self.error:.2e} against float64, allowed {self.limit:.2e}"
 
 
-def judge(trusted: Errors, errors: Errors, names: list[str], group: str) -> list[Finding]:
+def judge(trusted: Errors, errors: Errors, names: list[str], group: str, *, vanishing: bool = True) -> list[Finding]:
     """Compare the errors of two evaluations of the same results, one by one and together.
 
     Both errors are sums of very many roundings in a different order: equally good evaluations are two draws from one
@@ -85,36 +109,53 @@ def judge(trusted: Errors, errors: Errors, names: list[str], group: str) -> list
     judged together, by the root of their mean squared relative errors, with at least 25% of room; one alone may be four
     times what the trusted error is there or usually is, whichever is larger.
 
-    A gradient that vanishes but for rounding has no size of its own: beneath a millionth of the group's root mean
-    square, errors are relative to that, and such a tensor is judged alone.
+    Relative errors say nothing of gradients that vanish, and Adam moves a parameter by them as far as by any other. A
+    value vanishes if it is below 1e-12 of its tensor's root mean square, or if its tensor's root mean square is below a
+    millionth of the group's. All such values of a tensor are judged together. The root mean square of their errors may
+    be the larger of
+
+    - 10 times the trusted one: few roundings are left there, which cancel or do not by chance;
+    - 1e-12 of the group's root mean square, which the float64 evaluation does not tell from 0.
+
+    No other floor holds there, however few the values are. `vanishing=False` leaves out the values within a tensor, for
+    outputs: there 0 may be what a rounded input makes of a kink, and nothing is divided by its size.
     """
     numbers = sum(errors.numbers[name] for name in names)
-    least = 1e-6 * math.sqrt(sum(trusted.reference[name] for name in names) / max(1, numbers))
-    typical = statistics.median(trusted.relative(name, least=least) for name in names)
+    size = math.sqrt(sum(trusted.reference[name] for name in names) / max(1, numbers))
+    sized = [name for name in names if trusted.reference[name] >= trusted.numbers[name] * (1e-6 * size) ** 2]
     findings = []
 
-    def compare(what: str, members: list[str], of_trusted: float, own: float, room: float) -> None:
+    def compare(
+        what: str, members: list[str], room: float, measure: Callable[[Errors], float], usual: float = 0.0
+    ) -> None:
+        of_trusted = max(measure(trusted), usual)
         floor = _ROUNDINGS * max(errors.rounding[name] for name in members)
-        findings.append(Finding(what, tuple(members), of_trusted, own, max(room * of_trusted, floor), least))
+        limit = max(room * of_trusted, floor)
+        findings.append(Finding(what, tuple(members), of_trusted, measure(errors), limit, measure))
+
+    def vanish(what: str, name: str, measure: Callable[[Errors], float]) -> None:
+        of_trusted = measure(trusted)
+        limit = max(_LUCK * of_trusted, _NOTHING)
+        findings.append(Finding(what, (name,), of_trusted, measure(errors), limit, measure))
 
     def room(members: list[str]) -> float:
         return 1.1 + 5 / math.sqrt(max(1, sum(errors.numbers[name] for name in members)))
 
-    compare(f"all {group}", names, trusted.relative(*names), errors.relative(*names), room(names))
-    few = [name for name in names if errors.numbers[name] < FEW]
-    sized = [name for name in few if trusted.reference[name] >= trusted.numbers[name] * least**2]
-    if len(sized) > 1:
-        wanted, found = _mean(trusted, sized, least), _mean(errors, sized, least)
-        compare(f"{len(sized)} small {group}", sized, wanted, found, max(1.25, room(sized)))
+    compare(f"all {group}", names, room(names), lambda of: of.relative(*names))
+    few = [name for name in sized if errors.numbers[name] < FEW]
+    if len(few) > 1:
+        compare(f"{len(few)} small {group}", few, max(1.25, room(few)), lambda of: _mean(of, few))
+    typical = statistics.median(trusted.relative(name) for name in sized) if sized else 0.0
     for name in names:
-        alone = trusted.relative(name, least=least)
-        if name in few:
-            alone, factor = max(alone, typical), 4.0
-        else:
-            factor = room([name])
-        compare(name, [name], alone, errors.relative(name, least=least), factor)
+        if name not in sized:
+            vanish(name, name, partial(Errors.absolute, name=name, size=size))
+            continue
+        slack, usual = (4.0, typical) if name in few else (room([name]), 0.0)
+        compare(name, [name], slack, partial(_mean, names=[name]), usual)
+        if vanishing and errors.vanishing[name][1]:
+            vanish(f"{name}, where it vanishes", name, partial(Errors.where_vanishing, name=name, size=size))
     return findings
 
 
-def _mean(errors: Errors, names: list[str], least: float) -> float:
-    return math.sqrt(statistics.fmean(errors.relative(name, least=least) ** 2 for name in names))
+def _mean(errors: Errors, names: list[str]) -> float:
+    return math.sqrt(statistics.fmean(errors.relative(name) ** 2 for name in names))

@@ -166,9 +166,10 @@ def _norm(n: int, width: int, tokens: int, dtype: torch.dtype) -> None:
 
 
 def _starts() -> None:
-    """Sinkhorns that begin with another exponential than the one they are computed from."""
+    """Sinkhorns that begin with another exponential than the one they are computed from, or have no eps."""
     logits = torch.empty(512, 4, 4)
-    for form in (Sinkhorn(39, "plain_exp"), Sinkhorn(40, "global_exp", "rows", clamp=True)):
+    without_eps = Sinkhorn(40, "plain_exp", "rows", 0.0, 0.0)
+    for form in (Sinkhorn(39, "plain_exp"), Sinkhorn(40, "global_exp", "rows", clamp=True), without_eps):
         sinkhorn.backward(sinkhorn.forward(logits, sinkhorn=form), logits, sinkhorn=form)
 
 

@@ -251,6 +251,20 @@ def test_the_table_has_every_row(path: Path) -> None:
     assert all(math.isfinite(float(cell)) for line in listed for cell in line.split("|")[4:6])
 
 
+# What other tests hold, for logits at which rounding shows and for gradients that vanish.
+_RULES = (
+    "Relative errors say nothing of gradients that vanish, so these have rules of their own:",
+    "",
+    "- `tests/ops/test_rounding.py` and `tests/kernels/test_rounding.py` compare Sinkhorn and the gates with eager",
+    "  code for logits of 1e-6 to 1e4, equal, opposite, saturated and nearly tied ones. An error is at most",
+    "  1.1 + 5 / sqrt(tokens) times eager's, or 4 roundings of the exact values. Where the exact gradient vanishes",
+    "  it is at most 10 times eager's. Otherwise 1e-12 of the gradient that arrives passes, and nothing larger.",
+    "- `mhc_compile.testing.judge`, and so `mhc_compile.verify`, judges parameters in the same way. A tensor of",
+    "  1,000 numbers or more has 1.1 + 5 / sqrt(numbers) times eager's error, a smaller one 4 times. Gradients that",
+    "  vanish have 10 times eager's error, or 1e-12 of the root mean square of all gradients.",
+)
+
+
 def table(device: str) -> str:
     """The file in docs for this machine and a device of it."""
     on_cpu = device == "cpu"
@@ -268,6 +282,8 @@ def table(device: str) -> str:
         f"The error is ||result - truth|| / ||truth|| over {TOKENS[0] * TOKENS[1]} tokens of {N} streams of width {C},",
         "the truth being the eager code in float64 on the same inputs. dtype is that of the streams; gates and",
         "parameters are float32. d means the gradient of an input.",
+        "",
+        *_RULES,
         "",
         "| operator | dtype | quantity | ours | eager |",
         "|---|---|---|---|---|",

@@ -1,4 +1,4 @@
-"""Sinkhorn's errors for logits of any size, and where exact gradients vanish: see `logits`."""
+"""Errors of Sinkhorn and gates for logits of any size, and where exact gradients vanish: see `logits` and `gates`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from mhc_compile import ops
-from mhc_compile.forms import Sinkhorn
+from mhc_compile.forms import Gates, Sinkhorn
 from mhc_compile.ops import _loops
+from tests.ops import gates as of_gates
 from tests.ops.logits import PROGRAMS, TOKENS, complaints, differentiated
 
 STREAMS = [4, *(pytest.param(n, marks=pytest.mark.thorough) for n in (2, 8))]
@@ -67,3 +68,28 @@ def test_infinite_logits(first: str, start: str) -> None:
         assert masked.isfinite().all()
         assert (masked[0, 1:] == 0).all()
     assert found[1:].isnan().all()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("gates", of_gates.GATES)
+def test_gates(gates: Gates, device: str) -> None:
+    def evaluate(inputs: list[Tensor], arriving: list[Tensor]) -> dict[str, Tensor]:
+        leaves = [value.clone().requires_grad_() for value in inputs]
+        h_pre, h_post, _ = ops.scale(*leaves, of_gates.N, **gates.as_kwargs())
+        found = torch.autograd.grad([h_pre, h_post], leaves, arriving)
+        return dict(zip(("h", "ms", "scale", "bias"), found, strict=True))
+
+    assert of_gates.complaints(gates, evaluate, device) == []
+
+
+@pytest.mark.parametrize("gates", of_gates.GATES)
+def test_gates_of_loops(gates: Gates) -> None:
+    def evaluate(inputs: list[Tensor], arriving: list[Tensor]) -> dict[str, Tensor]:
+        h, ms, scale, bias = inputs
+        x, phi = torch.zeros(len(h), of_gates.N, 8), torch.zeros(h.shape[1], of_gates.N * 8)
+        gradients = (None, *arriving, None, None, None)
+        saved = (x, phi, scale, bias, None, h, ms, False)
+        found = _loops.mix_backward(gradients, *saved, **gates.as_kwargs())[1:5]
+        return dict(zip(("h", "ms", "scale", "bias"), found, strict=True))
+
+    assert of_gates.complaints(gates, evaluate) == []

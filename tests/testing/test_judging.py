@@ -41,6 +41,32 @@ def test_a_gradient_that_vanishes_has_the_size_of_its_group() -> None:
     assert not all(finding.ok for finding in found)
 
 
+@pytest.mark.parametrize(("own", "fails"), [(5e-13, False), (1e-12, True), (1e-6, True)])
+def test_a_value_that_vanishes_has_the_size_of_its_group(own: float, fails: bool) -> None:
+    """Such as the rows of phi that make h_res, whose gradient is 0 where all streams are equal."""
+    exact = torch.ones(24, 100, dtype=torch.float64)
+    exact[8:] = 0.0
+
+    def errors(vanishing: float) -> Errors:
+        found = Errors()
+        found.add({"phi": exact + torch.where(exact == 0.0, vanishing, 1e-5)}, {"phi": exact})
+        return found
+
+    # The root mean square of all is 1 / sqrt(3).
+    found = judge(errors(1e-14), errors(own), ["phi"], "gradients")
+    assert [finding.what for finding in found if not finding.ok] == ["phi, where it vanishes"] * fails
+    assert all(finding.ok for finding in judge(errors(own / 9), errors(own), ["phi"], "gradients"))
+    assert all(finding.ok for finding in judge(errors(1e-14), errors(own), ["phi"], "outputs", vanishing=False))
+
+
+@pytest.mark.parametrize("own", [1e-11, 1e-7])
+def test_a_small_tensor_that_vanishes_has_no_floor(own: float) -> None:
+    trusted = _errors({"nought": 1e-13})
+    for noise in (1e-13, own):
+        found = judge(trusted, _errors({"nought": noise}), list(SIZES), "gradients")
+        assert [finding.what for finding in found if not finding.ok] == ["nought"] * (noise == own)
+
+
 def test_names_must_agree() -> None:
     with pytest.raises(ValueError, match=r"only one of the two evaluations has \['b'\]"):
         Errors().add({"a": torch.ones(1)}, {"a": torch.ones(1), "b": torch.ones(1)})

@@ -1,0 +1,69 @@
+"""Gates at logits of any size, saturated ones among them, and what errors of their gradients may be.
+
+The rule: the L2 error of a gradient against float64 is at most the largest of
+
+- 1.1 + 5 / sqrt(numbers) times eager's error, as in `mhc_compile.testing.judge`; four times for scale and bias, which
+  are few numbers;
+- 4 roundings of the exact values;
+- 1e-12 of the gradient that arrives.
+
+Sizes at which float32 has no gradient, because exp(-|logit|) underflows for all tokens, are not among the cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from mhc_compile.forms import Gates
+
+N, TOKENS = 4, 256
+# Spread of the logits, and where their middle is.
+SIZES = [(1e-3, 0.0), (1.0, 0.0), (30.0, 0.0), (1e3, 0.0), (1e4, 0.0)]
+SIZES += [(1.0, middle) for middle in (-60.0, -30.0, -10.0, 10.0, 14.0)]
+GATES = [Gates(), Gates(1e-6, 1.5, 1e-3)]
+
+Gradients = tuple[Tensor, ...]
+
+
+def given(size: float, middle: float) -> tuple[list[Tensor], list[Tensor]]:
+    """h, ms, scale and bias, and gradients of h_pre and h_post."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    inputs = [size * normal(TOKENS, 2 * N), normal(TOKENS).exp(), normal(2).exp(), middle + normal(2 * N)]
+    return inputs, [normal(TOKENS, N), normal(TOKENS, N)]
+
+
+def _gradients(inputs: list[Tensor], arriving: list[Tensor], gates: Gates) -> Gradients:
+    h, ms, scale, bias = leaves = [value.clone().requires_grad_() for value in inputs]
+    logits = h * torch.rsqrt(ms + 1e-6).unsqueeze(-1) * scale.repeat_interleave(N) + bias
+    h_pre = logits[:, :N].sigmoid() + gates.pre_eps
+    h_post = gates.post_mult * logits[:, N:].sigmoid() + gates.post_eps
+    return torch.autograd.grad([h_pre, h_post], leaves, arriving)
+
+
+def complaints(
+    gates: Gates, evaluate: Callable[[list[Tensor], list[Tensor]], dict[str, Tensor]], device: str = "cpu"
+) -> list[str]:
+    """Where the gradients of h, ms, scale and bias, as far as `evaluate` returns them, break the rule."""
+    told = []
+    for size, middle in SIZES:
+        inputs, arriving = ([value.to(device) for value in values] for values in given(size, middle))
+        found = evaluate(inputs, arriving)
+        eager = _gradients(inputs, arriving, gates)
+        exact = _gradients([v.double() for v in inputs], [v.double() for v in arriving], gates)
+        nothing = 1e-12 * torch.stack([v.double().norm() for v in arriving]).norm().item()
+        for name, theirs, truth in zip(("h", "ms", "scale", "bias"), eager, exact, strict=True):
+            if name not in found:
+                continue
+            error, trusted = ((value.double() - truth).norm().item() for value in (found[name], theirs))
+            slack = 4.0 if name in ("scale", "bias") else 1.1 + 5 / truth.numel() ** 0.5
+            rounding = 4 * torch.finfo(torch.float32).eps * truth.norm().item()
+            if not error <= max(slack * trusted, rounding, nothing):
+                told.append(f"{name} of {size:g} around {middle:g}: {error:.1e}, eager's {trusted:.1e}")
+    return told
