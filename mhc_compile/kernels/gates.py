@@ -162,7 +162,7 @@ def _normalised(logits, i, o, pairs, N: tl.constexpr, FIRST: tl.constexpr, ODD: 
     top = tl.max(k, axis=AXIS, keep_dims=True)
     if not ODD:
         top = tl.where(pairs > 0, top, 0.0)
-    return tl.div_rn(m, tl.broadcast_to(total, m.shape)) * _power_of_2(k - top - _LOG2_UNIT), _power_of_2(top)
+    return m / total * _power_of_2(k - top - _LOG2_UNIT), _power_of_2(top)
 
 
 @triton.jit

@@ -23,7 +23,7 @@ REGISTER_STEP = 8
 LIMITS = {80: (163 << 10, "mma.sync"), 90: (227 << 10, "wgmma.mma_async"), 100: (227 << 10, "tcgen05.mma")}
 # Bytes of local memory a thread may have; sm_80 and sm_100 are unmeasured.
 SPILLS: dict[int, dict[str, int]] = {
-    80: {"products_kernel": 32, "boundary_gradients_kernel": 40},
+    80: {"products_kernel": 32, "boundary_gradients_kernel": 40, "sinkhorn_backward_kernel": 8},
     90: {"boundary_gradients_kernel": 16},
     100: {"combine_backward_kernel": 160, "boundary_gradients_kernel": 16},
 }

@@ -177,12 +177,10 @@ def _given(n: int, tokens: int) -> tuple[list[str], Tensor, Tensor]:
 @functools.cache
 def _compared(name: str, n: int, tokens: int, device: str) -> list[list[Tensor]]:
     """Eager's results on a device, and the exact ones."""
-    _, logits, arriving = _given(n, tokens)
-    eager = differentiated(PROGRAMS[name].eager, logits.to(device), arriving.to(device))
-    return [
-        [result.double().cpu() for result in eager],
-        list(differentiated(PROGRAMS[name].exact, logits, arriving.double())),
-    ]
+    logits, arriving = (value.to(device) for value in _given(n, tokens)[1:])
+    program = PROGRAMS[name]
+    results = differentiated(program.eager, logits, arriving), differentiated(program.exact, logits, arriving.double())
+    return [[result.double().cpu() for result in pair] for pair in results]
 
 
 def complaints(name: str, n: int, tokens: int, evaluate: Evaluate, device: str = "cpu") -> list[str]:
