@@ -97,7 +97,7 @@ def _divisor_of(index, valid, history, step, tok, live, M, N: tl.constexpr):
 
 @triton.jit
 def _centred(d, p, size, AXIS: tl.constexpr):
-    """d - size * sum(d * p) along an axis along which size * p was normalised without eps.
+    """d - size * sum(d * p) along an axis along which size * p was normalised without eps, or size is 0.
 
     The subtraction is done twice. Where all gradients are equal, or one entry is near 1, the exact result is near 0 and
     the first subtraction leaves rounding errors of d. The second one removes what these have in common.
@@ -113,10 +113,11 @@ def _half_step_backward(p, dp, d, eps, START: tl.constexpr, AXIS: tl.constexpr, 
     if START == "normalised":
         return p * d, _centred(dp, in_units(p, START), 1.0, AXIS) * (1.0 / d)
     else:
-        through_sum = tl.sum(dp * p, axis=AXIS, keep_dims=True)
         if CLAMP:
-            through_sum = tl.where(d > eps, through_sum, 0.0)
-        dp = (dp - through_sum) * (1.0 / d)
+            dp = _centred(dp, p, tl.where(d > eps, 1.0, 0.0), AXIS)
+        else:
+            dp = dp - tl.sum(dp * p, axis=AXIS, keep_dims=True)
+        dp = dp * (1.0 / d)
         # The gradient of an entry that has underflowed may overflow. Bounded, it counts as 0 and not as 0 * inf.
         return p * d, tl.minimum(tl.maximum(dp, -_LARGEST_FLOAT), _LARGEST_FLOAT)
 

@@ -172,12 +172,15 @@ template <bool rows> static void half_step_gradient(Matrix& d, Matrix& p, const 
             for (int b = 0; b < N; b++) d.get<rows>(a, b) /= totals[a];
             continue;
         }
-        V through = d.get<rows>(a, 0) * p.get<rows>(a, 0);
-        for (int b = 1; b < N; b++) through += d.get<rows>(a, b) * p.get<rows>(a, b);
-        if (form.clamp) through = totals[a] > form.eps ? through : all(0);
+        for (int turn = 0; turn <= form.clamp; turn++) {
+            V through = {};
+            for (int b = 0; b < N; b++) through += d.get<rows>(a, b) * p.get<rows>(a, b);
+            if (form.clamp) through = totals[a] > form.eps ? through : all(0);
+            for (int b = 0; b < N; b++) d.get<rows>(a, b) -= through;
+        }
         for (int b = 0; b < N; b++) {
             V& own = d.get<rows>(a, b);
-            own = (own - through) / totals[a];
+            own /= totals[a];
             // The gradient of an entry that has underflowed may overflow. Bounded, it counts as 0 and not as 0 * inf.
             own = own > FLT_MAX ? all(FLT_MAX) : own < -FLT_MAX ? all(-FLT_MAX) : own;
         }

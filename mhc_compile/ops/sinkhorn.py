@@ -176,7 +176,7 @@ def _start(logits: Tensor, form: Sinkhorn) -> tuple[Tensor, Tensor | float, Tens
 
 
 def _centred(d: Tensor, p: Tensor, axis: int, size: Tensor | float = 1.0) -> Tensor:
-    """d - size * sum(d * p) along an axis along which size * p was normalised without eps.
+    """d - size * sum(d * p) along an axis along which size * p was normalised without eps, or size is 0.
 
     The subtraction is done twice. Where all gradients are equal, or one entry is near 1, the exact result is near 0 and
     the first subtraction leaves rounding errors of d. The second one removes what these have in common.
@@ -234,12 +234,13 @@ def _backward(d_out: Tensor, logits: Tensor, form: Sinkhorn) -> Tensor:
         if form.start == "normalised":
             d_out = _centred(d_out, p * UNIT, axis) / total
             continue
-        through_total = (d_out * p).sum(axis, keepdim=True)
         if form.clamp:
-            through_total *= total > eps
+            d_out = _centred(d_out, p, axis, (total > eps).to(d_out.dtype))
+        else:
+            d_out = d_out - (d_out * p).sum(axis, keepdim=True)
         # The gradient of an entry that has underflowed may overflow. Bounded, it counts as 0 and not as 0 * inf.
         largest = torch.finfo(d_out.dtype).max
-        d_out = ((d_out - through_total) / total).clamp(-largest, largest)
+        d_out = (d_out / total).clamp(-largest, largest)
     return _start_gradient(d_out, start, logits, form)
 
 
