@@ -225,6 +225,9 @@ class _Tracer:
             self._bind(node, result)
         elif not compat.is_plain_call(node) or not held or any(map(compat.is_of_functorch, held)):
             self._opaque(node, example)
+        elif not any(prod(self._shape(tensor)) for tensor in held):
+            # What has no elements, such as the rest of a sequence of whole chunks, is no part of any operator.
+            self._opaque(node, example)
         else:
             self._look_into(node, example)
 

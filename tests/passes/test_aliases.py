@@ -115,7 +115,8 @@ MODES: dict[str, Callable[[], Any]] = {
     "no_grad": torch.no_grad,
     "inference": torch.inference_mode,
 }
-VALUES = ("h", "y", "pre", "post", "res")
+GATES = ("pre", "post", "res")
+VALUES = ("h", "y", *GATES)
 THOROUGH = pytest.mark.thorough
 
 
@@ -224,28 +225,36 @@ def _eager_takes(model: nn.Module, tokens: int, mode: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("mode", ["no_grad", pytest.param("train", marks=THOROUGH)])
-@pytest.mark.parametrize(
-    ("tokens", "dynamic"), [(1, False), pytest.param(3, False, marks=THOROUGH), pytest.param(3, True, marks=THOROUGH)]
-)
-@pytest.mark.parametrize("name", WRITES)
-@pytest.mark.parametrize("layout", ["plain", pytest.param("permuted", marks=THOROUGH)])
-@pytest.mark.parametrize("value", ["h", "y", *(pytest.param(v, marks=THOROUGH) for v in ("pre", "post", "res"))])
-def test_writes(value: str, name: str, tokens: int, dynamic: bool, layout: str, mode: str) -> None:
-    def write(target: Tensor) -> None:
-        WRITES[name](target)
+# One token, which views cover, and any number of them.
+TOKENS = [(1, False), pytest.param(3, True, marks=THOROUGH)]
 
-    model = Sublayer({value: write}, layout)
+
+@pytest.mark.parametrize("mode", ["no_grad", pytest.param("train", marks=THOROUGH)])
+@pytest.mark.parametrize(("tokens", "dynamic"), TOKENS)
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("value", ["h", "y", pytest.param("gates", marks=THOROUGH)])
+def test_writes(value: str, name: str, tokens: int, dynamic: bool, mode: str) -> None:
+    model = Sublayer(dict.fromkeys(GATES if value == "gates" else [value], _written(name)))
     if not _eager_takes(model, tokens, mode):
         pytest.skip("autograd refuses this write in eager code")
     assert_as_eager(model, tokens, mode, dynamic=dynamic)
 
 
+@pytest.mark.parametrize("name", [n if n == "masked_fill_" else pytest.param(n, marks=THOROUGH) for n in WRITES])
+def test_writes_into_streams_of_other_strides(name: str) -> None:
+    assert_as_eager(Sublayer({"y": _written(name)}, "permuted"), 3, "no_grad")
+
+
+def _written(name: str) -> Use:
+    def write(target: Tensor) -> None:
+        WRITES[name](target)
+
+    return write
+
+
 @pytest.mark.parametrize("mode", ["train", "no_grad", pytest.param("inference", marks=THOROUGH)])
 @pytest.mark.parametrize("layout", ["plain", pytest.param("permuted", marks=THOROUGH)])
-@pytest.mark.parametrize(
-    ("tokens", "dynamic"), [(1, False), pytest.param(3, False, marks=THOROUGH), pytest.param(3, True, marks=THOROUGH)]
-)
+@pytest.mark.parametrize(("tokens", "dynamic"), TOKENS)
 @pytest.mark.parametrize("name", ALIASES)
 def test_aliases_among_results(name: str, tokens: int, dynamic: bool, layout: str, mode: str) -> None:
     assert_as_eager(Sublayer(dict.fromkeys(VALUES, ALIASES[name]), layout), tokens, mode, dynamic=dynamic)

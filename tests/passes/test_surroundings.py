@@ -259,6 +259,27 @@ def test_no_tokens() -> None:
     assert rewrite.report.errors == []
 
 
+class _KeepsTheRest(Sublayer):
+    """What is left of the tokens behind whole chunks is returned: logits, gates and matrices without elements."""
+
+    def forward(self, x: Tensor) -> Any:
+        h_pre, h_post, h_res = self.gates(x)
+        rest = slice(x.shape[1] // 3 * 3, None)
+        layer_input = self.read(x, h_pre)
+        out = self.write(x, self.layer(layer_input, x), h_post, h_res)
+        empty = [value[:, rest] for value in (h_pre, h_post, h_res, layer_input, out, x)]
+        return out, empty, self.read(x[:, rest], h_pre[:, rest]), self.res(h_res[:, rest])
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_tensors_without_elements(dynamic: bool) -> None:
+    outcome = check.run(_KeepsTheRest(N, C, 3, 2), (torch.randn(2, 3, N, C),), exact=False, dynamic=dynamic)
+    check.assert_equal_to_eager(outcome)
+    assert outcome.report.errors == []
+    assert outcome.report.declined == [], str(outcome.report)
+    assert outcome.operators == ["expand_combine", "generate_mix_and_aggregate"]
+
+
 class _WritesLater(Sublayer):
     """The norm and the weighted sum keep copies of the transposed streams, so eager code may write into these."""
 
