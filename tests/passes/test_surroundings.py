@@ -263,11 +263,12 @@ class _KeepsTheRest(Sublayer):
     """What is left of the tokens behind whole chunks is returned: logits, gates and matrices without elements."""
 
     def forward(self, x: Tensor) -> Any:
-        h_pre, h_post, h_res = self.gates(x)
+        logits = self.logits(self.split(self.mixes(x)))
+        h_pre, h_post, h_res = self.pre(logits[0]), self.post(logits[1]), self.res(logits[2])
         rest = slice(x.shape[1] // 3 * 3, None)
         layer_input = self.read(x, h_pre)
         out = self.write(x, self.layer(layer_input, x), h_post, h_res)
-        empty = [value[:, rest] for value in (h_pre, h_post, h_res, layer_input, out, x)]
+        empty = [value[:, rest] for value in (*logits, h_pre, h_post, h_res, layer_input, out, x)]
         return out, empty, self.read(x[:, rest], h_pre[:, rest]), self.res(h_res[:, rest])
 
 
