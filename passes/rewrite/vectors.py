@@ -15,6 +15,7 @@ from mhc_compile.passes.recognise.contraction import StreamsView
 from mhc_compile.passes.recognise.layout import Layout, Steps, tiles
 from mhc_compile.passes.recognise.projection import Projection
 from mhc_compile.passes.rewrite.views import Views
+from mhc_compile.passes.shadow import Value
 
 
 class Vectors(Views):
@@ -40,6 +41,8 @@ class Vectors(Views):
         if not tiles(real, length):
             raise Decline("the rows of the projection, or a scale or bias, are in an order that slices do not express")
         if length < count:
+            if offset + length > compat.hint(compat.example(node).shape[0]):
+                raise Decline("a scale or bias of symbolic size is read from its end")
             node = self._call("narrow", node, 0, offset, length)
         if steps == real and len(real) == 1:
             return node
@@ -126,9 +129,16 @@ class Vectors(Views):
 
     def _vector(self, vector: Vector, size: int) -> fx.Node:
         assert vector.base is not None
-        node = self._shaped(self._visible(vector.base), (vector.base.numel,))
-        node = self._take(node, vector.indices, vector.base.numel)
+        node = self._take(self._flat(vector.base), vector.indices, vector.base.numel)
         return self._call("reciprocal", self._call("float", node)) if vector.inverse else node
+
+    def _flat(self, value: Value) -> fx.Node:
+        """All elements of a parameter; how many these are may be open, though the rows that are used are known."""
+        node = self._visible(value)
+        example = compat.example(node)
+        if all(isinstance(size, int) for size in example.shape):
+            return self._shaped(node, (value.numel,))
+        return node if example.dim() == 1 else self._call("reshape", node, -1)
 
     def _constant(self, number: float, size: int) -> fx.Node:
         assert self.anchor is not None

@@ -1,4 +1,4 @@
-"""Which symbolic sizes the guards of a graph leave only one value for."""
+"""Symbolic sizes: which of them the guards of a graph leave only one value for, and which may stay open."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ from typing import Any
 
 import pytest
 import sympy
+import torch
+from torch import Tensor
 
 from mhc_compile.compat.values import _solution
+from tests.zoo import check
+from tests.zoo.near import Sublayer
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 N = sympy.Symbol("s0", integer=True, positive=True)
 C = sympy.Symbol("s1", integer=True, positive=True)
 
@@ -32,3 +37,28 @@ C = sympy.Symbol("s1", integer=True, positive=True)
 )
 def test_equations_with_one_solution(equation: Any, expected: Any) -> None:
     assert _solution(equation) == expected
+
+
+class _ScaleGiven(Sublayer):
+    """The scale is an argument of an open size, of which the first three numbers are used, or the last."""
+
+    begin = 0
+
+    def forward(self, x: Tensor, scale: Tensor) -> Any:
+        pre, post, res = self.split(self.mixes(x))
+        n, bias = self.n, self.bias.split((self.n, self.n, self.n**2))
+        h_pre = self.pre(pre * scale[self.begin] + bias[0])
+        h_post = self.post(post * scale[self.begin + 1] + bias[1])
+        h_res = self.res((res * scale[self.begin + 2] + bias[2]).unflatten(-1, (n, n)))
+        return self.write(x, self.layer(self.read(x, h_pre), x), h_post, h_res)
+
+
+@pytest.mark.parametrize("begin", [0, -3])
+def test_a_scale_of_symbolic_size(begin: int) -> None:
+    model, x, scale = _ScaleGiven(4, 6, 3, 2), torch.randn(2, 3, 4, 6), torch.rand(5) + 0.5
+    model.begin = begin
+    outcome = check.run(model, (x, scale), exact=False, dynamic=True)
+    check.assert_equal_to_eager(outcome)
+    assert outcome.report.errors == []
+    reasons = [site.reason for site in outcome.report.declined]
+    assert reasons == ([] if begin == 0 else ["a scale or bias of symbolic size is read from its end"])
