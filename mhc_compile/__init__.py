@@ -8,6 +8,7 @@ mhc_compile.verify(model, *args)        compares eager, Inductor and mhc with fl
 mhc_compile.ops                         the operators themselves
 mhc_compile.testing                     snapshots of rewritten graphs, float64 references
 mhc_compile.nn                          the connections as plain PyTorch modules
+mhc_compile.checkpoints                 their parameters, to and from the layouts of other libraries
 """
 
 from __future__ import annotations
@@ -18,19 +19,23 @@ from typing import TYPE_CHECKING, Any
 from mhc_compile import ops
 
 if TYPE_CHECKING:
+    from mhc_compile import backend, checkpoints, nn, testing
     from mhc_compile.backend import StrictError, disable, enable, is_enabled
-    from mhc_compile.explain import explain
+    from mhc_compile.explanation import explain
     from mhc_compile.passes.report import Report, SiteReport
     from mhc_compile.records import report
     from mhc_compile.verification import Verification, VerificationError, verify
 
+__version__ = "0.1.0"
+
+# No module has the name of something in it: its import would put the module in the place of the function `explain`.
 # What needs Dynamo is imported at its first use: it takes seconds, and whoever calls the operators has no need of it.
 _LAZY = {
     "StrictError": "backend",
     "disable": "backend",
     "enable": "backend",
     "is_enabled": "backend",
-    "explain": "explain",
+    "explain": "explanation",
     "Report": "passes.report",
     "SiteReport": "passes.report",
     "report": "records",
@@ -40,12 +45,21 @@ _LAZY = {
 }
 
 
+_MODULES = ("backend", "checkpoints", "nn", "testing")
+
+
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"mhc_compile.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module 'mhc_compile' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"mhc_compile.{_LAZY[name]}"), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY, *_MODULES})
 
 
 __all__ = [
@@ -54,11 +68,16 @@ __all__ = [
     "StrictError",
     "Verification",
     "VerificationError",
+    "__version__",
+    "backend",
+    "checkpoints",
     "disable",
     "enable",
     "explain",
     "is_enabled",
+    "nn",
     "ops",
     "report",
+    "testing",
     "verify",
 ]

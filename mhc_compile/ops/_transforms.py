@@ -36,7 +36,7 @@ def install(operator: Any) -> None:
 
 
 def _autograd_kernel(operator: Any, overload: Any) -> Callable[..., Any]:
-    plain = compat.custom_op_autograd_kernel(operator, overload)
+    plain: Callable[..., Any] | None = None  # made at the first call: for all operators it is a fifth of the import
     positional = tuple(argument for argument in overload._schema.arguments if not argument.kwarg_only)
     scalar_defaults = {a.name: a.default_value for a in overload._schema.arguments if a.kwarg_only}
 
@@ -61,11 +61,14 @@ def _autograd_kernel(operator: Any, overload: Any) -> Callable[..., Any]:
             return (*results, None)
 
     def kernel(keyset: Any, *args: Any, **scalars: Any) -> Any:
+        nonlocal plain
         if compat.forward_mode_is_active():
             _refuse_tangents(overload, args)
         tracked = torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
         if tracked and operator._backward_fn is not None and compat.functorch_is_active():
             return compat.apply_at_this_level(Level, (*args, (keyset, scalars)))
+        if plain is None:
+            plain = compat.custom_op_autograd_kernel(operator, overload)
         return plain(keyset, *args, **scalars)
 
     return kernel
