@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import secrets
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -162,10 +163,10 @@ def _add(report: Report) -> None:
 
 
 class _Chain(compat.CustomGraphPass):
-    """A user's own pass, then ours. What Inductor tells passes that ask for it, whether gradients follow, goes on."""
+    """Users' own passes, then ours. What Inductor tells passes that ask for it, whether gradients follow, goes on."""
 
-    def __init__(self, first: Callable[..., None], second: compat.CustomGraphPass) -> None:
-        self.passes = (first, second)
+    def __init__(self, *passes: Callable[..., None]) -> None:
+        self.passes = passes
 
     def __call__(self, graph: fx.Graph, **known: Any) -> None:
         module = graph.owning_module
@@ -174,9 +175,8 @@ class _Chain(compat.CustomGraphPass):
             graph = module.graph if module is not None else graph
 
     def uuid(self) -> Any:
-        first, second = self.passes
-        own = first.uuid() if isinstance(first, compat.CustomGraphPass) else None
-        return None if own is None else (own, second.uuid())
+        parts = [one.uuid() if isinstance(one, compat.CustomGraphPass) else None for one in self.passes]
+        return None if any(part is None for part in parts) else tuple(parts)
 
 
 _MODULES = ("agreement.py", "backend.py", "budget.py", "forms.py", "guard.py", "text.py")
@@ -232,7 +232,7 @@ def mhc(
 
 
 def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    own = {key: value for key, value in options.items() if key.startswith(_PREFIX)}
+    own = {key: value for key, value in options.items() if str(key).startswith(_PREFIX)}
     for key in own:
         if key not in OPTIONS:
             raise ValueError(f"options: unknown option {key!r}; expected one of {', '.join(sorted(OPTIONS))}")
@@ -252,33 +252,47 @@ _HOOKS: dict[str, Callable[[dict[str, Any]], compat.CustomGraphPass]] = {
 
 
 def _chained(hook: str, given: Any, own: compat.CustomGraphPass) -> compat.CustomGraphPass:
-    configured = given if given is not None else getattr(compat.inductor_config(), hook)
-    for first in reversed(compat.as_list(configured)):
-        if not isinstance(first, _Configured):
-            chain = compat.inference_aware(_Chain) if any(map(compat.is_inference_aware, (first, own))) else _Chain
-            own = chain(first, own)
-    return own
+    """Our pass behind those that are given, or else configured; other passes of ours among these make way."""
+    configured = _passes(given if given is not None else getattr(compat.inductor_config(), hook))
+    chain = (*(one for one in configured if not isinstance(one, _Configured)), own)
+    if len(chain) == 1:
+        return own
+    kind: type[_Chain] = compat.inference_aware(_Chain) if any(map(compat.is_inference_aware, chain)) else _Chain
+    return kind(*chain)
+
+
+def _passes(configured: Any) -> list[Any]:
+    """Every pass of a setting, those of chains included."""
+    nested = [one.passes if isinstance(one, _Chain) else (one,) for one in compat.as_list(configured)]
+    return [one for several in nested for one in several]
 
 
 class enable:
-    """Put the passes into Inductor itself, so that a plain `torch.compile(model)` is rewritten.
+    """Have a plain `torch.compile(model)` rewritten, in the whole process.
 
     For code that calls `torch.compile` on its own: trainers and serving frameworks. As a function it lasts until
-    `disable()`; as a context manager, until the end of the block. options are the "mhc." options of the backend.
+    `disable()`; as a context manager, until the end of the block. It holds for all threads and asyncio tasks, whichever
+    of them calls it, and for those that begin later. options are the "mhc." options of the backend. If it is called
+    while it lasts, the later options count.
 
     It counts when a graph is compiled, which is at the first call: code that Dynamo has compiled before stays as it is
     until `torch._dynamo.reset()`. The same holds for `disable`.
+
+    Inductor's settings are left as they are. A custom pass in one of the three that this package uses
+    (`pre_grad_custom_pass`, `joint_custom_pre_pass`, `post_grad_custom_post_pass`) runs first, and ours after it,
+    whether it was assigned before or after `enable` or comes in the options of `torch.compile`. `disable` leaves it.
+
+    Raises ValueError for an option that there is not, and for a value that an option cannot have.
     """
 
     def __init__(self, options: dict[str, Any] | None = None) -> None:
-        own, rest = _split(options or {})
+        self._options, rest = _split(options or {})
         if rest:
-            raise ValueError(f"options: {', '.join(rest)} is not an option of mhc; expected names that begin with mhc.")
-        config = compat.inductor_config()
-        settings = {hook: _chained(hook, None, make(own)) for hook, make in _HOOKS.items()} | compat.launches_from_c()
-        _stack.append({name: getattr(config, name) for name in settings})
-        for name, value in settings.items():
-            setattr(config, name, value)
+            names = ", ".join(map(str, rest))
+            raise ValueError(f"options: {names} is not an option of mhc; expected names that begin with mhc.")
+        with _switch:
+            _enabled.append(self)
+            compat.set_while_compiling(_settings)
 
     def __enter__(self) -> None:
         return None
@@ -286,22 +300,41 @@ class enable:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        disable()
+        _leave(self)
 
 
-_stack: list[dict[str, Any]] = []
+_enabled: list[enable] = []
+_switch = threading.Lock()
 
 
 def disable() -> None:
-    """Take out what the last `enable` put in; does nothing if it is not enabled."""
-    if _stack:
-        for name, before in _stack.pop().items():
-            setattr(compat.inductor_config(), name, before)
+    """Undo `enable`, however often it was called, in the whole process; does nothing if it is not enabled."""
+    _leave(*_enabled)
+
+
+def _leave(*entered: enable) -> None:
+    with _switch:
+        _enabled[:] = [one for one in _enabled if one not in entered]
+        if not _enabled:
+            compat.set_no_more()
 
 
 def is_enabled() -> bool:
-    """Whether a plain `torch.compile` is rewritten at present."""
-    return bool(_stack)
+    """Whether a plain `torch.compile` is rewritten at present, in any thread or task of this process."""
+    return bool(_enabled)
+
+
+def _settings() -> dict[str, Any]:
+    """What Inductor's settings are while it compiles: the passes are put behind those that are configured by then."""
+    settings: dict[str, Any] = {}
+    for last in _enabled[-1:]:
+        with guard("a plain torch.compile is not rewritten"):
+            for hook, make in _HOOKS.items():
+                there = getattr(compat.inductor_config(), hook)
+                if not any(isinstance(one, _Configured) for one in _passes(there)):
+                    settings[hook] = _chained(hook, there, make(last._options))
+            settings |= compat.launches_from_c()
+    return settings
 
 
 if "mhc" not in torch._dynamo.list_backends():  # an installed package is found by its entry point

@@ -1,4 +1,4 @@
-"""Every private torch API that the project touches, for torch 2.11 to 2.13, and CUDA's driver.
+"""Every private torch API that the project touches, for torch 2.11 to 2.14, and CUDA's driver.
 
 Dynamo and Inductor are imported where they are needed: the operators import this package too, and need neither. All
 names are used as `compat.name`; which module holds one is of no interest outside.
@@ -88,6 +88,10 @@ from mhc_compile.compat.operators import (
     functorch_is_active,
     no_autocast_cache,
     registered_operators,
+)
+from mhc_compile.compat.reading import (
+    set_no_more,
+    set_while_compiling,
 )
 from mhc_compile.compat.values import (
     FloatWatch,
@@ -189,6 +193,8 @@ __all__ = [
     "run_passes_after_grad",
     "same_size",
     "same_strides",
+    "set_no_more",
+    "set_while_compiling",
     "settle_sizes",
     "settle_triton",
     "settled",
