@@ -34,7 +34,14 @@ last_report: Report | None = None
 
 
 class StrictError(Deliberate):
-    """Hyper-connection code was found and not rewritten, and `mhc.strict` asks for it to be."""
+    """Hyper-connection code was found and not rewritten, and `mhc.strict` asks for it to be.
+
+    The first call of the compiled model raises it, and `except mhc_compile.StrictError` around that call catches it.
+    """
+
+
+class OptionError(Deliberate, ValueError):
+    """A wrong option or mode. `torch.compile` does not read them; the first call of the compiled model raises this."""
 
 
 class _Configured(compat.CustomGraphPass):
@@ -220,14 +227,16 @@ def mhc(
     - "mhc.lower" (bool): False leaves operators whole in the compiled graph, each a call of its own from Python
       (`mhc_compile.passes.lower`).
 
-    Raises ValueError for an unknown "mhc." option, and for a value that is none of these.
+    Raises ValueError for an option or a mode that there is not, and for a value that an option cannot have.
     """
-    own, rest = _split(options or {})
-    patches = {hook: _chained(hook, rest.pop(hook, None), make(own)) for hook, make in _HOOKS.items()}
+    try:
+        own, rest = _split(options or {})
+        patches = {hook: _chained(hook, rest.pop(hook, None), make(own)) for hook, make in _HOOKS.items()}
+        compiler = compat.inductor_compiler(mode, rest, patches)
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        raise OptionError(str(error)) from error
     with records.stored(gm, example_inputs, MhcPass(own).uuid()):
-        compiled: Callable[..., Any] = compat.compile_with_inductor(
-            gm, example_inputs, mode=mode, options=rest, patches=patches
-        )
+        compiled: Callable[..., Any] = compiler(gm, example_inputs)
     return compiled
 
 

@@ -24,8 +24,8 @@ _LONGEST = 300
 _NO_PLACE = ("guard.py", "budget.py")
 
 
-class Deliberate(RuntimeError):
-    """An error that is meant to stop a compilation."""
+class Deliberate(compat.Unwrapped):
+    """An error that is meant to stop a compilation. The caller of the compiled function gets it as it is."""
 
 
 @contextlib.contextmanager

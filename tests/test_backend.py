@@ -45,16 +45,28 @@ def test_modes_and_options(stack: Stack, kwargs: dict[str, Any]) -> None:
     assert _rewritten() == 3
 
 
-def test_inductor_options_reach_inductor(stack: Stack) -> None:
-    with pytest.raises(Exception, match="Unexpected optimization option no_such_option"):
-        torch.compile(stack, backend="mhc", options={"no_such_option": 1})(torch.randn(1, 2, 32))
-
-
-def test_unknown_options_of_our_own(stack: Stack) -> None:
-    with pytest.raises(
-        Exception, match=r"unknown option 'mhc.no_such'; expected one of mhc.fuse.accumulate, .*mhc.strict"
-    ):
-        torch.compile(stack, backend="mhc", options={"mhc.no_such": 1})(torch.randn(1, 2, 32))
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        (
+            {"options": {"mhc.no_such": 1}},
+            r"unknown option 'mhc.no_such'; expected one of mhc.fuse.accumulate, .*mhc.strict",
+        ),
+        ({"options": {"mhc.strict": 1}}, "'mhc.strict' is 1; expected True or False"),
+        ({"options": {"mhc.fuse.input_norm": "yes"}}, "'mhc.fuse.input_norm' is 'yes'; expected True, False or None"),
+        ({"options": {"mhc.recompute": "most"}}, "mhc.recompute"),
+        ({"options": {"no_such_option": 1}}, "Unexpected optimization option no_such_option"),
+        ({"options": {"max_autotune": "yes"}}, "Unexpected type of attr max_autotune"),
+        ({"options": {1: True}}, "1"),
+        ({"mode": "no-such-mode"}, "Unrecognized mode=no-such-mode"),
+    ],
+)
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_wrong_options(fullgraph: bool, kwargs: dict[str, Any], message: str) -> None:
+    """The first call of the compiled function raises a plain ValueError."""
+    compiled = torch.compile(lambda x: x + 1, backend="mhc", fullgraph=fullgraph, **kwargs)
+    with pytest.raises(ValueError, match=message):
+        compiled(torch.ones(2))
 
 
 def test_dynamic_shapes_compile_once(stack: Stack) -> None:
@@ -176,8 +188,15 @@ def test_strict(monkeypatch: pytest.MonkeyPatch) -> None:
 
     model = Unequal(depth=1)
     model.mixes[0].hc_sinkhorn_iters = 3  # Inductor takes long for an unrolled loop
-    with pytest.raises(Exception, match=r"declined: gate at .*\n.*eps differ: 1e-06, 0.001"):
-        torch.compile(model, backend="mhc", options={"mhc.strict": True})(torch.randn(2, 3, 32))
+    message = r"declined: gate at .*\n.*eps differ: 1e-06, 0.001"
+    for grad, fullgraph in ((True, False), (False, True)):
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="mhc", options={"mhc.strict": True}, fullgraph=fullgraph)
+        with pytest.raises(mhc_compile.StrictError, match=message), torch.set_grad_enabled(grad):
+            compiled(torch.randn(2, 3, 32))
+    torch._dynamo.reset()
+    with pytest.raises(mhc_compile.StrictError, match=message), mhc_compile.enable({"mhc.strict": True}):
+        torch.compile(model)(torch.randn(2, 3, 32))
     torch._dynamo.reset()
     _same(torch.compile(model, backend="mhc"), model, 2, 3)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -29,14 +30,17 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 def _no_lowering(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the passes: what Inductor would make of a graph is of no interest here."""
 
-    def passes_only(gm: Any, inputs: Any, *, patches: dict[str, Any], **_: Any) -> Any:
+    def passes_only(patches: dict[str, Any], gm: Any, inputs: Any) -> Any:
         for name in {str(node.target) for node in gm.graph.nodes if node.op == "get_attr"}:
             if isinstance(body := getattr(gm, name), torch.fx.GraphModule):
                 patches["pre_grad_custom_pass"](body.graph)
         patches["pre_grad_custom_pass"](gm.graph)
         return gm.forward
 
-    monkeypatch.setattr(backend.compat, "compile_with_inductor", passes_only)
+    def compiler(mode: Any, options: Any, patches: dict[str, Any]) -> Any:
+        return functools.partial(passes_only, patches)
+
+    monkeypatch.setattr(backend.compat, "inductor_compiler", compiler)
 
 
 def _operators() -> list[str]:

@@ -40,12 +40,12 @@ from mhc_compile.compat.inductor import (
     call_directly,
     call_in_worker,
     calls_graphs,
-    compile_with_inductor,
     compiles_ahead_of_time,
     cpp_library,
     fresh_inductor_cache,
     hash_files,
     inductor_cache_dir,
+    inductor_compiler,
     inductor_config,
     inductor_decompositions,
     inference_aware,
@@ -124,6 +124,7 @@ __all__ = [
     "FloatWatch",
     "NeedsGuard",
     "Snapshot",
+    "Unwrapped",
     "aliased",
     "analyse_once",
     "another_fake",
@@ -141,7 +142,6 @@ __all__ = [
     "common_fake_mode",
     "compile_beside",
     "compile_id",
-    "compile_with_inductor",
     "compile_without_inductor",
     "compiles_ahead_of_time",
     "composites_in_python",
@@ -163,6 +163,7 @@ __all__ = [
     "hash_files",
     "hint",
     "inductor_cache_dir",
+    "inductor_compiler",
     "inductor_config",
     "inductor_decompositions",
     "inference_aware",
@@ -213,6 +214,8 @@ __all__ = [
 
 if TYPE_CHECKING:
     from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    from mhc_compile.compat.errors import Unwrapped
 else:
     # A type checker that saw this function would believe in any name.
     def __getattr__(name: str) -> Any:
@@ -220,4 +223,8 @@ else:
             from torch._inductor.custom_graph_pass import CustomGraphPass
 
             return CustomGraphPass
+        if name == "Unwrapped":
+            from mhc_compile.compat.errors import Unwrapped
+
+            return Unwrapped
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -252,18 +252,14 @@ class _PoolOf:
         return submit(job, *args, **kwargs)
 
 
-def compile_with_inductor(
-    gm: fx.GraphModule,
-    example_inputs: Any,
-    *,
-    mode: str | None,
-    options: dict[str, Any],
-    patches: dict[str, Any],
-) -> Any:
-    """What `torch.compile(backend="inductor", mode=..., options=...)` does with a graph, with further settings."""
+def inductor_compiler(mode: str | None, options: dict[str, Any], patches: dict[str, Any]) -> Callable[..., Any]:
+    """What `torch.compile(backend="inductor", mode=..., options=...)` compiles graphs with, with further settings.
+
+    Raises what that would: RuntimeError for an unknown mode or option, or a value of another type.
+    """
     wrapper = torch._TorchCompileInductorWrapper(mode, options, None)  # type: ignore[no-untyped-call]
     wrapper.config = launches_from_c() | wrapper.config | patches
-    return wrapper(gm, example_inputs)
+    return wrapper
 
 
 def inductor_decompositions() -> Any:
