@@ -8,6 +8,7 @@ the options, so compiled graphs are cached by Inductor as ever, and cached ones 
 from __future__ import annotations
 
 import functools
+import importlib
 import secrets
 import threading
 from collections.abc import Callable, Sequence
@@ -347,4 +348,4 @@ def _settings() -> dict[str, Any]:
 
 
 if "mhc" not in torch._dynamo.list_backends():  # an installed package is found by its entry point
-    torch._dynamo.register_backend(mhc, name="mhc")
+    importlib.import_module("mhc_compile.entry")

@@ -56,7 +56,7 @@ def test_the_wheel_registers_the_backend(built: Path) -> None:
         (entry_points,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
         parser = configparser.ConfigParser()
         parser.read_string(archive.read(entry_points).decode())
-    assert dict(parser["torch_dynamo_backends"]) == {"mhc": "mhc_compile.backend:mhc"}
+    assert dict(parser["torch_dynamo_backends"]) == {"mhc": "mhc_compile.entry:REGISTERED"}
 
 
 def test_the_sdist_has_every_module_as_a_file(built: Path) -> None:
@@ -98,7 +98,40 @@ def test_the_backend_is_found_without_an_import(built: Path, tmp_path: Path) -> 
         "assert 'mhc_compile' not in sys.modules\n"
         "from torch._dynamo.backends.registry import lookup_backend\n"
         "assert callable(lookup_backend('mhc'))\n"
+        "assert lookup_backend('mhc') is lookup_backend('mhc')\n"
+        "assert 'mhc_compile.backend' not in sys.modules\n"
         "print(sys.modules['mhc_compile'].__file__)\n"
     )
     path = run_installed(built, tmp_path, code)
     assert Path(path) == tmp_path / "mhc_compile" / "__init__.py"
+
+
+def test_threads_that_all_use_the_backend_first(built: Path, tmp_path: Path) -> None:
+    """Eight threads of a fresh process ask for the backend and compile at the same time."""
+    code = (
+        "import threading, torch\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "begin = threading.Barrier(8)\n"
+        "def work(size):\n"
+        "    x = torch.ones(size)\n"
+        "    begin.wait()\n"
+        "    return torch.compile(lambda x: x + 1, backend='mhc')(x).tolist() == [2.0] * size\n"
+        "with ThreadPoolExecutor(8) as pool:\n"
+        "    done = [pool.submit(work, size) for size in range(2, 10)]\n"
+        "    print(sum(one.result() for one in done))\n"
+    )
+    assert run_installed(built, tmp_path, code) == "8"
+
+
+def test_the_backend_is_registered_once_whatever_is_imported_first(built: Path, tmp_path: Path) -> None:
+    code = (
+        "import mhc_compile\n"
+        "mhc_compile.backend, mhc_compile.verify\n"
+        "from torch._dynamo.backends.registry import lookup_backend\n"
+        "first = lookup_backend('mhc')\n"
+        "import mhc_compile.entry\n"
+        "assert lookup_backend('mhc') is first is mhc_compile.entry.mhc\n"
+        "from importlib.metadata import version\n"
+        "print(version('mhc-compile'), mhc_compile.__version__)\n"
+    )
+    assert run_installed(built, tmp_path, code) == "0.1.0 0.1.0"

@@ -1,0 +1,27 @@
+"""What torch loads when `backend="mhc"` is first used: registers the backend, whose modules its first graph imports.
+
+torch registers what an entry point returns. Threads that ask for the backend at the same time would all register it,
+and all but the first would fail: "duplicate name: mhc". So the import of this module registers the backend, once, and
+the entry point returns `REGISTERED`, which is None: `register_backend(None, name=...)` does nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import fx
+
+REGISTERED = None
+
+
+def mhc(gm: fx.GraphModule, example_inputs: Sequence[Any], **given: Any) -> Callable[..., Any]:
+    """Compile a Dynamo graph: `mhc_compile.backend.mhc`, imported here."""
+    from mhc_compile import backend
+
+    return backend.mhc(gm, example_inputs, **given)
+
+
+torch._dynamo.register_backend(mhc, name="mhc")
