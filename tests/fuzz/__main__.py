@@ -1,19 +1,33 @@
-"""python -m tests.fuzz [--programs N] [--seed S]: draw programs and judge them, and print the wrong ones as scripts."""
+"""python -m tests.fuzz [--programs N] [--seed S]: draw programs and judge them, and print the wrong ones as scripts.
+
+Another process judges them, so that one that crashes, or hangs where Python cannot stop it, is found and printed too.
+"""
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import logging
+import multiprocessing
 import random
 import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from typing import Any
 
-from tests.fuzz.grammar import Program, compose
-from tests.fuzz.judge import Verdict, check
+import torch._dynamo.guards
+
+from tests.fuzz.grammar import compose
+from tests.fuzz.judge import LIMIT, Verdict, check
+from tests.fuzz.program import Program
+
+LINE = "-" * 80
+# So many wrong programs are made smaller; each takes as long as fifty programs, and the first ones say enough.
+SHRUNK = 20
 
 
 class Choices:
@@ -47,44 +61,118 @@ def shrink(seed: int, made: list[int]) -> tuple[Program, Verdict]:
     return best, verdict
 
 
+@dataclass
+class Tally:
+    """What became of all programs so far."""
+
+    judged: int = 0
+    rewritten: int = 0
+    wrong: Counter[str] = field(default_factory=Counter)
+    invalid: Counter[str] = field(default_factory=Counter)
+    operators: Counter[str] = field(default_factory=Counter)
+    drawn: Counter[str] = field(default_factory=Counter)
+    met: Counter[str] = field(default_factory=Counter)
+
+    def add(self, program: Program, verdict: Verdict) -> None:
+        if verdict.invalid:
+            self.invalid[verdict.invalid.splitlines()[0][:120]] += 1
+            return
+        self.judged += 1
+        self.rewritten += bool(verdict.operators)
+        self.operators += verdict.operators
+        kinds = [*program.features, f"through {program.through}"]
+        self.drawn.update(kinds)
+        self.met.update(kinds if verdict.operators else ())
+        if verdict.complaint:
+            self.wrong[
+                next(
+                    (word for word in ("hang", "crash", "the passes failed") if word in verdict.complaint[:20]), "wrong"
+                )
+            ] += 1
+
+    def __str__(self) -> str:
+        bad = ", ".join(f"{count} x {kind}" for kind, count in self.wrong.items()) or "none wrong"
+        return f"{self.judged} judged, {self.rewritten} rewritten, {self.invalid.total()} invalid, {bad}"
+
+    def summary(self) -> str:
+        kinds = [
+            f"{count:6} with {kind}, {self.met[kind]} of them rewritten" for kind, count in self.drawn.most_common()
+        ]
+        reasons = [f"{count:6} x {reason}" for reason, count in self.invalid.most_common(20)]
+        return "\n".join(
+            [
+                str(self),
+                f"operators: {dict(self.operators)}",
+                *kinds,
+                "not judged, because eager alone, or torch.compile alone, fails:",
+                *reasons,
+            ]
+        )
+
+
+def _judge(seeds: Iterator[int], sent: Connection) -> None:
+    """In the other process: judge the programs of these seeds, one after the other."""
+    faulthandler.enable()
+    warnings.simplefilter("ignore")
+    for name in ("mhc_compile", "torch"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    # Dynamo times the guards of every graph, for a log that nobody reads: a fifth of what a small graph costs.
+    torch._dynamo.guards.profile_guard_manager = lambda *given: 0.0  # type: ignore[attr-defined]
+    wrong = 0
+    for seed in seeds:
+        choices = Choices(seed)
+        program = compose(choices)
+        verdict = check(program)
+        sent.send((seed, verdict))
+        if verdict.complaint and not verdict.complaint.startswith("hang"):
+            wrong += 1
+            if wrong <= SHRUNK:
+                program, verdict = shrink(seed, choices.made)
+            print(f"WRONG, seed {seed}: {verdict.complaint}\n{LINE}\n{program}\n{LINE}", flush=True)
+
+
+def verdicts(first: int) -> Iterator[tuple[int, Verdict]]:
+    """Seeds and verdicts, without end. Where the other process does not survive a program, another one goes on."""
+    context = multiprocessing.get_context("fork")
+    seed = first
+    while True:
+        received, sent = context.Pipe(duplex=False)
+        process = context.Process(target=_judge, args=(iter(range(seed, sys.maxsize)), sent), daemon=True)
+        process.start()
+        sent.close()
+        try:
+            # Shrinking sends nothing, and judges a program again for each of its choices.
+            while received.poll(100 * LIMIT):
+                judged, verdict = received.recv()
+                yield judged, verdict
+                seed = judged + 1
+            yield seed, Verdict(complaint="hang: where Python could not stop it")
+        except EOFError:
+            process.join()
+            yield seed, Verdict(complaint=f"crash: exit code {process.exitcode}")
+        finally:
+            process.kill()
+        seed += 1
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--programs", type=int, default=2000, help="how many to judge (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the first; the next has the next (default %(default)s)")
     options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    for name in ("mhc_compile", "torch"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
     begin = time.perf_counter()
-    judged, rewritten, wrong = 0, 0, 0
-    invalid: Counter[str] = Counter()
-    operators: Counter[str] = Counter()
-    seed = options.seed
-    while judged < options.programs:
-        choices = Choices(seed)
-        program = compose(choices)
-        verdict = check(program)
-        if verdict.invalid:
-            invalid[verdict.invalid.splitlines()[0][:120]] += 1
-        else:
-            judged += 1
-            rewritten += bool(verdict.operators)
-            operators += verdict.operators
-        if verdict.complaint:
-            wrong += 1
-            program, verdict = shrink(seed, choices.made)
-            print(f"WRONG, seed {seed}: {verdict.complaint}\n{'-' * 80}\n{program}\n{'-' * 80}", flush=True)
-        seed += 1
-        if seed % 25 == 0:
-            seconds = time.perf_counter() - begin
-            print(
-                f"{seconds:6.0f} s  {judged} judged, {rewritten} rewritten, {invalid.total()} invalid, {wrong} wrong",
-                flush=True,
-            )
-    print(f"{judged} programs judged, {rewritten} of them rewritten: {dict(operators)}; {wrong} wrong")
-    print("not judged, because eager raised or gave what is not finite:")
-    print("\n".join(f"{count:6} x {reason}" for reason, count in invalid.most_common(20)))
-    return 1 if wrong else 0
+    tally = Tally()
+    for seed, verdict in verdicts(options.seed):
+        program = compose(Choices(seed))
+        tally.add(program, verdict)
+        if verdict.complaint and verdict.complaint.startswith(("hang", "crash")):
+            print(f"WRONG, seed {seed}: {verdict.complaint}\n{LINE}\n{program}\n{LINE}", flush=True)
+        if seed % 25 == 24:
+            print(f"{time.perf_counter() - begin:6.0f} s  {tally}", flush=True)
+        if tally.judged >= options.programs:
+            break
+    print(tally.summary())
+    return 1 if tally.wrong else 0
 
 
 if __name__ == "__main__":

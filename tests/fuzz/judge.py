@@ -2,132 +2,168 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import signal
+from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Any
-from unittest import mock
 
 import torch
 import torch._dynamo
-from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves
+from torch import Tensor, nn
+from torch.fx.experimental import _config as shapes
 
-import mhc_compile.ops  # noqa: F401  (registers the operators that the passes insert)
-from mhc_compile import compat, passes
-from mhc_compile.passes.shadow import tensors_of
-from mhc_compile.testing.float64 import Float64Reference, KeepFloat64
-from tests.fuzz.grammar import Program
-from tests.zoo.check import Results, evaluate
+import mhc_compile
+from mhc_compile.testing.float64 import Float64Reference
+from tests.fuzz.evaluation import Evaluation, Results, difference, evaluate
+from tests.fuzz.program import Program
+from tests.fuzz.watch import Verdict, Watch
 
-# In float64 the rewritten graph and the original one differ by the rounding of a few hundred operations, which a
-# division by a small sum of the Sinkhorn steps may magnify: far below what any other formula would give. A program that
-# magnifies more, dividing by sums that cancel, does the same to inputs that differ by their last bits: the difference
-# may be so many times what that makes.
-EXACT = 1e-8
-MAGNIFIED = 100.0
+__all__ = ["LIMIT", "Verdict", "check"]
+
 # Luck of a few numbers makes a factor of 3; what is larger is tried again on this many inputs, where luck averages out.
 INPUTS = 12
 FIRST, AGAIN = 3.0, 2.0
 ROUNDINGS = 8.0
+# A gradient that vanishes but for rounding has no size of its own: beneath this part of the root mean square of all
+# gradients, errors are relative to that, as in mhc_compile.testing.judging.
+VANISHING = 1e-6
+# Seconds for one program; the slowest that Inductor compiles take 30.
+LIMIT = 120
 
 
-@dataclass
-class Verdict:
-    """What became of one program: the operators it was rewritten to, and the complaint if a result is wrong."""
+Norms = dict[str, float]
 
-    operators: Counter[str] = field(default_factory=Counter)
-    complaint: str | None = None
-    invalid: str | None = None
+
+class Hang(BaseException):
+    """A program took too long. No Exception, which the passes would put into their report and go on."""
+
+
+@contextlib.contextmanager
+def _limited(seconds: int) -> Iterator[None]:
+    def stop(number: int, frame: Any) -> None:
+        raise Hang(f"no result after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def check(program: Program) -> Verdict:
     """Run a program eagerly, in float64 and rewritten, and judge the results.
 
-    Eager code that raises is no program, and not judged; nor is one that Dynamo alone does not run as eager does.
+    Eager code that raises is no program, and not judged; nor is one that torch.compile alone does not run as eager
+    does.
     """
     verdict = _check(program, rewriting=True)
     if verdict.complaint:
         alone = _check(program, rewriting=False)
         if alone.complaint:
-            verdict = Verdict(invalid=f"Dynamo alone: {alone.complaint}")
+            verdict = Verdict(invalid=f"without the passes: {alone.complaint}")
     return verdict
 
 
 def _check(program: Program, *, rewriting: bool) -> Verdict:
     verdict = Verdict()
-    model, x = program.build()
-    reference = Float64Reference(model)
-    reference.module.checkpointing = False  # recomputation in backward would leave float64
     torch._dynamo.reset()
-    backend = _Watch(verdict) if rewriting else "eager"
-    compiled = torch.compile(model, backend=backend, dynamic=program.dynamic)
-    state = copy.deepcopy(model.state_dict())
-
-    def results(call: Callable[..., Any], module: nn.Module, given: Tensor) -> Results:
-        module.load_state_dict(state)  # buffers as they were: a program may count in them
-        return evaluate(call, module, (given,))
-
-    errors: list[tuple[dict[str, float], ...]] = []
-    inputs = [x]
-    for attempt in range(INPUTS):
-        try:
-            eager = results(model, model, inputs[-1])
-            exact = results(reference, reference.module, inputs[-1].double())
-        except Exception as error:
-            verdict.invalid = f"{type(error).__name__}: {error}"
-            return verdict
-        if not all(value.isfinite().all() for value in (*eager.values(), *exact.values())):
-            verdict.invalid = "eager's results are not finite"
-            return verdict
-        try:
-            ours = results(compiled, model, inputs[-1])
-        except Exception as error:
-            verdict.complaint = f"raised {type(error).__name__}: {str(error)[:2000]}"
-            return verdict
-        verdict.complaint = verdict.complaint or _kinds(eager, ours)
-        if verdict.complaint:
-            return verdict
-        errors.append((_squares(exact, exact, zero=True), _squares(eager, exact), _squares(ours, exact)))
-        if attempt == 0 and not _judged(errors, eager, FIRST):
-            return verdict
-        # With a generator of its own: `evaluate` seeds torch's, which would make every draw the same.
-        inputs.append(torch.randn(x.shape, generator=torch.Generator().manual_seed(100 + attempt)).to(x.dtype))
-    verdict.complaint = _judged(errors, eager, AGAIN)
+    try:
+        with _limited(LIMIT), shapes.patch(use_duck_shape=program.duck):
+            verdict.complaint = _complaint(program, verdict, rewriting)
+    except _Invalid as reason:
+        verdict.invalid, verdict.complaint = str(reason), None
+    except Hang as hang:
+        verdict.complaint = f"hang: {hang}"
+        torch._dynamo.reset()
     return verdict
 
 
-def _kinds(eager: Results, ours: Results) -> str | None:
-    if eager.keys() != ours.keys():
-        return f"only one has {sorted(eager.keys() ^ ours.keys())}"
-    for name, value in eager.items():
-        got = ours[name]
-        if got.dtype != value.dtype or got.shape != value.shape:
-            return f"{name}: {got.dtype} {tuple(got.shape)}, eager {value.dtype} {tuple(value.shape)}"
-    return None
+class _Invalid(Exception):
+    """The program is none that can be judged."""
 
 
-def _squares(results: Results, exact: Results, zero: bool = False) -> dict[str, float]:
+class _Wrong(Exception):
+    """The program does otherwise than eager code, in what is no matter of rounding."""
+
+
+def _compiled(model: nn.Module, program: Program, verdict: Verdict, rewriting: bool) -> Any:
+    if program.through == "inductor":
+        backend: Any = "mhc" if rewriting else "inductor"
+    else:
+        backend = Watch(verdict, program.through, rewriting)
+    return torch.compile(model, backend=backend, dynamic=program.dynamic)
+
+
+def _complaint(program: Program, verdict: Verdict, rewriting: bool) -> str | None:
+    model, _ = program.build()
+    reference = Float64Reference(model)
+    if getattr(reference.module, "checkpointing", False):
+        reference.module.checkpointing = False  # recomputation in backward would leave float64
+    compiled = _compiled(model, program, verdict, rewriting)
+    state = copy.deepcopy(model.state_dict())
+
+    def evaluated(call: Any, module: nn.Module, given: Sequence[Tensor], wide: bool = False) -> Evaluation:
+        with torch.no_grad():
+            module.load_state_dict(state)  # buffers as they were: a program may count in them
+        return evaluate(call, module, given, program, wide)
+
+    def attempt(call: int, number: int) -> tuple[Results, tuple[Norms, ...]]:
+        # With a generator of its own: `evaluate` seeds torch's, which would make every draw the same.
+        given = program.inputs(call, torch.Generator().manual_seed(100 * program.seed + number))
+        try:
+            eager = evaluated(model, model, given)
+            exact = evaluated(reference, reference.module, given, wide=True).results
+        except Exception as error:
+            raise _Invalid(f"{type(error).__name__}: {error}") from error
+        if not all(value.isfinite().all() for value in (*eager.results.values(), *exact.values())):
+            raise _Invalid("eager's results are not finite")
+        try:
+            ours = evaluated(compiled, model, given)
+        except Exception as error:
+            raise _Wrong(f"raised {type(error).__name__}: {str(error)[:2000]}") from error
+        other = verdict.complaint or difference(eager, ours)
+        if other:
+            raise _Wrong(other)
+        norms = (_squares(exact, exact, zero=True), _squares(eager.results, exact), _squares(ours.results, exact))
+        return eager.results, norms
+
+    try:
+        for call in range(1 + len(program.later)):
+            results, norms = attempt(call, 0)
+            if judged([norms], results, FIRST):
+                more = [norms, *(attempt(call, number)[1] for number in range(1, INPUTS))]
+                complaint = judged(more, results, AGAIN)
+                if complaint:
+                    return complaint
+    except _Wrong as wrong:
+        return str(wrong)
+    finally:
+        if program.through == "inductor" and rewriting:
+            verdict.note(mhc_compile.report())
+    return verdict.complaint
+
+
+def _squares(results: Results, exact: Results, zero: bool = False) -> Norms:
     return {
         name: (value.double() - (0.0 if zero else exact[name].double())).square().sum().item()
         for name, value in results.items()
     }
 
 
-def _judged(errors: Sequence[tuple[dict[str, float], ...]], results: Results, slack: float) -> str | None:
+def judged(errors: Sequence[tuple[Norms, ...]], results: Results, slack: float) -> str | None:
     """Compare root mean squares over all inputs, relative to the exact values'."""
     sums = [{name: sum(one[run][name] for one in errors) ** 0.5 for name in results} for run in range(3)]
     norms, eager, ours = sums
-    # A gradient that is nought but for rounding has no size of its own; it is a part of what made it.
-    largest = max(norms.values())
-    sizes = {name: max(norms[name], 1e-4 * largest) for name in results}
+    sizes = {name: max(norm, _least(name, norms, results)) for name, norm in norms.items()}
     relative = {name: eager[name] / sizes[name] if sizes[name] else 0.0 for name in results}
     typical = median(relative.values())
     complaints = []
     for name, value in results.items():
-        floor = ROUNDINGS * torch.finfo(value.dtype).eps
+        floor = ROUNDINGS * torch.finfo(value.dtype).eps if value.is_floating_point() else 0.0
         allowed = slack * max(relative[name], typical) + floor
         got = ours[name] / sizes[name] if sizes[name] else ours[name]
         if not got <= allowed:
@@ -135,105 +171,9 @@ def _judged(errors: Sequence[tuple[dict[str, float], ...]], results: Results, sl
     return "\n".join(complaints) or None
 
 
-class _Watch:
-    """The backend: rewrites each graph, and compares it with the original one in float64 before it is run."""
-
-    def __init__(self, verdict: Verdict) -> None:
-        self.verdict = verdict
-
-    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        original = gm.graph
-        with mock.patch.object(passes, "INPUT_NORMS", True):
-            report = passes.run_recursively(gm)
-        self.verdict.operators.update(site.op for site in report.rewritten)
-        self.verdict.operators.update("input norm" for site in report.rewritten if "input norm" in site.detail)
-        if report.errors:
-            self.verdict.complaint = f"the passes failed: {report.errors}"
-        if gm.graph is original:
-            return gm.forward
-        gm.graph.lint()
-        before = fx.GraphModule(gm, original)
-
-        def run(*inputs: Any) -> Any:
-            if self.verdict.complaint is None:
-                self.verdict.complaint = _same_in_float64(before, gm, inputs)
-            return gm.forward(*inputs)
-
-        return run
-
-
-def _same_in_float64(before: fx.GraphModule, after: fx.GraphModule, inputs: Sequence[Any]) -> str | None:
-    try:
-        wanted = _in_float64(before, inputs)
-    except Exception:
-        return None  # a checkpoint's recomputation leaves float64: there is nothing to compare with
-    got, shaken = _in_float64(after, inputs), None
-    for index, (want, have) in enumerate(zip(wanted, got, strict=True)):
-        if (want is None) != (have is None):
-            return f"result {index} in float64: only one of the two has a gradient"
-        if want is None or not want.isfinite().all():
-            continue
-        difference, size = (want - have).norm().item(), want.norm().item()
-        largest = max(w.norm().item() for w in wanted if w is not None and w.isfinite().all())
-        if not difference <= EXACT * max(size, 1e-3 * largest):
-            shaken = shaken or _in_float64(before, [_shaken(value) for value in inputs])
-            moved = shaken[index]
-            if moved is not None and difference <= MAGNIFIED * (want - moved).norm().item():
-                continue
-            return f"result {index} in float64 ({tuple(want.shape)}): differs by {difference:.1e} of {size:.1e}"
-    return None
-
-
-def _shaken(value: Any) -> Any:
-    """A tensor in float64 with other last bits."""
-    if not (isinstance(value, Tensor) and value.is_floating_point()):
-        return value
-    wide = value.detach().double()
-    wide = wide * (1 + 4 * torch.finfo(torch.float64).eps * torch.randn_like(wide))
-    return wide.requires_grad_(value.requires_grad)
-
-
-class _Copying(fx.Interpreter):
-    """Runs a graph whose casts to float64 copy as the casts they stand for did: in place, that makes a difference."""
-
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        if isinstance(result, Tensor) and n.op in ("call_function", "call_method"):
-            sources = [(node, self.env[node]) for node in n.all_input_nodes if isinstance(self.env[node], Tensor)]
-            if any(compat.storage_of(v) == compat.storage_of(result) and _is_cast(node, n) for node, v in sources):
-                return result.clone()
-        return result
-
-
-def _is_cast(source: fx.Node, result: fx.Node) -> bool:
-    before, after = ({tensor.dtype for tensor in tensors_of(node)} for node in (source, result))
-    return before != after
-
-
-def _in_float64(module: fx.GraphModule, inputs: Sequence[Any]) -> list[Tensor | None]:
-    """Floating point outputs and, of a fixed combination of them, the gradients of the inputs."""
-    wide, leaves = [], []
-    for value in inputs:
-        if isinstance(value, Tensor) and value.is_floating_point():
-            needs = value.requires_grad
-            value = value.detach().double().clone()
-            if needs:
-                leaves.append(value.requires_grad_())
-                value = value * 1.0  # a graph may write into what is no leaf
-        wide.append(value)
-    with KeepFloat64():
-        outputs = [
-            out
-            for out in tree_leaves(_Copying(module).run(*wide))
-            if isinstance(out, Tensor) and out.is_floating_point()
-        ]
-    generator = torch.Generator().manual_seed(7)
-    loss = torch.zeros((), dtype=torch.float64)
-    for out in outputs:
-        weight = torch.randn(out.shape, generator=generator, dtype=torch.float64)
-        if out.requires_grad:
-            loss = loss + (out.double() * weight).sum()
-    results: list[Tensor | None] = [out.detach().double() for out in outputs]
-    if loss.requires_grad:
-        results += torch.autograd.grad(loss, leaves, allow_unused=True)
-    return results
+def _least(name: str, norms: Norms, results: Results) -> float:
+    """The size below which a result vanishes among those of its kind, gradients or values."""
+    kind = [other for other in results if other.startswith("gradient") == name.startswith("gradient")]
+    numbers = sum(results[other].numel() for other in kind)
+    whole = sum(norms[other] ** 2 for other in kind) ** 0.5
+    return VANISHING * whole * (results[name].numel() / max(1, numbers)) ** 0.5

@@ -1,0 +1,71 @@
+"""The grammar draws every kind of program; identities are identities."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.fuzz import identities
+from tests.fuzz.__main__ import Choices
+from tests.fuzz.grammar import KINDS, compose
+
+DRAWN = 300
+
+
+def test_all_kinds_are_drawn() -> None:
+    programs = [compose(Choices(seed)) for seed in range(DRAWN)]
+    drawn = Counter(kind for program in programs for kind in program.features)
+    others = ("without gradients", "without duck shapes", "marked sizes", "calls of other sizes")
+    assert {kind for kind in (*KINDS, *others) if drawn[kind] < DRAWN // 100} == set()
+    assert {program.through for program in programs} == {"graph", "autograd", "inductor"}
+
+
+def test_the_same_choices_make_the_same_program() -> None:
+    for seed in range(20):
+        choices = Choices(seed)
+        program = compose(choices)
+        assert program == compose(Choices(1000, choices.made))
+        ast.parse(program.source)
+
+
+def _values(pattern: str) -> dict[str, Any]:
+    """Something for each name of a pattern."""
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=generator, dtype=torch.float64) + 0.5
+
+    values: dict[str, Any] = {"torch": torch, "F": F, "N": 2, "_d": -1, "_s": [1, 3]}
+    values |= {name: draw(2, 3, 4, 4) for name in ("_a", "_b", "_c")} | {"_w": draw(5, 4)}
+    if "...n,...nc" in pattern:
+        values["_a"] = draw(2, 3, 4)
+    return values
+
+
+@pytest.mark.parametrize(("pattern", "others"), [*identities.EQUAL, ("_a", identities.ANY)])
+def test_identities_are_identities(pattern: str, others: tuple[str, ...]) -> None:
+    values = _values(pattern)
+    wanted = eval(pattern, values)
+    for other in others:
+        got = eval(other, values)
+        for want, have in (
+            zip([wanted], [got], strict=True) if isinstance(wanted, torch.Tensor) else zip(wanted, got, strict=True)
+        ):
+            torch.testing.assert_close(have, want, msg=lambda text, other=other: f"{other}: {text}")
+
+
+def test_an_identity_is_found_inside_an_expression() -> None:
+    line = identities.Line("u", "torch.tanh(F.linear(x, self.phi))")
+    seen = set()
+    for seed in range(200):
+        copy = identities.Line(line.names, line.expression)
+        identities.apply_identities(Choices(seed, [0]), [copy])
+        seen.add(copy.expression)
+    assert "torch.tanh(x @ self.phi.t())" in seen
+    assert "-torch.tanh(-F.linear(x, self.phi))" in seen
+    assert "torch.tanh(F.linear(x * 1, self.phi))" in seen
