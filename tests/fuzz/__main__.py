@@ -80,7 +80,7 @@ class Tally:
         self.judged += 1
         self.rewritten += bool(verdict.operators)
         self.operators += verdict.operators
-        kinds = [*program.features, f"through {program.through}"]
+        kinds = [*program.features, *["through Inductor"] * program.inductor]
         self.drawn.update(kinds)
         self.met.update(kinds if verdict.operators else ())
         if verdict.complaint:

@@ -14,7 +14,7 @@ from collections.abc import Collection
 from tests.fuzz.calls import draw_calls, draw_sizes
 from tests.fuzz.identities import apply_identities
 from tests.fuzz.mutations import mutate, put_in_block
-from tests.fuzz.pieces import LAYOUTS, sublayer
+from tests.fuzz.pieces import LAYOUTS, Layout, Line, sublayer
 from tests.fuzz.program import Pick, Program
 from tests.fuzz.results import HEADS, put_aliases, put_detached
 from tests.fuzz.rows import put_rows
@@ -85,10 +85,7 @@ def _written(pick: Pick) -> Program:
     for kind, put in PUT.items():
         if kind in features:
             put(pick, lines, texts)
-    given = "x"
-    if "dynamic sizes" in features and pick([True, False]):  # two inputs whose sizes the program makes equal
-        given = "x, skip"
-        texts[[line.names for line in lines].index("u")].append("u = u + skip.to(u.dtype)")
+    given = _sizes_that_meet(pick, layout, lines, texts) if "dynamic sizes" in features else "x"
     put_in_block(pick, texts)
     bare = bool({"writes", "aliasing outputs"} & set(features)) and pick([False, False, True])
     letters = (layout.shape, layout.shape.replace("n", "").replace("d", "c"))[: given.count(",") + 1]
@@ -110,6 +107,19 @@ def _written(pick: Pick) -> Program:
     shape, dtype = tuple(sizes[letter] for letter in layout.shape), "bfloat16" if cast else "float32"
     calls.setdefault("dynamic", pick([None] * 7 + [True]))
     return Program(source, shape, dtype, features=tuple(features), **calls)
+
+
+def _sizes_that_meet(pick: Pick, layout: Layout, lines: list[Line], texts: list[list[str]]) -> str:
+    """A second input, whose sizes the program makes equal to the first one's, and sizes that a weight fixes late.
+
+    Returns the names of the inputs.
+    """
+    given = pick(["x, skip", "x"])
+    if given != "x":
+        texts[[line.names for line in lines].index("u")].append("u = u + skip.to(u.dtype)")
+    if "n" in layout.shape and pick([False, True]):
+        texts.insert(0, [f"N, C = x.shape[{layout.shape.index('n')}], x.shape[{layout.shape.index('c')}]"])
+    return given
 
 
 def _source(sizes: dict[str, int], body: list[str], settings: dict[str, object]) -> str:

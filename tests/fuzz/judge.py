@@ -91,10 +91,10 @@ class _Wrong(Exception):
 
 
 def _compiled(model: nn.Module, program: Program, verdict: Verdict, rewriting: bool) -> Any:
-    if program.through == "inductor":
+    if program.inductor:
         backend: Any = "mhc" if rewriting else "inductor"
     else:
-        backend = Watch(verdict, program.through, rewriting)
+        backend = Watch(verdict, rewriting)
     return torch.compile(model, backend=backend, dynamic=program.dynamic)
 
 
@@ -142,7 +142,7 @@ def _complaint(program: Program, verdict: Verdict, rewriting: bool) -> str | Non
     except _Wrong as wrong:
         return str(wrong)
     finally:
-        if program.through == "inductor" and rewriting:
+        if program.inductor and rewriting:
             verdict.note(mhc_compile.report())
     return verdict.complaint
 

@@ -32,9 +32,8 @@ class Program:
 
     extra holds the shapes of further inputs, later the shapes of all inputs of further calls. marked holds the input
     and the dimension of sizes that are marked as dynamic. mode is "training", "no_grad" or "inference"; leaves says
-    whether inputs need gradients. through is what runs the rewritten graphs: "graph" runs them node by node,
-    "autograd" sends them through AOTAutograd and the fusions of the joint graph, "inductor" is the whole backend.
-    features are the kinds that the program was drawn to have.
+    whether inputs need gradients. inductor says whether the whole backend compiles it, or AOTAutograd and the fusions
+    alone. features are the kinds that the program was drawn to have.
     """
 
     source: str
@@ -48,7 +47,7 @@ class Program:
     marked: tuple[tuple[int, int], ...] = ()
     mode: str = "training"
     leaves: bool = True
-    through: str = "graph"
+    inductor: bool = False
     features: tuple[str, ...] = ()
 
     def build(self) -> tuple[nn.Module, list[Tensor]]:

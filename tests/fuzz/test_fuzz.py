@@ -43,7 +43,7 @@ FOUND = Path(__file__).parent / "found"
 def programs(draw: Any) -> Program:
     program = compose(lambda options: draw(st.sampled_from(list(options))))
     # What Inductor makes takes as long as fifty other programs; `make fuzz` has it.
-    return replace(program, through="autograd") if program.through == "inductor" else program
+    return replace(program, inductor=False)
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -118,11 +118,9 @@ SHOWN = {
 }
 
 
-@pytest.mark.parametrize("through", ["graph", "autograd"])
 @pytest.mark.parametrize("kind", OBSERVED)
-def test_what_one_kind_of_program_shows_is_found(kind: str, through: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_one_kind_of_program_shows_is_found(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     program, complaint = SHOWN[kind]
-    program = replace(program, through=through)
     if "float64" not in complaint:
         monkeypatch.setattr(watch, "same_in_float64", lambda *_: None)
     if kind != "noisy gradient":  # found without a plant, until the gradients of equal streams are as eager's

@@ -22,7 +22,7 @@ def test_all_kinds_are_drawn() -> None:
     drawn = Counter(kind for program in programs for kind in program.features)
     others = ("without gradients", "without duck shapes", "marked sizes", "calls of other sizes")
     assert {kind for kind in (*KINDS, *others) if drawn[kind] < DRAWN // 100} == set()
-    assert {program.through for program in programs} == {"graph", "autograd", "inductor"}
+    assert 0 < sum(program.inductor for program in programs) < DRAWN // 20
 
 
 def test_the_same_choices_make_the_same_program() -> None:
