@@ -35,7 +35,7 @@ types: $(STAMP)
 pytest: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 $(PYTEST_ARGS)
 
-# Some twenty minutes; what is wrong is printed as a program that runs. Another --seed draws other programs.
+# Some twenty minutes on a core of its own; what is wrong is printed as a program that runs. Another --seed draws other programs.
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
 

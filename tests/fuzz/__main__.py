@@ -14,7 +14,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import torch._dynamo.guards
 
 from tests.fuzz.grammar import compose
-from tests.fuzz.judge import LIMIT, Verdict, check
+from tests.fuzz.judge import LIMIT_OF_INDUCTOR, Verdict, check
 from tests.fuzz.program import Program
 
 LINE = "-" * 80
@@ -45,8 +45,11 @@ class Choices:
         return options[self.made[-1]]
 
 
-def shrink(seed: int, made: list[int]) -> tuple[Program, Verdict]:
-    """Replace choices by the plainest, one after the other, as long as the program stays wrong."""
+def shrink(seed: int, made: list[int], tell: Callable[[], None] = lambda: None) -> tuple[Program, Verdict]:
+    """Replace choices by the plainest, one after the other, as long as the program stays wrong.
+
+    `tell` is called before each attempt.
+    """
     best = compose(Choices(seed, made))
     verdict = check(best)
     for place in range(len(made)):
@@ -55,6 +58,7 @@ def shrink(seed: int, made: list[int]) -> tuple[Program, Verdict]:
         tried = [*made[:place], 0, *made[place + 1 :]]
         choices = Choices(seed, tried)
         program = compose(choices)
+        tell()
         found = check(program)
         if found.complaint:
             best, verdict, made = program, found, choices.made[: len(made)]
@@ -127,32 +131,36 @@ def _judge(seeds: Iterator[int], sent: Connection) -> None:
         if verdict.complaint and not verdict.complaint.startswith("hang"):
             wrong += 1
             if wrong <= SHRUNK:
-                program, verdict = shrink(seed, choices.made)
+                program, verdict = shrink(seed, choices.made, lambda: sent.send(None))
             print(f"WRONG, seed {seed}: {verdict.complaint}\n{LINE}\n{program}\n{LINE}", flush=True)
 
 
 def verdicts(first: int) -> Iterator[tuple[int, Verdict]]:
     """Seeds and verdicts, without end. Where the other process does not survive a program, another one goes on."""
     context = multiprocessing.get_context("fork")
-    seed = first
+    seed, shrinking = first, False
     while True:
         received, sent = context.Pipe(duplex=False)
         process = context.Process(target=_judge, args=(iter(range(seed, sys.maxsize)), sent), daemon=True)
         process.start()
         sent.close()
+        end = "hang: where Python could not stop it"
         try:
-            # Shrinking sends nothing, and judges a program again for each of its choices.
-            while received.poll(100 * LIMIT):
-                judged, verdict = received.recv()
-                yield judged, verdict
-                seed = judged + 1
-            yield seed, Verdict(complaint="hang: where Python could not stop it")
+            while received.poll(3 * LIMIT_OF_INDUCTOR):  # a program that is wrong is judged twice
+                found = received.recv()
+                shrinking = found is None
+                if not shrinking:
+                    yield found
+                    seed = found[0] + 1
         except EOFError:
             process.join()
-            yield seed, Verdict(complaint=f"crash: exit code {process.exitcode}")
+            end = f"crash: exit code {process.exitcode}"
         finally:
             process.kill()
-        seed += 1
+        if not shrinking:  # else the one that was to be made smaller is known already
+            yield seed, Verdict(complaint=end)
+            seed += 1
+        shrinking = False
 
 
 def main() -> int:

@@ -142,7 +142,7 @@ def test_the_next_program_is_judged_after_one_that_ends_its_process(
         return Verdict()
 
     monkeypatch.setattr(fuzzer, "check", check)
-    monkeypatch.setattr(fuzzer, "LIMIT", 0.05)
+    monkeypatch.setattr(fuzzer, "LIMIT_OF_INDUCTOR", 0.5)
     found = fuzzer.verdicts(0)
     seen = [next(found) for _ in range(3)]
     found.close()
