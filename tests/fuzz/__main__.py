@@ -114,8 +114,9 @@ class Tally:
         )
 
 
-def _judge(seeds: Iterator[int], sent: Connection) -> None:
+def _judge(seeds: Iterator[int], sent: Connection, received: Connection) -> None:
     """In the other process: judge the programs of these seeds, one after the other."""
+    received.close()  # so that sending fails, and ends this process, once nobody receives
     faulthandler.enable()
     warnings.simplefilter("ignore")
     for name in ("mhc_compile", "torch"):
@@ -141,7 +142,7 @@ def verdicts(first: int) -> Iterator[tuple[int, Verdict]]:
     seed, shrinking = first, False
     while True:
         received, sent = context.Pipe(duplex=False)
-        process = context.Process(target=_judge, args=(iter(range(seed, sys.maxsize)), sent), daemon=True)
+        process = context.Process(target=_judge, args=(iter(range(seed, sys.maxsize)), sent, received), daemon=True)
         process.start()
         sent.close()
         end = "hang: where Python could not stop it"
