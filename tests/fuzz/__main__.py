@@ -10,11 +10,12 @@ import faulthandler
 import logging
 import multiprocessing
 import random
+import signal
 import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
@@ -116,6 +117,7 @@ class Tally:
 
 def _judge(seeds: Iterator[int], sent: Connection, received: Connection) -> None:
     """In the other process: judge the programs of these seeds, one after the other."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     received.close()  # so that sending fails, and ends this process, once nobody receives
     faulthandler.enable()
     warnings.simplefilter("ignore")
@@ -136,7 +138,7 @@ def _judge(seeds: Iterator[int], sent: Connection, received: Connection) -> None
             print(f"WRONG, seed {seed}: {verdict.complaint}\n{LINE}\n{program}\n{LINE}", flush=True)
 
 
-def verdicts(first: int) -> Iterator[tuple[int, Verdict]]:
+def verdicts(first: int) -> Generator[tuple[int, Verdict], None, None]:
     """Seeds and verdicts, without end. Where the other process does not survive a program, another one goes on."""
     context = multiprocessing.get_context("fork")
     seed, shrinking = first, False
@@ -169,18 +171,21 @@ def main() -> int:
     parser.add_argument("--programs", type=int, default=2000, help="how many to judge (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the first; the next has the next (default %(default)s)")
     options = parser.parse_args()
-    begin = time.perf_counter()
-    tally = Tally()
-    for seed, verdict in verdicts(options.seed):
-        program = compose(Choices(seed))
-        tally.add(program, verdict)
-        if verdict.complaint and verdict.complaint.startswith(("hang", "crash")):
-            print(f"WRONG, seed {seed}: {verdict.complaint}\n{LINE}\n{program}\n{LINE}", flush=True)
-        if seed % 25 == 24:
-            print(f"{time.perf_counter() - begin:6.0f} s  {tally}", flush=True)
-        if tally.judged >= options.programs:
-            break
-    print(tally.summary())
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # with what was found until then
+    begin, tally, judging = time.perf_counter(), Tally(), verdicts(options.seed)
+    try:
+        for seed, verdict in judging:
+            program = compose(Choices(seed))
+            tally.add(program, verdict)
+            if verdict.complaint and verdict.complaint.startswith(("hang", "crash")):
+                print(f"WRONG, seed {seed}: {verdict.complaint}\n{LINE}\n{program}\n{LINE}", flush=True)
+            if seed % 25 == 24:
+                print(f"{time.perf_counter() - begin:6.0f} s  {tally}", flush=True)
+            if tally.judged >= options.programs:
+                break
+    finally:
+        judging.close()
+        print(tally.summary())
     return 1 if tally.wrong else 0
 
 
