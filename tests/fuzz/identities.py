@@ -238,13 +238,13 @@ def _tensors(node: ast.AST) -> Iterator[ast.expr]:
     """The nodes of an expression that are, or may be, tensors: no sizes, indices and keyword arguments."""
     if isinstance(node, ast.expr):
         yield node
+    if isinstance(node, ast.Attribute) and node.attr in ("shape", "dtype", "dim", "size"):
+        return
     for name, value in ast.iter_fields(node):
-        if name in ("slice", "keywords", "elts") or (
-            isinstance(value, ast.Attribute) and value.attr in ("dim", "size")
-        ):
+        if name in ("slice", "keywords", "elts"):
             continue
         for one in value if isinstance(value, list) else [value]:
-            if isinstance(one, ast.AST) and not (isinstance(node, ast.Attribute) and node.attr in ("shape", "dtype")):
+            if isinstance(one, ast.AST) and not isinstance(one, ast.Starred):
                 yield from _tensors(one)
 
 
