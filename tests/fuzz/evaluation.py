@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -48,7 +50,7 @@ def evaluate(
     for index, axis in program.marked:
         torch._dynamo.maybe_mark_dynamic(given[index], axis)
     found = Evaluation()
-    with MODES[program.mode]():
+    with MODES[program.mode](), _without_checkpoints() if wide else contextlib.nullcontext():
         outputs = [out for out in tree_leaves(call(*given)) if isinstance(out, Tensor)]
         tensors = {f"output {index}": out for index, out in enumerate(outputs)}
         found.kinds = {name: _kind(out) for name, out in tensors.items()}
@@ -66,6 +68,15 @@ def evaluate(
         found.shared = _shared(tensors)
         found.seen = _seen({name: tensors[name] for pair in found.shared for name in pair})
     return found
+
+
+def _without_checkpoints() -> Any:
+    """Nothing is computed again in the backward pass, where the casts of a program would leave float64."""
+
+    def plain(*given: Any, **options: Any) -> Iterator[None]:
+        yield
+
+    return mock.patch.object(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", plain)
 
 
 def _kind(value: Tensor) -> str:

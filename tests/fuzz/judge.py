@@ -102,8 +102,6 @@ def _compiled(model: nn.Module, program: Program, verdict: Verdict, rewriting: b
 def _complaint(program: Program, verdict: Verdict, rewriting: bool) -> str | None:
     model, _ = program.build()
     reference = Float64Reference(model)
-    if getattr(reference.module, "checkpointing", False):
-        reference.module.checkpointing = False  # recomputation in backward would leave float64
     compiled = _compiled(model, program, verdict, rewriting)
     state = copy.deepcopy(model.state_dict())
 
