@@ -20,7 +20,8 @@ from mhc_compile import backend, passes
 from mhc_compile.passes import plan as planning
 from tests.e2e.deepseek_models import Stack
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+# What comes from a cache has no report of its own.
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "fresh_cache")
 
 
 @pytest.fixture
