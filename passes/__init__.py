@@ -26,6 +26,7 @@ from mhc_compile.passes import plan as planning
 from mhc_compile.passes import shadow as shadowing
 from mhc_compile.passes import share as sharing
 from mhc_compile.passes import sizes
+from mhc_compile.passes.called import called
 from mhc_compile.passes.functional import functional
 from mhc_compile.passes.fuse.joint import is_operator
 from mhc_compile.passes.plan import (
@@ -80,6 +81,8 @@ def run(
 
     new = attempt("rewriting", graph, failures, change, undo)
     report.errors = failures + report.errors
+    with guard("operators that the program calls are not told", report.errors):
+        report.called = called(graph)
     report.seconds = time.perf_counter() - begin
     with guard("the report is not logged", report.errors):
         log.info("%s", report)

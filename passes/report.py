@@ -11,7 +11,12 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from mhc_compile import ops
 from mhc_compile.text import printable
+
+# Whose lines stand for the user's line that calls them: libraries, and the typed wrappers of the operators.
+_SPELLERS = ("/einops/", "/torch/")
+_WRAPPERS = os.path.join(os.path.dirname(ops.__file__), "")
 
 
 def _working_directory() -> str:
@@ -57,7 +62,8 @@ class SiteReport:
 class Report:
     """What the passes did, over all graphs of a model.
 
-    sites lists every site in program order, rewritten the accepted and declined the refused ones. graphs counts the
+    sites lists every site in program order, rewritten the accepted and declined the refused ones. called lists the
+    operators that the program calls itself, which are no sites. graphs counts the
     graphs looked at, errors the messages of internal failures, after which a site or a graph was left as it was, or
     something beside the graph was not done. fusions counts,
     by name, what was fused in joint graphs, shared the calls of graphs that are compiled once, lowered the operators
@@ -65,6 +71,7 @@ class Report:
     """
 
     sites: list[SiteReport] = field(default_factory=list)
+    called: list[SiteReport] = field(default_factory=list)
     graphs: int = 0
     seconds: float = 0.0
     errors: list[str] = field(default_factory=list)
@@ -82,6 +89,7 @@ class Report:
 
     def add(self, other: Report) -> None:
         self.sites += other.sites
+        self.called += other.called
         self.graphs += other.graphs
         self.seconds += other.seconds
         self.errors += other.errors
@@ -100,13 +108,15 @@ class Report:
         for (op, location, code, reason), count in _grouped(self.declined).items():
             lines.append(f"  declined: {f'{count} x ' if count > 1 else ''}{op} at {location}  {code}")
             lines.append(f"      {reason}")
+        for (op, location, code, _), count in _grouped(self.called).items():
+            lines.append(f"  called by the program: {count} x {op} at {location}  {code}")
         lines += [f"  fused: {count} x {name}" for name, count in self.fusions.items()]
         lines += [f"  compiled once: {count} x {name}" for name, count in self.shared.items()]
         lines += [f"  lowered: {count} x {name}" for name, count in self.lowered.items()]
         lines += [f"  error: {message}" for message in self.errors]
         if not self.graphs:
             lines.append("  no graph was looked at: none was compiled, or Inductor's cache had them all")
-        elif not self.sites and not self.errors:
+        elif not (self.sites or self.called or self.errors):
             lines.append("  no hyper-connection code was found")
         return printable("\n".join(lines))
 
@@ -123,6 +133,10 @@ def location(node: fx.Node | None) -> Location:
     if not found:
         return Location("", 0, "")
     # the user's line, not that of the library that spells it for them
-    own = [entry for entry in found if "/einops/" not in entry[0] and "/torch/" not in entry[0]]
+    own = [entry for entry in found if not _spells(entry[0])]
     file, line = (own or found)[-1][0], int((own or found)[-1][1])
     return Location(file, line, linecache.getline(file, line).strip())
+
+
+def _spells(file: str) -> bool:
+    return file.startswith(_WRAPPERS) or any(part in file for part in _SPELLERS)

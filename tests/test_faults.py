@@ -46,6 +46,7 @@ HOOKS = (
     *("passes.recognise:recognise", "passes.recognise:_final", "passes.plan:plan", "passes.plan:_derivatives_beyond"),
     *("passes.rewrite:rewrite", "passes.rewrite.order:sort", "passes.rewrite.editor:Editor._call"),
     *("passes.fuse:fuse", "passes.fuse.joint:is_operator", "passes.fuse.joint:calls", "passes.share:share"),
+    *("passes.called:called", "compat.nodes:called_operator"),
     *("passes.lower:lower", "passes.lower:_inline", "passes.lower:_replace", "passes.lower.zeros:merge_zeros"),
     *(
         "passes.memory:Memory.__init__",

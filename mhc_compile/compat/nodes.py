@@ -69,8 +69,8 @@ def may_mutate(node: fx.Node) -> bool:
     if _named_as_mutating(node.op, node.target):
         return True
     if node.op == "call_function" and is_higher_order(node):
-        bodies = _bodies(node)
-        return not bodies or any(may_mutate(inner) for body in bodies for inner in body.graph.nodes)
+        inner = bodies(node)
+        return not inner or any(may_mutate(each) for body in inner for each in body.graph.nodes)
     if node.op == "call_method":
         return "out" in node.kwargs
     if node.op != "call_function":
@@ -137,7 +137,16 @@ def _is_random(op: str, target: Any) -> bool:
     return name.split(".")[0] in _RANDOM
 
 
-def _bodies(node: fx.Node) -> list[fx.GraphModule]:
+def called_operator(node: fx.Node) -> OpOverload | None:
+    """The registered operator that a node calls, also where its program names it without the overload."""
+    target = node.target
+    if isinstance(target, OpOverloadPacket):
+        overloads = target.overloads()  # type: ignore[no-untyped-call]
+        return getattr(target, overloads[0]) if len(overloads) == 1 else None
+    return target if isinstance(target, OpOverload) else None
+
+
+def bodies(node: fx.Node) -> list[fx.GraphModule]:
     """The graphs that a higher-order operator runs."""
     owner = node.graph.owning_module
     names = [str(n.target) for n in node.all_input_nodes if n.op == "get_attr"]
@@ -151,7 +160,7 @@ class AutogradFunction:
     _opname = "autograd_function"
 
     def __init__(self, node: fx.Node) -> None:
-        self.bodies = _bodies(node)
+        self.bodies = bodies(node)
         self.operator = node.target
         self.kwargs = dict(node.kwargs)
 

@@ -16,8 +16,19 @@ import torch
 from torch import fx
 
 from mhc_compile import compat, passes
+from mhc_compile.passes.report import Report
 
 _DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.float64: "f64"}
+
+
+class EmptyCaptureError(ValueError):
+    """A captured model has no hyper-connection operator. The message has the report, which says what was declined."""
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(
+            "the captured graphs have no hyper-connection operator, so that their snapshot would never change; "
+            f"pass allow_empty=True if that is meant\n{report}"
+        )
 
 
 @dataclass
@@ -31,16 +42,18 @@ class Graphs:
         return "\n".join(graph_text(graph) for graph in self.dynamo)
 
 
-def capture(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Graphs:
+def capture(model: Callable[..., Any], *args: Any, allow_empty: bool = False, **kwargs: Any) -> Graphs:
     """Run `model(*args, **kwargs)` once and return its rewritten graphs.
 
     They are of these sizes, whatever the model has been compiled for before in this process. Where no gradient is
     wanted, the joint graphs hold the forward alone.
+
+    Raises EmptyCaptureError if no graph has a hyper-connection operator, unless `allow_empty` is given.
     """
-    graphs = Graphs()
+    graphs, report = Graphs(), Report()
 
     def look(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        passes.run_recursively(gm)
+        report.add(passes.run_recursively(gm))
         graphs.dynamo.append(gm.graph)
         compiled: Callable[..., Any] = compat.compile_without_inductor(gm, example_inputs, fuse)
         return compiled
@@ -51,6 +64,8 @@ def capture(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Graphs:
 
     with compat.for_these_sizes():
         torch.compile(model, backend=look)(*args, **kwargs)
+    if not (allow_empty or report.rewritten or report.called):
+        raise EmptyCaptureError(report)
     return graphs
 
 
@@ -61,7 +76,12 @@ def graph_text(graph: fx.Graph) -> str:
         %1 = expand_combine(f=bf16[2, 8, 64](%0.0), h_post=%0.1, x=bf16[2, 8, 4, 64], h_res=%0.2)
 
     An operand is a result (%0.1 is the second of %0), its type with the results that other code computed it from, or
-    its type alone. Settings equal to the operator's defaults are left out.
+    its type alone. Settings equal to the operator's defaults are left out. A nested graph with such operators, as of a
+    checkpoint region, is one value, and stands below it:
+
+        %2 = region(%1):
+            %3 = head(x=bf16[2, 8, 4, 64], phi=f32[4, 256], scale=f32[1], bias=f32[4])
+            return %3
     """
     return "\n".join(_Text().lines(graph))
 
@@ -75,25 +95,41 @@ class _Text:
     def lines(self, graph: fx.Graph) -> list[str]:
         lines = []
         for node in graph.nodes:
-            target = node.target
-            if isinstance(target, torch._ops.OpOverload) and target.namespace == "mhc":
-                lines.append(self._line(node, target))
-            elif target is operator.getitem and node.args[0] in self.names:
+            if _is_ours(node):
+                lines.append(self._line(node))
+            elif node.target is operator.getitem and node.args[0] in self.names:
                 self.names[node] = f"{self.names[node.args[0]]}.{node.args[1]}"
                 self.origins[node] = (self.names[node],)
             elif node.op == "output":
-                used = dict.fromkeys(o for n in node.all_input_nodes for o in self.origins.get(n, ()))
-                lines.append(f"return {', '.join(used)}")
+                lines.append(f"return {', '.join(self._read(node))}")
+            elif _has_operators(node):
+                lines += self._region(node)
             else:
-                found = dict.fromkeys(o for n in node.all_input_nodes for o in self.origins.get(n, ()))
-                self.origins[node] = tuple(found)
+                self.origins[node] = self._read(node)
         return lines
 
-    def _line(self, node: fx.Node, target: torch._ops.OpOverload) -> str:
+    def _read(self, node: fx.Node) -> tuple[str, ...]:
+        """The results of operators from which a node's arguments were computed."""
+        return tuple(dict.fromkeys(o for n in node.all_input_nodes for o in self.origins.get(n, ())))
+
+    def _named(self, node: fx.Node) -> str:
         name = f"%{self.count}"
         self.count += 1
         self.names[node] = name
         self.origins[node] = (name,)
+        return name
+
+    def _region(self, node: fx.Node) -> list[str]:
+        """A node that runs nested graphs, with the text of each."""
+        read = ", ".join(self._read(node))
+        lines = [f"{self._named(node)} = region({read}):"]
+        for body in compat.bodies(node):
+            lines += [textwrap.indent(line, "    ") for line in self.lines(body.graph)]
+        return lines
+
+    def _line(self, node: fx.Node) -> str:
+        name, target = self._named(node), compat.called_operator(node)
+        assert target is not None
         arguments = target._schema.arguments
         values = {a.name: v for a, v in zip(arguments, node.args, strict=False)} | dict(node.kwargs)
         tensors, settings = [], []
@@ -112,6 +148,17 @@ class _Text:
             return self.names[node]
         origins = self.origins.get(node, ())
         return f"{_type(node)}({', '.join(origins)})" if origins else _type(node)
+
+
+def _has_operators(node: fx.Node) -> bool:
+    """Whether a node runs nested graphs that have hyper-connection operators."""
+    inner = (each for body in compat.bodies(node) for each in body.graph.nodes) if compat.is_higher_order(node) else ()
+    return any(_is_ours(each) or _has_operators(each) for each in inner)
+
+
+def _is_ours(node: fx.Node) -> bool:
+    target = compat.called_operator(node)
+    return target is not None and target.namespace == "mhc"
 
 
 def _type(node: fx.Node) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from mhc_compile import compat
+from mhc_compile.passes.called import INSERTED
 from mhc_compile.passes.plan import Decline, Site, surface, visible
 from mhc_compile.passes.record import map_leaves
 from mhc_compile.passes.rewrite.aliases import Aliases
@@ -121,6 +122,7 @@ class Editor:
                     else target(*values, **options)
                 )
         node.meta[compat.example_key(self.anchor)] = example
+        node.meta[INSERTED] = True
         self.copies.epochs[node] = self.copies.epochs[self.anchor]
         for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
             if key in self.anchor.meta:

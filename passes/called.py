@@ -1,0 +1,24 @@
+"""Operators that the program calls itself, told apart from those that the passes insert.
+
+They need no rewriting: autograd and the later stages treat them like any that was inserted. They are reported.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from mhc_compile import compat
+from mhc_compile.passes.report import SiteReport, location
+
+# What the passes note on every node that they insert. A graph may come to them twice.
+INSERTED = "mhc_inserted"
+
+
+def called(graph: fx.Graph) -> list[SiteReport]:
+    """The calls of this package's operators in a Dynamo graph that its program made, in program order."""
+    found = []
+    for node in graph.nodes:
+        operator = compat.called_operator(node)
+        if operator is not None and operator.namespace == "mhc" and INSERTED not in node.meta:
+            found.append(SiteReport(operator._opname, location(node), ""))
+    return found

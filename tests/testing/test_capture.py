@@ -1,0 +1,171 @@
+"""`capture`: operators however a program calls them, nested graphs, and captures without any operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import mhc_compile
+from mhc_compile import ops
+from mhc_compile.nn import HyperConnection
+from mhc_compile.testing import EmptyCaptureError, capture, graph_text
+from tests.passes.fused import Stack, Sublayer, streams
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+SUBLAYER = """\
+%0 = generate_mix_and_aggregate(x=f32[2, 3, 4, 24], phi=f32[24, 96], scale=f32[3], bias=f32[24])
+%1 = expand_combine(f=f32[2, 3, 24](%0.0), h_post=%0.1, x=f32[2, 3, 4, 24], h_res=%0.2)
+return %1"""
+
+
+class Called(Sublayer):
+    """A sublayer that calls the operators in one of the ways there are."""
+
+    def __init__(self, how: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.how(self.layer, x, self.phi, self.scale, self.bias)
+
+
+def _wrappers(layer: nn.Module, x: Tensor, *parameters: Tensor) -> Tensor:
+    u, post, res = ops.generate_mix_and_aggregate(x, *parameters)
+    return ops.expand_combine(layer(u), None, post, x, res)
+
+
+def _packets(layer: nn.Module, x: Tensor, *parameters: Tensor) -> Tensor:
+    u, post, res, *_ = torch.ops.mhc.generate_mix_and_aggregate(x, *parameters)
+    return torch.ops.mhc.expand_combine(layer(u), None, h_res=res, x=x, h_post=post)
+
+
+def _overloads(layer: nn.Module, x: Tensor, *parameters: Tensor) -> Tensor:
+    u, post, res, *_ = torch.ops.mhc.generate_mix_and_aggregate.default(x, *parameters)
+    return torch.ops.mhc.expand_combine.default(layer(u), None, post, x, res)
+
+
+@pytest.mark.parametrize("grad", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("how", [_wrappers, _packets, _overloads])
+def test_operators_that_the_program_calls(how: Callable[..., Tensor], grad: Callable[[], Any]) -> None:
+    with grad():
+        assert str(capture(Called(how), streams())) == SUBLAYER
+
+
+def test_called_operators_beside_recognised_code() -> None:
+    """The text tells no difference between the two, and neither do the fusions."""
+    width, x = 24, streams()
+    model = nn.Sequential(HyperConnection(nn.Linear(width, width), dim=width), Called(_wrappers))
+    graphs = capture(model, x)
+    assert_expected_inline(
+        str(graphs),
+        """\
+%0 = generate_mix_and_aggregate(x=f32[2, 3, 4, 24], phi=f32[24, 96], scale=f32[3], bias=f32[24],
+    pre_eps=1e-06)
+%1 = expand_combine(f=f32[2, 3, 24](%0.0), h_post=%0.1, x=f32[2, 3, 4, 24], h_res=%0.2)
+%2 = generate_mix_and_aggregate(x=%1, phi=f32[24, 96], scale=f32[3], bias=f32[24])
+%3 = expand_combine(f=f32[2, 3, 24](%2.0), h_post=%2.1, x=%1, h_res=%2.2)
+return %3""",
+    )
+    assert [line.split("(")[0] for line in graph_text(graphs.joint[0]).splitlines() if line.startswith("%")] == [
+        "%0 = generate_mix_and_aggregate",
+        "%1 = boundary",
+        "%2 = expand_combine",
+        "%3 = expand_combine_backward",
+        "%4 = boundary_backward",
+        "%5 = generate_mix_and_aggregate_backward",
+    ]
+
+
+def test_symbolic_sizes() -> None:
+    x = streams()
+    torch._dynamo.mark_dynamic(x, 1)
+    assert str(capture(Called(_packets), x)) == SUBLAYER.replace("[2, 3, ", "[2, s, ")
+
+
+class Regions(Stack):
+    """Two sublayers, each in a nested graph that `around` makes, and then one that is in none."""
+
+    def __init__(self, around: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.around = around
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        first, second, third = self.sublayers
+        out: Tensor = third(self.around(second, 2 * self.around(first, x)))
+        return out
+
+
+def _checkpointed(sublayer: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = checkpoint(sublayer, x, use_reentrant=False)
+    return out
+
+
+@torch.compiler.nested_compile_region
+def _compiled_once(sublayer: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = sublayer(x)
+    return out
+
+
+REGIONS = """\
+%0 = region():
+    %1 = generate_mix_and_aggregate(x=f32[2, 3, 4, 24], phi=f32[24, 96], scale=f32[3], bias=f32[24],
+        sinkhorn_steps=5)
+    %2 = expand_combine(f=f32[2, 3, 24](%1.0), layer_bias=f32[24], h_post=%1.1, x=f32[2, 3, 4, 24],
+        h_res=%1.2)
+    return %2
+%3 = region(%0.0):
+    %4 = generate_mix_and_aggregate(x=f32[2, 3, 4, 24], phi=f32[24, 96], scale=f32[3], bias=f32[24],
+        sinkhorn_steps=5)
+    %5 = expand_combine(f=f32[2, 3, 24](%4.0), layer_bias=f32[24], h_post=%4.1, x=f32[2, 3, 4, 24],
+        h_res=%4.2)
+    return %5
+%6 = generate_mix_and_aggregate(x=%3.0, phi=f32[24, 96], scale=f32[3], bias=f32[24],
+    sinkhorn_steps=5)
+%7 = expand_combine(f=f32[2, 3, 24](%6.0), layer_bias=f32[24], h_post=%6.1, x=%3.0, h_res=%6.2)
+return %7"""
+
+
+@pytest.mark.parametrize("around", [_checkpointed, _compiled_once])
+def test_nested_graphs(around: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    # Dynamo takes two calls for calls of one region if the inputs of both require gradients.
+    assert str(capture(Regions(around), streams().requires_grad_())) == REGIONS
+
+
+def test_recognised_code_in_nested_graphs_alone() -> None:
+    connection = HyperConnection(nn.Linear(24, 24), dim=24)
+    text = str(capture(lambda x: _checkpointed(connection, x), streams()))
+    assert [line.split("(")[0].strip() for line in text.splitlines()][:3] == [
+        "%0 = region",
+        "%1 = generate_mix_and_aggregate",
+        "pre_eps=1e-06)",
+    ]
+
+
+def test_an_empty_capture_is_an_error() -> None:
+    with pytest.raises(EmptyCaptureError, match="pass allow_empty=True if that is meant\nmhc: 0 of 0 hyper-conn"):
+        capture(nn.Linear(24, 24), streams())
+    assert str(capture(nn.Linear(24, 24), streams(), allow_empty=True)) == "return "
+
+
+def test_an_empty_capture_says_what_was_declined() -> None:
+    connection = HyperConnection(nn.Linear(24, 24), dim=24).double()
+    with pytest.raises(EmptyCaptureError, match=r"declined: .* at mhc_compile/nn.py:\d+(.|\n)*float64"):
+        capture(connection, streams().double())
+
+
+def test_a_capture_without_any_graph() -> None:
+    """Dynamo compiles nothing where there is no tensor."""
+    with pytest.raises(EmptyCaptureError, match="no graph was looked at"):
+        capture(lambda number: number + 1, 1)
+
+
+def test_a_module_that_is_compiled_already() -> None:
+    assert str(capture(torch.compile(Called(_wrappers)), streams())) == SUBLAYER
+    assert len(mhc_compile.explain(torch.compile(Called(_wrappers)), streams()).called) == 2
