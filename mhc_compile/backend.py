@@ -31,8 +31,6 @@ _INPUT_NORM = _FUSE + "input_norm"
 OPTIONS: dict[str, Any] = {"mhc.strict": False} | {_FUSE + name: True for name in FUSIONS}
 OPTIONS |= {_INPUT_NORM: passes.INPUT_NORMS, "mhc.recompute": None, "mhc.share_layers": True, "mhc.lower": True}
 
-last_report: Report | None = None
-
 
 class StrictError(Deliberate):
     """Hyper-connection code was found and not rewritten, and `mhc.strict` asks for it to be.
@@ -62,6 +60,11 @@ class _Configured(compat.CustomGraphPass):
     def _identity(self) -> tuple[Any, ...]:
         return (_sources_hash(), tuple(sorted(self.options.items())))
 
+    def _be_strict(self, report: Report) -> None:
+        """Raise for sites that were left. Not earlier: Dynamo may throw a graph away until autograd has traced it."""
+        if self.options["mhc.strict"] and (report.declined or report.errors):
+            raise StrictError(_words(report))
+
 
 def _hook(run: Callable[[Any, fx.Graph], None]) -> Callable[[Any, fx.Graph], None]:
     """A pass that Inductor calls, of which no failure reaches Inductor."""
@@ -78,36 +81,32 @@ def _hook(run: Callable[[Any, fx.Graph], None]) -> Callable[[Any, fx.Graph], Non
 
 def _errors() -> list[str] | None:
     """Where failures of the compilation in progress are told; None before there is a report."""
-    return None if last_report is None else last_report.errors
+    try:
+        compiled = records.current()
+    except Exception:  # what tells of failures has to do without
+        return None
+    return None if compiled is None else compiled.traced.errors
 
 
 class MhcPass(_Configured):
-    """The pre-grad pass: rewrites one Dynamo graph in place and records the report.
-
-    `last_report` is that of the compilation in progress, nested graphs such as checkpoint regions included;
-    `records.report()` has all of them.
-    """
+    """The pre-grad pass: rewrites one Dynamo graph in place and records the report, nested graphs included."""
 
     @_hook
     def __call__(self, graph: fx.Graph) -> None:
-        global last_report
         module = graph.owning_module
+        compiled = _compiled()
+        compiled.loaded.clear()  # a cache that had one graph and not the other is of no use
         new, report = None, Report(graphs=1)
-        last_report = report
         with guard("this graph is compiled as it was", report.errors):
             new, report = passes.run(graph, input_norms=self.options[_INPUT_NORM], module=module)
-        last_report = report
-        with guard("the report is not kept", report.errors):
-            last_report = records.add(report)
-        if self.options["mhc.strict"] and (report.declined or report.errors):
-            raise StrictError(_words(report))
+        compiled.traced.add(report)
         if new is not None and module is not None:
-            with guard("C++ is compiled when Inductor comes to it", last_report.errors):
+            with guard("C++ is compiled when Inductor comes to it", compiled.traced.errors):
                 if _is_for_cpu(graph):
                     compat.compile_beside()
-            with guard("the trace has no graph", last_report.errors):
+            with guard("the trace has no graph", compiled.traced.errors):
                 compat.trace_artifact("mhc_rewritten_graph", lambda: compat.readable(module))
-        with guard("the trace has no report", last_report.errors):
+        with guard("the trace has no report", compiled.traced.errors):
             compat.trace_artifact("mhc_report", lambda: str(report))
 
 
@@ -124,6 +123,15 @@ def _is_for_cpu(graph: fx.Graph) -> bool:
     return all(value.device.type == "cpu" for value in given if isinstance(value, torch.Tensor))
 
 
+def _compiled() -> records.Compiled:
+    """What is known of the graph that is being compiled."""
+    with guard("the report is not kept"):
+        compiled = records.current()
+        if compiled is not None:
+            return compiled
+    return records.Compiled()
+
+
 class FusePass(_Configured):
     """The joint pass: fuses operators of forward and backward, and adds to the report of the graph."""
 
@@ -132,8 +140,11 @@ class FusePass(_Configured):
         module = graph.owning_module
         if module is None:
             return
+        compiled = _compiled()
+        compiled.loaded.clear()
+        self._be_strict(compiled.traced)
         names = [name for name in FUSIONS if self.options[_FUSE + name]]
-        _add(passes.fuse(module, names, self.options["mhc.recompute"]))
+        compiled.traced.add(passes.fuse(module, names, self.options["mhc.recompute"]))
 
 
 class LowerPass(_Configured):
@@ -141,33 +152,47 @@ class LowerPass(_Configured):
 
     @_hook
     def __call__(self, graph: fx.Graph) -> None:
+        report, compiled = Report(), _compiled()
+        compiled.lowered.append(report)
+        self._be_strict(compiled.traced)
+        self.lower(graph, report)
+
+    def lower(self, graph: fx.Graph, report: Report) -> None:
+        """Lower a graph, and those that it calls."""
         for settle in (
             compat.keep_arguments_of_calls,  # of regions that a user marked, too
             compat.keep_order_of_writes,
             *((compat.tell_workers,) if self.options["mhc.lower"] else ()),
         ):
-            with guard("Inductor is left as it is", _errors()):
+            with guard("Inductor is left as it is", report.errors):
                 settle()
         if self.options["mhc.share_layers"] and compat.calls_graphs():
-            inner = LowerPass(self.options | {"mhc.share_layers": False})
-            _add(passes.share(graph, lambda body: compat.run_passes_after_grad(body, inner))[1])
+            inner = _LowerCalled(self.options | {"mhc.share_layers": False}, report)
+            report.add(passes.share(graph, lambda body: compat.run_passes_after_grad(body, inner))[1])
         if self.options["mhc.lower"]:
-            _add(passes.lower(graph))
+            report.add(passes.lower(graph))
         if compat.compiles_ahead_of_time():
-            with guard("AOTInductor sees operators without their defaults", _errors()):
+            with guard("AOTInductor sees operators without their defaults", report.errors):
                 passes.lowering.spell_out(graph)
 
     def _identity(self) -> tuple[Any, ...]:
         """With what kernels are chosen by, and cut for: Inductor knows of a GPU its name alone."""
         count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
         processors = [torch.cuda.get_device_properties(i).multi_processor_count for i in range(count)]
-        return (super()._identity(), kernels.communicates(), compat.makes_cuda_graphs(), *processors)
+        traced = _compiled().digest()
+        return (super()._identity(), traced, kernels.communicates(), compat.makes_cuda_graphs(), *processors)
 
 
-def _add(report: Report) -> None:
-    """Count what a later pass did to the report of the graph."""
-    if last_report is not None:
-        last_report.add(report)
+class _LowerCalled(_Configured):
+    """The post-grad pass of a graph that another calls, which adds to the report of the calling graph."""
+
+    def __init__(self, options: dict[str, Any], report: Report) -> None:
+        super().__init__(options)
+        self._report = report
+
+    @_hook
+    def __call__(self, graph: fx.Graph) -> None:
+        LowerPass(self.options).lower(graph, self._report)
 
 
 class _Chain(compat.CustomGraphPass):
@@ -236,7 +261,7 @@ def mhc(
         compiler = compat.inductor_compiler(mode, rest, patches)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise OptionError(str(error)) from error
-    with records.stored(gm, example_inputs, MhcPass(own).uuid()):
+    with records.graph():
         compiled: Callable[..., Any] = compiler(gm, example_inputs)
     return compiled
 
@@ -302,7 +327,7 @@ class enable:
             raise ValueError(f"options: {names} is not an option of mhc; expected names that begin with mhc.")
         with _switch:
             _enabled.append(self)
-            compat.set_while_compiling(_settings)
+            compat.set_while_compiling(_settings, records.graph)
 
     def __enter__(self) -> None:
         return None

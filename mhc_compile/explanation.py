@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 import mhc_compile.ops  # noqa: F401  (registers the operators that the passes insert)
-from mhc_compile import compat, passes
+from mhc_compile import compat, passes, records
 from mhc_compile.passes.report import Report
 
 
@@ -20,14 +20,15 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     location, detail and reason, `report.fusions` counts what was fused; `str(report)` is the same for people. The
     rewritten graphs run operator by operator, in the caller's grad mode; nothing is compiled and nothing is kept.
     """
-    report = Report()
+    with records.ledger() as ledger:
 
-    def look(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        report.add(passes.run_recursively(gm))
-        compiled: Callable[..., Any] = compat.compile_without_inductor(
-            gm, example_inputs, lambda joint: report.add(passes.fuse(joint))
-        )
-        return compiled
+        def mhc(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+            with ledger.graph() as graph:
+                graph.traced.add(passes.run_recursively(gm))
+                compiled: Callable[..., Any] = compat.compile_without_inductor(
+                    gm, example_inputs, lambda joint: graph.traced.add(passes.fuse(joint))
+                )
+            return compiled
 
-    torch.compile(model, backend=look)(*args, **kwargs)
-    return report
+        torch.compile(model, backend=mhc)(*args, **kwargs)
+        return ledger.report()

@@ -57,15 +57,19 @@ def _was_told(message: str, errors: list[str] | None) -> bool:
     """Whether the same was told of this graph, or of another of the same compilation, such as that of the backward."""
     if errors is not None and message in errors:
         return True
-    try:
-        compilation = compat.compile_id()
-    except Exception:  # what tells of failures has to do without
+    frame, number = _compilation()
+    if frame is None:
         return False
-    if compilation == (None, None):
-        return False
-    known = (*compilation, message) in _told
-    _told.add((*compilation, message))
+    known = (frame, number, message) in _told
+    _told.add((frame, number, message))
     return known
+
+
+def _compilation() -> tuple[Any, Any]:
+    try:
+        return compat.compile_id()[:2]
+    except Exception:  # what tells of failures has to do without: all are of one
+        return "unknown", None
 
 
 _told: set[Any] = set()

@@ -7,7 +7,8 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 from torch import fx
 
@@ -58,21 +59,27 @@ class SiteReport:
         return self.reason is None
 
 
+_SITES = ("sites", "called")
+_COUNTS = ("fusions", "shared", "lowered")
+
+
 @dataclass
 class Report:
     """What the passes did, over all graphs of a model.
 
     sites lists every site in program order, rewritten the accepted and declined the refused ones. called lists the
-    operators that the program calls itself, which are no sites. graphs counts the
-    graphs looked at, errors the messages of internal failures, after which a site or a graph was left as it was, or
-    something beside the graph was not done. fusions counts,
-    by name, what was fused in joint graphs, shared the calls of graphs that are compiled once, lowered the operators
-    that Inductor compiled as parts of a graph.
+    operators that the program calls itself, which are no sites. graphs counts the graphs looked at, cached those of them that came from a cache, errors the messages of internal failures, after which
+    a site or a graph was left as it was, or something beside the graph was not done. fusions counts, by name, what was
+    fused in joint graphs, shared the calls of graphs that are compiled once, lowered the operators that Inductor
+    compiled as parts of a graph.
+
+    `str(report)` is for people and has at most one screen; `details()` has everything.
     """
 
     sites: list[SiteReport] = field(default_factory=list)
     called: list[SiteReport] = field(default_factory=list)
     graphs: int = 0
+    cached: int = 0
     seconds: float = 0.0
     errors: list[str] = field(default_factory=list)
     fusions: Counter[str] = field(default_factory=Counter)
@@ -88,42 +95,120 @@ class Report:
         return [site for site in self.sites if not site.rewritten]
 
     def add(self, other: Report) -> None:
+        """Add what was done to other graphs, or by other passes to the same."""
         self.sites += other.sites
         self.called += other.called
         self.graphs += other.graphs
+        self.cached += other.cached
         self.seconds += other.seconds
         self.errors += other.errors
         self.fusions += other.fusions
         self.shared += other.shared
         self.lowered += other.lowered
 
+    @staticmethod
+    def joined(reports: Iterable[Report]) -> Report:
+        """One program, of which there are several graphs: what is told of each of them is told once."""
+        total = Report()
+        for one in reports:
+            for name in _SITES:
+                together = Counter(getattr(total, name)) | Counter(getattr(one, name))
+                setattr(total, name, list(together.elements()))
+            total.graphs = max(total.graphs, one.graphs)
+            total.cached = max(total.cached, one.cached)
+            total.seconds += one.seconds
+            total.errors += [error for error in one.errors if error not in total.errors]
+            total.fusions |= one.fusions
+            total.shared |= one.shared
+            total.lowered |= one.lowered
+        return total
+
+    def as_dict(self) -> dict[str, Any]:
+        """Of plain values, to be stored."""
+        counts = {name: dict(getattr(self, name)) for name in _COUNTS}
+        sites = {name: [asdict(site) for site in getattr(self, name)] for name in _SITES}
+        return vars(self) | counts | sites
+
+    @classmethod
+    def from_dict(cls, told: dict[str, Any]) -> Report:
+        """What `as_dict` was made of; fields that this version does not know are left out."""
+        known = {one.name: told[one.name] for one in fields(cls) if one.name in told}
+        sites = {name: list(map(_site_from_dict, told.get(name, []))) for name in _SITES}
+        counts = {name: Counter(told.get(name, {})) for name in _COUNTS}
+        return cls(**known | sites | counts)
+
     def __str__(self) -> str:
-        lines = [
+        return printable("\n".join([self._head(), *_lines(self, _KINDS), *self._nothing()]))
+
+    def details(self) -> str:
+        """Everything: each line of the program, and each detail."""
+        return printable("\n".join([self._head(), *_lines(self, None), *self._nothing()]))
+
+    def _head(self) -> str:
+        graphs = f"{self.graphs} graph{'s' if self.graphs != 1 else ''}"
+        if self.cached:
+            graphs += " from the cache" if self.cached == self.graphs else f", {self.cached} of them from the cache"
+        return (
             f"mhc: {len(self.rewritten)} of {len(self.sites)} hyper-connection sites rewritten "
-            f"in {self.graphs} graph{'s' if self.graphs != 1 else ''} ({self.seconds:.2f} s)"
-        ]
-        for (op, location, code, detail), count in _grouped(self.rewritten).items():
-            lines.append(f"  {count} x {op:<28} {location}  {code}")
-            lines.append(f"      {detail}")
-        for (op, location, code, reason), count in _grouped(self.declined).items():
-            lines.append(f"  declined: {f'{count} x ' if count > 1 else ''}{op} at {location}  {code}")
-            lines.append(f"      {reason}")
-        for (op, location, code, _), count in _grouped(self.called).items():
-            lines.append(f"  called by the program: {count} x {op} at {location}  {code}")
-        lines += [f"  fused: {count} x {name}" for name, count in self.fusions.items()]
-        lines += [f"  compiled once: {count} x {name}" for name, count in self.shared.items()]
-        lines += [f"  lowered: {count} x {name}" for name, count in self.lowered.items()]
-        lines += [f"  error: {message}" for message in self.errors]
+            f"in {graphs} ({self.seconds:.2f} s)"
+        )
+
+    def _nothing(self) -> list[str]:
         if not self.graphs:
-            lines.append("  no graph was looked at: none was compiled, or Inductor's cache had them all")
-        elif not (self.sites or self.called or self.errors):
-            lines.append("  no hyper-connection code was found")
-        return printable("\n".join(lines))
+            return ["  no graph was looked at: none was compiled"]
+        return [] if self.sites or self.called or self.errors else ["  no hyper-connection code was found"]
 
 
-def _grouped(sites: Iterable[SiteReport]) -> Counter[tuple[str, str, str, str]]:
-    """How often the same is said of the same source line, such as that of all layers."""
-    return Counter((site.op, str(site.location), site.location.code, site.reason or site.detail) for site in sites)
+# How many kinds of sites, of declined ones and of errors a report for people shows; with them it fits on a screen.
+_KINDS = 4
+_WIDTH = 160
+
+
+def _site_from_dict(told: dict[str, Any]) -> SiteReport:
+    return SiteReport(**told | {"location": Location(**told["location"])})
+
+
+def _lines(report: Report, most: int | None) -> list[str]:
+    """What is told below the first line, of at most so many kinds each; with None of everything, line by line."""
+    whole = most is None
+    rewritten, declined = _groups(report.rewritten, whole), _groups(report.declined, whole)
+    lines = [line for group in rewritten[:most] for line in _site("  {count} x {op:<28} {place}", group)]
+    lines += _more(len(rewritten), most, "kinds of sites that were rewritten")
+    for group in declined[:most]:
+        count = f"{len(group)} x " if len(group) > 1 else ""
+        lines += _site(f"  declined: {count}{{op}} at {{place}}", group)
+    lines += _more(len(declined), most, "kinds of sites that were declined")
+    called = _groups(report.called, whole)
+    for group in called[:most]:
+        lines += _site("  called by the program: {count} x {op} at {place}", group)[:1]
+    lines += _more(len(called), most, "kinds of operators that the program calls")
+    for what, counts in (("fused", report.fusions), ("compiled once", report.shared), ("lowered", report.lowered)):
+        if counts:
+            lines.append(f"  {what}: " + ", ".join(f"{count} x {name}" for name, count in counts.items()))
+    errors = list(dict.fromkeys(report.errors))
+    lines += [f"  error: {message}" for message in errors[:most]]
+    return lines + _more(len(errors), most, "errors")
+
+
+def _groups(sites: list[SiteReport], whole: bool) -> list[list[SiteReport]]:
+    """Sites that are alike: of one source line, such as that of all layers; unless all is told, of any line."""
+    groups: dict[Any, list[SiteReport]] = {}
+    for site in sites:
+        line = (str(site.location), site.location.code) if whole else None
+        groups.setdefault((site.op, line, site.reason or site.detail), []).append(site)
+    return list(groups.values())
+
+
+def _site(words: str, group: list[SiteReport]) -> list[str]:
+    first = group[0]
+    others = len({str(site.location) for site in group}) - 1
+    place = str(first.location) + (f" and {others} other line{'s' if others > 1 else ''}" if others else "")
+    line = words.format(count=len(group), op=first.op, place=f"{place}  {first.location.code}")
+    return [line[:_WIDTH], f"      {first.reason or first.detail}"]
+
+
+def _more(count: int, most: int | None, what: str) -> list[str]:
+    return [] if most is None or count <= most else [f"  {count - most} more {what}: print(report.details())"]
 
 
 def location(node: fx.Node | None) -> Location:

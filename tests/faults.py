@@ -154,7 +154,7 @@ def compiled(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         return min_cut_rematerialization_partition(joint, given, **options)
 
     rewriting, fusing, lowering = (make({}) for make in backend._HOOKS.values())
-    with hooks.working(), records.stored(gm, inputs, rewriting.uuid()):
+    with hooks.working(), records.graph():
         rewriting(gm.graph)
     gm.graph.lint()
     compilers = {"fw_compiler": lowered, "bw_compiler": lowered, "inference_compiler": lowered}

@@ -16,7 +16,7 @@ from torch._inductor import async_compile
 from torch._inductor import config as inductor_config
 
 import mhc_compile
-from mhc_compile import backend, passes
+from mhc_compile import passes, records
 from mhc_compile.passes import plan as planning
 from tests.e2e.deepseek_models import Stack
 
@@ -36,8 +36,7 @@ def _same(compiled: Callable[..., Any], model: Stack, *shape: int) -> None:
 
 
 def _rewritten() -> int:
-    assert backend.last_report is not None
-    return len(backend.last_report.rewritten)
+    return len(records.last().rewritten)
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"mode": "max-autotune-no-cudagraphs"}, {"options": {"max_fusion_size": 8}}])
@@ -137,16 +136,16 @@ def test_checkpoint_regions_are_rewritten(stack: Stack) -> None:
 
 def test_enable_and_disable(stack: Stack) -> None:
     compiled = torch.compile(stack)
-    backend.last_report = None
+    records.forget()
     with mhc_compile.enable():
         assert mhc_compile.is_enabled()
         _same(compiled, stack, 2, 3)
         assert _rewritten() == 3
     assert not mhc_compile.is_enabled()
     torch._dynamo.reset()
-    backend.last_report = None
+    records.forget()
     _same(torch.compile(stack), stack, 2, 3)
-    assert backend.last_report is None
+    assert records.last().graphs == 0
     mhc_compile.enable()
     mhc_compile.disable()
     assert not mhc_compile.is_enabled()
@@ -171,10 +170,9 @@ def test_a_failure_inside_leaves_the_graph_alone(stack: Stack, monkeypatch: pyte
 
     monkeypatch.setattr(passes.planning, "plan", broken)
     _same(torch.compile(stack, backend="mhc"), stack, 2, 3)
-    assert backend.last_report is not None
-    (error,) = backend.last_report.errors
+    (error,) = records.last().errors
     assert re.fullmatch(r"RuntimeError: planted \(mhc_compile/passes/__init__.py:\d+\)", error)
-    assert backend.last_report.rewritten == []
+    assert records.last().rewritten == []
 
 
 def test_strict(monkeypatch: pytest.MonkeyPatch) -> None:

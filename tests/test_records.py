@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -17,8 +18,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import mhc_compile
-from mhc_compile import backend
-from mhc_compile.passes.report import Report
+from mhc_compile import backend, records
+from mhc_compile.passes.report import Location, Report, SiteReport
 from tests.zoo.near import Sublayer
 
 ROOT = Path(__file__).parents[1]
@@ -76,8 +77,7 @@ def test_nested_graphs_belong_to_the_graph_around_them() -> None:
     inside, outside = Sublayer(4, 6, 3, 2), Sublayer(4, 6, 3, 2)
     torch.compile(lambda x: outside(checkpoint(inside, x, use_reentrant=False)), backend="mhc")(torch.randn(SHAPE))
     assert _operators() == sorted(BOTH * 2)
-    assert backend.last_report is not None
-    assert len(backend.last_report.rewritten) == 4
+    assert len(records.last().rewritten) == 4
 
 
 @pytest.mark.usefixtures("_no_lowering")
@@ -121,58 +121,140 @@ def test_no_graph_is_not_nothing_found() -> None:
 
 PROGRAM = textwrap.dedent(
     """
-    import json, warnings
+    import warnings
     warnings.simplefilter("ignore")
     import torch
-    import mhc_compile
-    import mhc_compile.backend
     from tests.zoo.near import Sublayer
 
-    torch.manual_seed(0)
     with torch.no_grad():
         torch.compile(Sublayer(4, 6, 3, 2), backend="mhc")(torch.randn(2, 3, 4, 6))
-    print(json.dumps(mhc_compile.report().graphs))
     """
 )
 
 
-def test_logs_traces_and_what_a_warm_cache_says(tmp_path: Path) -> None:
-    environment = os.environ | {
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        "TORCH_LOGS": "+mhc_compile",
-        "PYTHONPATH": str(ROOT),
-    }
-    environment.pop("TORCHINDUCTOR_FORCE_DISABLE_CACHES", None)
-
-    def run(trace: str) -> tuple[int, str, str]:
-        done = subprocess.run(
-            [sys.executable, "-c", PROGRAM],
-            capture_output=True,
-            text=True,
-            env=environment | {"TORCH_TRACE": str(tmp_path / trace)},
-            cwd=ROOT,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        traces = "".join(file.read_text() for file in (tmp_path / trace).iterdir())
-        return json.loads(done.stdout.splitlines()[-1]), done.stderr, traces
-
+def test_logs_and_traces(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        env=environment(tmp_path / "cache") | {"TORCH_LOGS": "+mhc_compile", "TORCH_TRACE": str(tmp_path / "trace")},
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    trace = "".join(file.read_text() for file in (tmp_path / "trace").iterdir())
     sentence = "2 of 2 hyper-connection sites rewritten"
-    graphs, log, trace = run("cold")
-    assert graphs == 1
-    assert sentence in log
+    assert sentence in done.stderr
     assert sentence in trace
     assert '"name": "mhc_report"' in trace
     assert '"name": "mhc_rewritten_graph"' in trace
     assert "torch.ops.mhc.expand_combine" in trace
-    graphs, log, _ = run("warm")
-    stored = list((tmp_path / "cache" / "mhc").iterdir())
-    if graphs:  # torch 2.11 runs the passes before it looks into its cache
-        assert sentence in log
-    else:
-        assert sentence not in log
-        assert "found in Inductor's cache: no report is made anew" in log
-        assert str(stored[0]) in log
-    assert len(stored) == 1
-    assert sentence in stored[0].read_text()
+
+
+# What the first process compiles. The others find it in the cache, in artifacts, or in a file.
+WARM = textwrap.dedent(
+    """
+    import json, shutil, sys, warnings
+    from pathlib import Path
+    warnings.simplefilter("ignore")
+    import torch
+    from tests.zoo.near import Sublayer
+
+    what, shared = sys.argv[1], Path(sys.argv[2])
+    torch.manual_seed(0)
+    model, x = torch.nn.Sequential(Sublayer(4, 6, 3, 2), Sublayer(4, 6, 3, 2)), torch.randn(2, 3, 4, 6)
+
+    def tell(**found):
+        import mhc_compile
+        report = mhc_compile.report()
+        print(json.dumps({"report": str(report), "cached": report.cached, "graphs": report.graphs} | found))
+
+    def step():
+        from torch._dynamo.utils import counters
+        torch._dynamo.reset()
+        counters.clear()
+        torch.compile(model, backend="mhc")(x).sum().backward()
+        tell(autograd=counters["aot_autograd"]["autograd_cache_hit"], graph=counters["inductor"]["fxgraph_cache_hit"])
+
+    if what == "first":
+        step()
+        (shared / "artifacts").write_bytes(torch.compiler.save_cache_artifacts()[0])
+        with torch.no_grad():
+            compiled = torch.compile(model[0], backend="mhc", fullgraph=True).forward.aot_compile(((x,), {}))
+        compiled.save_compiled_function(str(shared / "function"))
+    if what == "same cache":
+        step()
+        shutil.rmtree(Path(torch._inductor.runtime.runtime_utils.cache_dir()) / "aotautograd")
+        step()
+    if what == "no cache":
+        with (shared / "function").open("rb") as file, torch.no_grad():
+            torch.compiler.load_compiled_function(file)(model[0], x)
+        tell()
+        step()
+        torch.compiler.load_cache_artifacts((shared / "artifacts").read_bytes())
+        step()
+    """
+)
+
+
+def environment(cache: Path) -> dict[str, str]:
+    given = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_FORCE_DISABLE_CACHES"} | given
+
+
+def _run(what: str, cache: Path, shared: Path) -> list[dict[str, Any]]:
+    done = subprocess.run(
+        [sys.executable, "-c", WARM, what, str(shared)],
+        capture_output=True,
+        text=True,
+        env=environment(cache),
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def _without_time(text: str) -> str:
+    return re.sub(r"\([\d.]+ s\)", "", text)
+
+
+def test_a_compiled_graph_has_its_report_wherever_it_is_kept(tmp_path: Path) -> None:
+    (first,) = _run("first", tmp_path / "cache", tmp_path)
+    assert "4 of 4 hyper-connection sites rewritten in 1 graph (" in first["report"]
+    assert "fused: " in first["report"]
+    assert "lowered: 2 x generate_mix_and_aggregate, 2 x expand_combine, 2 x " in first["report"]
+    assert (first["cached"], first["graphs"]) == (0, 1)
+    assert (first["autograd"], first["graph"]) == (0, 0)
+    expected = _without_time(first["report"]).replace("1 graph", "1 graph from the cache")
+
+    by_autograd, by_graph = _run("same cache", tmp_path / "cache", tmp_path)
+    assert (by_autograd["autograd"], by_graph["autograd"], by_graph["graph"]) == (1, 0, 2)
+    file, gone, artifacts = _run("no cache", tmp_path / "another", tmp_path)
+    assert artifacts["autograd"] == 1
+    for warm in (by_autograd, by_graph, artifacts):
+        assert _without_time(warm["report"]) == expected
+        assert (warm["cached"], warm["graphs"]) == (1, 1)
+    # The function is one sublayer, compiled without gradients.
+    assert "2 of 2 hyper-connection sites rewritten in 1 graph from the cache" in file["report"]
+    assert "backward" not in file["report"]
+    # Without the cache there is neither the graph nor its report.
+    assert _without_time(gone["report"]) == _without_time(first["report"])
+    assert (gone["autograd"], gone["graph"], gone["cached"]) == (0, 0, 0)
+
+
+def test_graphs_of_which_other_things_are_told_are_not_one_in_a_cache() -> None:
+    """Two programs may become one graph, and the cache has one report for it."""
+
+    def known(report: Report) -> Any:
+        with records.graph() as graph:
+            graph.traced.add(report)
+            return backend.LowerPass().uuid()
+
+    def site(code: str, line: int) -> Report:
+        return Report([SiteReport("aggregate", Location("model.py", line, code), "")], graphs=1)
+
+    assert known(site("a", 1)) == known(site("a", 2))
+    assert known(site("a", 1)) != known(site("b", 1))
+    assert known(site("a", 1)) != known(Report(graphs=1))
+    records.forget()

@@ -59,6 +59,10 @@ from mhc_compile.compat.inductor import (
     strides_to_keep,
     tell_workers,
 )
+from mhc_compile.compat.keeping import (
+    carry_with_compiled_graphs,
+    on_code_of_dynamo,
+)
 from mhc_compile.compat.launches import (
     analyse_once,
 )
@@ -142,6 +146,7 @@ __all__ = [
     "call_in_worker",
     "called_operator",
     "calls_graphs",
+    "carry_with_compiled_graphs",
     "changes_global_state",
     "common_fake_mode",
     "compile_beside",
@@ -188,6 +193,7 @@ __all__ = [
     "may_be_equal",
     "may_mutate",
     "no_autocast_cache",
+    "on_code_of_dynamo",
     "on_dynamo_reset",
     "quiet_fakes",
     "quiet_shape_env",

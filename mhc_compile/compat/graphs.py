@@ -129,16 +129,17 @@ def on_dynamo_reset(backend: Any) -> None:
     cached_backends.setdefault(id(backend), backend)
 
 
-def compile_id() -> tuple[Any, Any]:
-    """Which frame Dynamo is compiling, and for the how-manieth time, its own restarts counted; None and None outside a
-    compilation."""
+def compile_id() -> tuple[Any, Any, Any]:
+    """Which frame Dynamo is compiling, for the how-manieth time, and which of its own attempts this is.
+
+    Three times None outside a compilation.
+    """
     from torch._guards import CompileContext
 
     trace = CompileContext.current_trace_id()
     if trace is None:
-        return None, None
-    current = trace.compile_id
-    return current.frame_id, (current.frame_compile_id, trace.attempt)
+        return None, None, None
+    return trace.compile_id.frame_id, trace.compile_id.frame_compile_id, trace.attempt
 
 
 def trace_artifact(name: str, payload: Callable[[], str]) -> None:

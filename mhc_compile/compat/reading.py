@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
 
 # All functions of Inductor's that read the settings below (torch 2.11 to 2.14): one compiles a graph, one lowers what
 # autograd made of it, a backward graph perhaps much later, and one computes a graph's key in caches.
-_READERS = ("_maybe_wrap_and_compile_fx_main", "_compile_fx_inner", "autograd_cache_key")
+_COMPILES = "_maybe_wrap_and_compile_fx_main"
+_READERS = (_COMPILES, "_compile_fx_inner", "autograd_cache_key")
 
 
 class _Reader:
     """A function of Inductor's, with settings that are given when it is called."""
 
-    def __init__(self, function: Callable[..., Any], settings: Callable[[], dict[str, Any]]) -> None:
+    def __init__(
+        self, function: Callable[..., Any], settings: Callable[[], dict[str, Any]], around: Callable[[], Any]
+    ) -> None:
         functools.update_wrapper(self, function)
         # After that: what somebody else has made of a function of this class may have its attributes.
-        self._function, self._settings = function, settings
+        self._function, self._settings, self._around = function, settings, around
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from torch._inductor import config
 
-        with config.patch(self._settings()):
+        with self._around(), config.patch(self._settings()):
             return self._function(*args, **kwargs)
 
     def taken_out(self) -> Callable[..., Any]:
         return self._function
 
 
-def set_while_compiling(settings: Callable[[], dict[str, Any]]) -> None:
+def set_while_compiling(settings: Callable[[], dict[str, Any]], around: Callable[[], Any]) -> None:
     """Have Inductor compile with the settings that `settings()` returns at the time, whoever compiles in this process.
+
+    Each graph is compiled within `around()`.
 
     In torch 2.12 and later an assignment to a setting holds for the thread or asyncio task that makes it. Nothing is
     assigned here: the functions that read settings are replaced, and each call patches its own context.
@@ -40,7 +46,8 @@ def set_while_compiling(settings: Callable[[], dict[str, Any]]) -> None:
     for name in _READERS:
         function = getattr(compile_fx, name, None)
         if function is not None and not isinstance(function, _Reader):
-            setattr(compile_fx, name, _Reader(function, settings))
+            context = around if name == _COMPILES else contextlib.nullcontext
+            setattr(compile_fx, name, _Reader(function, settings, context))
 
 
 def set_no_more() -> None:

@@ -22,6 +22,7 @@ PROGRAM = textwrap.dedent(
     warnings.simplefilter("ignore")
     import torch
     from torch._dynamo.utils import counters
+    import mhc_compile
     from mhc_compile import backend
     from mhc_compile.nn import Form, HyperConnection
 
@@ -39,7 +40,7 @@ PROGRAM = textwrap.dedent(
             "missed": autograd["autograd_cache_miss"],
             "bypassed": autograd["autograd_cache_bypass"] + inductor["fxgraph_cache_bypass"],
             "out": out.sum().item(),
-            "report": backend.last_report is not None,
+            "report": str(mhc_compile.report()),
         }))
 
     run({})

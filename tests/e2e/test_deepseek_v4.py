@@ -11,7 +11,7 @@ from expecttest import assert_expected_inline
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4DecoderLayer
 
 import mhc_compile
-from mhc_compile import backend, passes
+from mhc_compile import passes, records
 from mhc_compile.testing import capture, graph_text
 from mhc_compile.testing.float64 import Float64Reference
 from mhc_compile.testing.judging import Errors, judge
@@ -95,9 +95,8 @@ def test_training_is_as_accurate_as_eager(regions: bool, monkeypatch: pytest.Mon
         exact = _step(reference, reference.module, ids)
         for run, call in runs.items():
             errors[run].add(_step(call, model, ids), exact)
-    assert backend.last_report is not None
-    assert len(backend.last_report.rewritten) == 5
-    assert backend.last_report.declined == []
+    assert len(records.last().rewritten) == 5
+    assert records.last().declined == []
     gradients = [name for name in errors["mhc"].numbers if name not in ("logits", "loss")]
     findings = judge(errors["eager"], errors["mhc"], ["logits", "loss"], "outputs")
     findings += judge(errors["eager"], errors["mhc"], gradients, "gradients")

@@ -12,7 +12,7 @@ from expecttest import assert_expected_inline
 from torch import fx
 
 import mhc_compile
-from mhc_compile import backend, compat
+from mhc_compile import backend, compat, records
 from mhc_compile.passes.fuse.joint import arguments, is_backward, is_view
 from mhc_compile.testing.graph_text import graph_text
 from tests.passes.fused import Stack, assert_same, program, streams
@@ -73,9 +73,8 @@ def test_nothing_stands_between_the_gradients_of_the_streams() -> None:
 
 
 def _report() -> Any:
-    assert backend.last_report is not None
-    assert backend.last_report.errors == []
-    return backend.last_report
+    assert records.last().errors == []
+    return records.last()
 
 
 def _kept(name: str) -> dict[str, int]:
@@ -120,7 +119,7 @@ def test_training_through_inductor() -> None:
     model, x = Stack(4), streams()
     options = {"mhc.recompute": 2, "mhc.fuse.boundary_backward": False}
     compiled = torch.compile(model, backend="mhc", options=options)
-    backend.last_report = None
+    records.forget()
     results = check.evaluate(compiled, model, (x,))
     assert dict(_report().fusions) == {"accumulate": 4, "boundary": 3, "recompute": 2}
     assert_same(results, check.evaluate(model, model, (x,)))

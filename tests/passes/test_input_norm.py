@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
-from mhc_compile import backend, compat, passes
+from mhc_compile import compat, passes, records
 from mhc_compile.testing import capture, graph_text
 from tests.passes import fused
 from tests.zoo import check
@@ -321,4 +321,4 @@ def test_compiled(taken: bool) -> None:
     compiled = torch.compile(model, backend="mhc", options={"mhc.fuse.input_norm": taken})
     with compat.fresh_inductor_cache():  # a graph from the cache has no report
         fused.assert_same(check.evaluate(compiled, model, [x]), check.evaluate(model, model, [x]))
-    assert ("input norm" in str(backend.last_report)) == taken
+    assert ("input norm" in str(records.last())) == taken

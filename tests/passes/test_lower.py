@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from mhc_compile import backend, compat, passes
+from mhc_compile import backend, compat, passes, records
 from mhc_compile.testing.float64 import Float64Reference
 from tests.passes.fused import Stack, evaluate
 from tests.passes.lowering import LAUNCH, arguments, boundary_backward, graph_of, launches, operators, step
@@ -325,8 +325,7 @@ def test_on_cpu(fuse: bool, caplog: pytest.LogCaptureFixture) -> None:
         compiled = torch.compile(model, backend="mhc", options=options | {"mhc.lower": lower})
         values = evaluate(compiled, model, x)
         errors[lower] = {name: check.error(values[name], exact[name]) for name in exact}
-        assert backend.last_report is not None
-        assert bool(backend.last_report.lowered) == lower
+        assert bool(records.last().lowered) == lower
     assert "is not lowered" not in caplog.text
     for name, error in errors[True].items():
         # Other roundings of the same sums, some of few numbers; wrong terms would be of the order of 1.
@@ -366,8 +365,7 @@ def test_tokens_on_cpu_do_not_depend_on_each_other(tokens: int, dtype: torch.dty
         sublayer.layer = torch.nn.Identity()  # type: ignore[assignment]  # an operator of others may choose by the batch
     compiled = torch.compile(model, backend="mhc", dynamic=False)
     (whole,) = compiled(x)
-    assert backend.last_report is not None
-    assert backend.last_report.lowered["boundary"] == 1
+    assert records.last().lowered["boundary"] == 1
     assert torch.equal(compiled(x[:tokens].clone())[0], whole[:tokens])
 
 
@@ -411,8 +409,7 @@ def test_a_users_own_pass_comes_first(aware: bool) -> None:
     with torch._inductor.config.patch(post_grad_custom_post_pass=own), torch.no_grad():
         torch.compile(Stack(2), backend="mhc")(torch.randn(2, STREAMS, WIDTH))
     assert seen == [(True, {"is_inference": True} if aware else {})]
-    assert backend.last_report is not None
-    assert backend.last_report.lowered["boundary"] == 1
+    assert records.last().lowered["boundary"] == 1
 
 
 # Compiled for a GPU that need not exist.

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mhc_compile import backend, ops
+from mhc_compile import ops, records
 from mhc_compile.ops import _loops
 from tests.zoo import check
 
@@ -52,8 +52,7 @@ def _by_references(dtype: torch.dtype, tolerance: float) -> None:
     leaves = _leaves(dtype)
     exact = _results(_sublayer, [leaf.detach().double().requires_grad_() for leaf in leaves])
     assert _worst(_results(torch.compile(_sublayer, backend="mhc"), leaves), exact) < tolerance
-    assert backend.last_report is not None
-    assert set(backend.last_report.lowered) == {
+    assert set(records.last().lowered) == {
         "generate_mix_and_aggregate", "generate_mix_and_aggregate_backward", "boundary", "boundary_backward"
     }  # fmt: skip
 
@@ -98,8 +97,7 @@ def test_what_inductor_makes_of_a_loop(function: Callable[..., Tensor], options:
     compiled = torch.compile(function, backend="mhc", options=options)
     for x in (streams, -streams):
         torch.testing.assert_close(compiled(x, *parameters), function(x, *parameters))
-    assert backend.last_report is not None
-    assert backend.last_report.lowered
+    assert records.last().lowered
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -138,5 +136,4 @@ def test_what_is_fused_with_other_kernels_stays_behind_the_loops_that_write_what
     exact = _results(_straight_through, [leaf.detach().double().requires_grad_() for leaf in leaves])
     compiled = torch.compile(_straight_through, backend="mhc")
     assert _worst(_results(compiled, leaves), exact) < 1e-5
-    assert backend.last_report is not None
-    assert "generate_mix_and_aggregate" in backend.last_report.lowered
+    assert "generate_mix_and_aggregate" in records.last().lowered

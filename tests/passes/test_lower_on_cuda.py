@@ -13,7 +13,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._inductor.utils import run_and_get_code
 
-from mhc_compile import backend, ops
+from mhc_compile import ops, records
 from mhc_compile.testing.float64 import Float64Reference
 from tests.passes.fused import Sublayer, evaluate
 from tests.zoo import check
@@ -69,8 +69,7 @@ def _as_whole_operators(model: Chain, x: Tensor) -> str:
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="mhc", dynamic=False)
     values, code = run_and_get_code(evaluate, compiled, model, x)
-    assert backend.last_report is not None
-    assert backend.last_report.lowered["boundary"] == 3
+    assert records.last().lowered["boundary"] == 3
     for name, value in values.items():
         assert torch.equal(value, whole[name]), name
     return "\n".join(code)
@@ -108,8 +107,7 @@ def test_any_number_of_tokens(dtype: torch.dtype, streams: int, width: int) -> N
             else:
                 assert check.error(value, values[name].double()) <= 2e-6, (tokens, name)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0
-    assert backend.last_report is not None
-    assert backend.last_report.lowered["boundary_backward"] == 3
+    assert records.last().lowered["boundary_backward"] == 3
 
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
@@ -177,8 +175,7 @@ def test_what_is_computed_transposed(shape: tuple[int, ...]) -> None:
         out = torch.compile(function, backend="mhc", options={"mhc.lower": lower}, dynamic=False)(**given)
         gradients = torch.autograd.grad([value.float().square().sum() for value in out], list(given.values()))
         results.append((*out, *gradients))
-    assert backend.last_report is not None
-    assert backend.last_report.lowered["boundary"] == backend.last_report.lowered["boundary_backward"] == 1
+    assert records.last().lowered["boundary"] == records.last().lowered["boundary_backward"] == 1
     for whole, lowered in zip(*results, strict=True):
         assert torch.equal(whole, lowered)
 

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from mhc_compile import backend, compat, passes
+from mhc_compile import compat, passes, records
 from mhc_compile.passes.lower import cpu
 from tests.passes.fused import Stack, evaluate
 from tests.passes.lowering import any_number, arguments, graph_of, operators, step
@@ -165,5 +165,4 @@ def test_any_number_of_tokens_on_cpu(dtype: torch.dtype) -> None:
             else:  # which gradients of streams are rounded between two operators is Inductor's choice
                 assert check.error(value, others[name]) < 5e-3, name
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    assert backend.last_report is not None
-    assert backend.last_report.lowered["boundary_backward"] == 1
+    assert records.last().lowered["boundary_backward"] == 1

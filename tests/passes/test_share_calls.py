@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from mhc_compile import backend, compat, passes
+from mhc_compile import compat, passes, records
 from tests.passes.fused import Stack, evaluate
 from tests.passes.lowering import any_number
 from tests.passes.sharing import (
@@ -303,9 +303,9 @@ def test_compiled_programs_agree(dynamic: bool) -> None:
         x = torch.randn(2, tokens, STREAMS, ZOO_WIDTH)
         results = {}
         for shared, call in calls.items():
-            backend.last_report = None
+            records.forget()
             results[shared] = evaluate(call, model, x)
-            report: Any = backend.last_report
+            report: Any = records.last()
             assert report is None or (report.shared.total() >= 8) == shared, str(report)
             assert report is None or not report.errors
         exact = evaluate(model.double(), model, x.double())
@@ -347,8 +347,7 @@ def test_calls_overwrite_none_of_their_arguments() -> None:
         return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}  # type: ignore[union-attr]
 
     found = gradients(torch.compile(model, backend="mhc"))
-    assert backend.last_report is not None
-    assert backend.last_report.shared.total() >= 6
+    assert records.last().shared.total() >= 6
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name]), name
     for name, expected in gradients(model).items():
