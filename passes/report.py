@@ -68,10 +68,10 @@ class Report:
     """What the passes did, over all graphs of a model.
 
     sites lists every site in program order, rewritten the accepted and declined the refused ones. called lists the
-    operators that the program calls itself, which are no sites. graphs counts the graphs looked at, cached those of them that came from a cache, errors the messages of internal failures, after which
-    a site or a graph was left as it was, or something beside the graph was not done. fusions counts, by name, what was
-    fused in joint graphs, shared the calls of graphs that are compiled once, lowered the operators that Inductor
-    compiled as parts of a graph.
+    operators that the program calls itself, which are no sites. graphs counts the graphs looked at, and cached those
+    of them that came from a cache. errors has the messages of internal failures, after which a site or a graph was left
+    as it was, or something beside the graph was not done. fusions counts, by name, what was fused in joint graphs,
+    shared the calls of graphs that are compiled once, lowered the operators that Inductor compiled as parts of a graph.
 
     `str(report)` is for people and has at most one screen; `details()` has everything.
     """

@@ -178,6 +178,7 @@ WARM = textwrap.dedent(
 
     if what == "first":
         step()
+        model.zero_grad()  # what has a gradient cannot be put into a file
         (shared / "artifacts").write_bytes(torch.compiler.save_cache_artifacts()[0])
         with torch.no_grad():
             compiled = torch.compile(model[0], backend="mhc", fullgraph=True).forward.aot_compile(((x,), {}))
