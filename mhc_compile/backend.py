@@ -7,11 +7,13 @@ the options, so compiled graphs are cached by Inductor as ever, and cached ones 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -60,10 +62,12 @@ class _Configured(compat.CustomGraphPass):
     def _identity(self) -> tuple[Any, ...]:
         return (_sources_hash(), tuple(sorted(self.options.items())))
 
-    def _be_strict(self, report: Report) -> None:
+    def _be_strict(self, compiled: records.Compiled) -> None:
         """Raise for sites that were left. Not earlier: Dynamo may throw a graph away until autograd has traced it."""
-        if self.options["mhc.strict"] and (report.declined or report.errors):
-            raise StrictError(_words(report))
+        if self.options["mhc.strict"]:
+            report = compiled.report()
+            if report.declined or report.errors or report.cut:
+                raise StrictError(_words(report))
 
 
 def _hook(run: Callable[[Any, fx.Graph], None]) -> Callable[[Any, fx.Graph], None]:
@@ -95,6 +99,9 @@ class MhcPass(_Configured):
     def __call__(self, graph: fx.Graph) -> None:
         module = graph.owning_module
         compiled = _compiled()
+        if _is_rewritten.get():
+            compiled.traced.graphs += 1
+            return
         compiled.loaded.clear()  # a cache that had one graph and not the other is of no use
         new, report = None, Report(graphs=1)
         with guard("this graph is compiled as it was", report.errors):
@@ -108,6 +115,37 @@ class MhcPass(_Configured):
                 compat.trace_artifact("mhc_rewritten_graph", lambda: compat.readable(module))
         with guard("the trace has no report", compiled.traced.errors):
             compat.trace_artifact("mhc_report", lambda: str(report))
+
+
+# Whether the graphs that Inductor compiles are parts of one that was rewritten as a whole.
+_is_rewritten: ContextVar[bool] = ContextVar("is_rewritten", default=False)
+
+
+@contextlib.contextmanager
+def whole(module: fx.GraphModule, backend: str, options: dict[str, Any]) -> Iterator[None]:
+    """While Dynamo splits a graph and compiles its parts: rewrite it before, where our passes are at work.
+
+    Else the edge of a part might run through a hyper-connection.
+    """
+    wanted: dict[str, Any] | None = None
+    if backend == "mhc":
+        wanted = {key: value for key, value in options.items() if str(key).startswith(_PREFIX)}
+    elif backend == "inductor" and _enabled:
+        wanted = _enabled[-1]._options
+    if wanted is None:
+        yield
+        return
+    with records.graph() as compiled, guard("DistributedDataParallel may cut hyper-connections"):
+        rewriting = MhcPass(wanted)
+        report = passes.run_recursively(module, input_norms=rewriting.options[_INPUT_NORM])
+        report.graphs = 0  # the parts are counted
+        compiled.traced.add(report)
+        rewriting._be_strict(compiled)
+    token = _is_rewritten.set(True)
+    try:
+        yield
+    finally:
+        _is_rewritten.reset(token)
 
 
 def _words(report: Report) -> str:
@@ -142,7 +180,7 @@ class FusePass(_Configured):
             return
         compiled = _compiled()
         compiled.loaded.clear()
-        self._be_strict(compiled.traced)
+        self._be_strict(compiled)
         names = [name for name in FUSIONS if self.options[_FUSE + name]]
         compiled.traced.add(passes.fuse(module, names, self.options["mhc.recompute"]))
 
@@ -154,7 +192,7 @@ class LowerPass(_Configured):
     def __call__(self, graph: fx.Graph) -> None:
         report, compiled = Report(), _compiled()
         compiled.lowered.append(report)
-        self._be_strict(compiled.traced)
+        self._be_strict(compiled)
         self.lower(graph, report)
 
     def lower(self, graph: fx.Graph, report: Report) -> None:
@@ -372,5 +410,4 @@ def _settings() -> dict[str, Any]:
     return settings
 
 
-if "mhc" not in torch._dynamo.list_backends():  # an installed package is found by its entry point
-    importlib.import_module("mhc_compile.entry")
+importlib.import_module("mhc_compile.entry")  # which registers the backend, once, and has Dynamo watched

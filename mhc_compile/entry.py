@@ -8,11 +8,14 @@ the entry point returns `REGISTERED`, which is None: `register_backend(None, nam
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch._dynamo
 from torch import fx
+
+from mhc_compile import compat
 
 REGISTERED = None
 
@@ -24,4 +27,13 @@ def mhc(gm: fx.GraphModule, example_inputs: Sequence[Any], **given: Any) -> Call
     return backend.mhc(gm, example_inputs, **given)
 
 
+def _whole(module: fx.GraphModule, backend: str, options: dict[str, Any]) -> AbstractContextManager[None]:
+    """Rewrite a graph that `DistributedDataParallel` has Dynamo split: `mhc_compile.backend.whole`, imported here."""
+    from mhc_compile.backend import whole
+
+    return whole(module, backend, options)
+
+
 torch._dynamo.register_backend(mhc, name="mhc")
+compat.watch_dynamo()
+compat.before_ddp_splits(_whole)

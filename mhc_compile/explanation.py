@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,15 +21,21 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     location, detail and reason, `report.fusions` counts what was fused; `str(report)` is the same for people. The
     rewritten graphs run operator by operator, in the caller's grad mode; nothing is compiled and nothing is kept.
     """
-    with records.ledger() as ledger:
+    ledger = records.Ledger()
 
-        def mhc(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-            with ledger.graph() as graph:
-                graph.traced.add(passes.run_recursively(gm))
-                compiled: Callable[..., Any] = compat.compile_without_inductor(
-                    gm, example_inputs, lambda joint: graph.traced.add(passes.fuse(joint))
-                )
-            return compiled
+    def mhc(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        with ledger.graph() as graph:
+            graph.traced.add(passes.run_recursively(gm))
+            compiled: Callable[..., Any] = compat.compile_without_inductor(
+                gm, example_inputs, lambda joint: graph.traced.add(passes.fuse(joint))
+            )
+        return compiled
 
+    compat.watch_dynamo()
+    # Dynamo keeps what it has compiled for earlier explanations.
+    with compat.more_compilations(1 + next(_explanations)), compat.without_tracebacks():
         torch.compile(model, backend=mhc)(*args, **kwargs)
-        return ledger.report()
+    return ledger.report()
+
+
+_explanations = itertools.count()

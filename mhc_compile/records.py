@@ -13,11 +13,12 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mhc_compile import compat, guard
-from mhc_compile.passes.report import Report
+from mhc_compile.passes.cut import MADE_ELSEWHERE
+from mhc_compile.passes.report import Location, Report, SiteReport
 
 log = logging.getLogger(__name__)
 
@@ -28,12 +29,16 @@ class Compiled:
 
     traced is of the graph before autograd and of its joint graph. lowered has a report for each graph that Inductor
     makes of these: of the forward, and of the backward, which may follow much later. loaded has both reports of each
-    of these graphs that a cache had.
+    of these graphs that a cache had. before and after are the breaks by which the graph began, and ended. failure says
+    why there is no compiled graph.
     """
 
     traced: Report = field(default_factory=Report)
     lowered: list[Report] = field(default_factory=list)
     loaded: list[tuple[Report, Report]] = field(default_factory=list)
+    before: compat.GraphBreak | None = None
+    after: compat.GraphBreak | None = None
+    failure: str | None = None
 
     def report(self) -> Report:
         traced = self.traced
@@ -43,7 +48,15 @@ class Compiled:
         total = Report(cached=traced.graphs if self.loaded else 0)
         for one in (traced, *self.lowered, *(lowered for _, lowered in self.loaded)):
             total.add(one)
+        total.cut = list(self._cut(total.cut))
         return total
+
+    def _cut(self, sites: list[SiteReport]) -> Iterator[SiteReport]:
+        """With Dynamo's reason. Without one it is the program that compiles its parts one by one."""
+        for site in sites:
+            broken = self.before if site.reason == MADE_ELSEWHERE else self.after
+            if broken is not None:
+                yield replace(site, reason=f"{site.reason}: Dynamo breaks the graph at {_told(broken)}")
 
     def digest(self) -> str:
         """Equal if the same is told of two graphs before they are lowered.
@@ -74,7 +87,7 @@ def _digest(report: Report) -> str:
     """Equal for reports that differ in the time and in line numbers at most."""
     sites = [
         (site.op, site.location.name, site.location.code, site.detail, site.reason)
-        for site in (*report.sites, *report.called)
+        for site in (*report.sites, *report.called, *report.cut)
     ]
     told = (sites, report.graphs, report.errors, sorted(report.fusions.items()))
     return hashlib.sha256(repr(told).encode(errors="backslashreplace")).hexdigest()[:16]
@@ -86,13 +99,25 @@ class _Compilation:
 
     attempt: int
     graphs: list[Compiled] = field(default_factory=list)
-    kept: bool = False
 
     def report(self) -> Report:
         total = Report()
         for graph in self.graphs:
             total.add(graph.report())
         return total
+
+    def failure(self, frame: Any, number: Any) -> str | None:
+        """Why there is no code that Dynamo could keep; None where it may be at work still."""
+        failures = [graph.failure for graph in self.graphs if graph.failure is not None]
+        breaks = [one for one in compat.watched.breaks if (one.frame, one.number) == (frame, number)]
+        if not failures:
+            return None
+        why = f"Dynamo gives the graph up at {_told(breaks[-1])}" if breaks else f"its graph failed: {failures[-1]}"
+        return ". ".join([why.rstrip("."), *dict.fromkeys(self.report().advice)])
+
+
+def _told(one: compat.GraphBreak) -> str:
+    return f"{Location(one.file, one.line, '')}: {one.words}"
 
 
 class Ledger:
@@ -117,12 +142,16 @@ class Ledger:
         token = self._active.set(graph)
         try:
             yield graph
+        except Exception as error:
+            graph.failure = guard.described(error)
+            raise
         finally:
             self._active.reset(token)
 
     def _enter(self, graph: Compiled) -> None:
         compat.on_dynamo_reset(_forgetful)
-        compat.on_code_of_dynamo(_kept)
+        compat.watch_dynamo()
+        graph.before, graph.after = compat.breaks_around()
         frame, number, attempt = compat.compile_id()
         if frame is None:
             self._without_frame.append(graph)
@@ -144,14 +173,9 @@ class Ledger:
         frame, number, _ = compat.compile_id()
         return self._frames.get(frame, {}).get(number)
 
-    def keep(self) -> None:
-        """Dynamo keeps the code of the frame that it compiles."""
-        compilation = self._compilation()
-        if compilation is not None:
-            compilation.kept = True
-
     def load(self, text: str) -> None:
         """A compiled graph was found in a cache, or in the file of an ahead-of-time compiled function."""
+        compat.on_dynamo_reset(_forgetful)
         (self.current() or self._loaded_before(text)).unpack(text)
 
     def _loaded_before(self, text: str) -> Compiled:
@@ -164,71 +188,52 @@ class Ledger:
         return self._without_frame[-1]
 
     def report(self) -> Report:
+        """All that Dynamo kept, with what it did not keep of the same code."""
         total = Report()
-        for compilations in self._frames.values():
-            kept = [one.report() for one in compilations.values() if one.kept]
-            total.add(Report.joined(kept))
+        for frame, compilations in self._frames.items():
+            kept = (one for number, one in compilations.items() if (frame, number) in compat.watched.kept)
+            joined = Report.joined(one.report() for one in kept)
+            if frame in compat.watched.limits and (joined.sites or joined.called):
+                joined.cut.append(_left_eager(compat.watched.limits[frame]))
+            total.add(joined)
         without_frame = {graph.digest(): graph for graph in self._without_frame}
         for graph in without_frame.values():
             total.add(graph.report())
+        total.cut += self._given_up({(site.op, site.location) for site in total.sites})
         return total
+
+    def _given_up(self, kept: set[tuple[str, Location]]) -> list[SiteReport]:
+        """Sites of graphs that Dynamo threw away, where no other graph has the same line."""
+        reasons: dict[tuple[str, Location], str] = {}
+        lost = Report()
+        for frame, compilations in self._frames.items():
+            for number, one in compilations.items():
+                why = None if (frame, number) in compat.watched.kept else one.failure(frame, number)
+                if why is not None:
+                    sites = [(site.op, site.location) for site in one.report().sites]
+                    left = [site for site in sites if site not in kept]
+                    told = [SiteReport(*site, "not compiled", reasons.setdefault(site, why)) for site in left]
+                    lost = Report.joined([lost, Report(cut=told)])
+        return lost.cut
 
     def last(self) -> Report:
         """The report of the last compilation, whether it is kept or not."""
         return Report() if self._last is None else self._last.report()
 
     def forget(self) -> None:
+        """Forget everything, as Dynamo does when it is reset."""
         self._frames.clear()
         self._without_frame.clear()
         self._last = None
 
 
-_process = Ledger()
-# In which the graphs are that Dynamo compiles at present: that of the process, and those of callers of `explain`.
-_open = [_process]
-
-
-@contextmanager
-def ledger() -> Iterator[Ledger]:
-    """A ledger of one's own, for graphs that are looked at only."""
-    one = Ledger()
-    _open.append(one)
-    try:
-        yield one
-    finally:
-        _open.remove(one)
-
-
-# Of the process: around the compilation of one graph, the graph that is being compiled, and the last compilation.
-graph, current, last = _process.graph, _process.current, _process.last
-
-
-def forget() -> None:
-    """Forget all reports, and what was told of failures."""
-    _process.forget()
-    guard.forget()
-
-
-def report() -> Report:
-    """All graphs that were compiled, or found in a cache, since `torch._dynamo.reset()`, in one report.
-
-    Graphs that Dynamo threw away do not count. A function that was compiled again, for other shapes, counts once. For a
-    graph that was found in a cache, this is the report of its compilation, which the cache keeps with the graph.
-    `cached` counts these graphs, and the text says so. So does what
-    `torch.compiler.load_compiled_function` has loaded.
-    """
-    return _process.report()
-
-
-def _kept() -> None:
-    for one in _open:
-        with guard.guard("the report is not kept"):
-            one.keep()
-
-
-def _pack() -> str | None:
-    graph = _process.current()
-    return graph.packed() if graph is not None and (graph.traced.graphs or graph.lowered) else None
+def _left_eager(limit: compat.RecompileLimit) -> SiteReport:
+    words = (
+        f"Dynamo compiled it {limit.number} times (torch._dynamo.config.{limit.limit}), and runs it eagerly for "
+        f"anything new; what changed last: {limit.changed}"
+    )
+    where = Location(limit.file, limit.line, limit.function)
+    return SiteReport("function", where, "not compiled any more", words)
 
 
 class _Forgetful:
@@ -240,5 +245,35 @@ class _Forgetful:
 
 
 _forgetful = _Forgetful()
+_process = Ledger()
+# Of the process: around the compilation of one graph, the graph that is being compiled, and the last compilation.
+graph, current, last = _process.graph, _process.current, _process.last
+
+
+def forget() -> None:
+    """Forget all reports, and what was told of failures."""
+    _process.forget()
+    compat.watched.clear()
+    guard.forget()
+
+
+def report() -> Report:
+    """All graphs that were compiled, or found in a cache, since `torch._dynamo.reset()`, in one report.
+
+    Graphs that Dynamo threw away do not count. A function that was compiled again, for other shapes, counts once. For a
+    graph that was found in a cache, this is the report of its compilation, which the cache keeps with the graph.
+    `cached` counts these graphs, and the text says so. The same holds for what
+    `torch.compiler.load_compiled_function` has loaded.
+
+    `cut` has the steps that Dynamo tore apart or did not compile, with its reason.
+    """
+    return _process.report()
+
+
+def _pack() -> str | None:
+    graph = _process.current()
+    return graph.packed() if graph is not None and (graph.traced.graphs or graph.lowered) else None
+
+
 with guard.guard("caches have no reports"):
     compat.carry_with_compiled_graphs(_pack, _process.load)

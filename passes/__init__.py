@@ -27,6 +27,7 @@ from mhc_compile.passes import shadow as shadowing
 from mhc_compile.passes import share as sharing
 from mhc_compile.passes import sizes
 from mhc_compile.passes.called import called
+from mhc_compile.passes.cut import advice, cut
 from mhc_compile.passes.functional import functional
 from mhc_compile.passes.fuse.joint import is_operator
 from mhc_compile.passes.plan import (
@@ -83,6 +84,9 @@ def run(
     report.errors = failures + report.errors
     with guard("operators that the program calls are not told", report.errors):
         report.called = called(graph)
+    with guard("sites whose gates are in another graph are not told", report.errors):
+        report.cut = cut(new or graph)
+        report.advice = advice(graph)
     report.seconds = time.perf_counter() - begin
     with guard("the report is not logged", report.errors):
         log.info("%s", report)
@@ -218,18 +222,18 @@ def _in_place(
     report.seconds = time.perf_counter() - begin
 
 
-def run_recursively(module: fx.GraphModule) -> Report:
+def run_recursively(module: fx.GraphModule, *, input_norms: bool | None = None) -> Report:
     """Rewrite a graph module in place, with the bodies of its checkpoint regions and other nested graphs.
 
     A graph comes before its bodies: an `autograd.Function` that computes a gate is recognised by what its bodies
     compute, as their author wrote them, and disappears with them.
     """
     total = Report()
-    total.add(run(module.graph, module=module)[1])
+    total.add(run(module.graph, input_norms=input_norms, module=module)[1])
     for name in sorted({str(node.target) for node in module.graph.nodes if node.op == "get_attr" and node.users}):
         body = getattr(module, name, None)
         if isinstance(body, fx.GraphModule):
-            total.add(run_recursively(body))
+            total.add(run_recursively(body, input_norms=input_norms))
     return total
 
 

@@ -59,7 +59,7 @@ class SiteReport:
         return self.reason is None
 
 
-_SITES = ("sites", "called")
+_SITES = ("sites", "called", "cut")
 _COUNTS = ("fusions", "shared", "lowered")
 
 
@@ -67,17 +67,23 @@ _COUNTS = ("fusions", "shared", "lowered")
 class Report:
     """What the passes did, over all graphs of a model.
 
-    sites lists every site in program order, rewritten the accepted and declined the refused ones. called lists the
-    operators that the program calls itself, which are no sites. graphs counts the graphs looked at, and cached those
-    of them that came from a cache. errors has the messages of internal failures, after which a site or a graph was left
-    as it was, or something beside the graph was not done. fusions counts, by name, what was fused in joint graphs,
-    shared the calls of graphs that are compiled once, lowered the operators that Inductor compiled as parts of a graph.
+    - sites: every site in program order; rewritten are the accepted, declined the refused ones;
+    - called: the operators that the program calls itself, which are no sites;
+    - cut: the sites that Dynamo tore apart or did not compile, and why; detail says which;
+    - advice: what would keep graphs whole that Dynamo may give up;
+    - graphs: how many were looked at, and cached how many of them came from a cache;
+    - errors: internal failures, after which a site or a graph was left as it was, or something beside the graph was not
+      done;
+    - fusions, shared, lowered: how often, by name, operators were fused in joint graphs, graphs that are compiled once
+      are called, and operators were compiled by Inductor as parts of a graph.
 
     `str(report)` is for people and has at most one screen; `details()` has everything.
     """
 
     sites: list[SiteReport] = field(default_factory=list)
     called: list[SiteReport] = field(default_factory=list)
+    cut: list[SiteReport] = field(default_factory=list)
+    advice: list[str] = field(default_factory=list)
     graphs: int = 0
     cached: int = 0
     seconds: float = 0.0
@@ -98,6 +104,8 @@ class Report:
         """Add what was done to other graphs, or by other passes to the same."""
         self.sites += other.sites
         self.called += other.called
+        self.cut += other.cut
+        self.advice += other.advice
         self.graphs += other.graphs
         self.cached += other.cached
         self.seconds += other.seconds
@@ -112,8 +120,7 @@ class Report:
         total = Report()
         for one in reports:
             for name in _SITES:
-                together = Counter(getattr(total, name)) | Counter(getattr(one, name))
-                setattr(total, name, list(together.elements()))
+                setattr(total, name, _united(getattr(total, name), getattr(one, name)))
             total.graphs = max(total.graphs, one.graphs)
             total.cached = max(total.cached, one.cached)
             total.seconds += one.seconds
@@ -150,18 +157,29 @@ class Report:
             graphs += " from the cache" if self.cached == self.graphs else f", {self.cached} of them from the cache"
         return (
             f"mhc: {len(self.rewritten)} of {len(self.sites)} hyper-connection sites rewritten "
-            f"in {graphs} ({self.seconds:.2f} s)"
+            f"in {graphs} ({self.seconds:.2f} s)" + (f"; {len(self.cut)} cut or not compiled" if self.cut else "")
         )
 
     def _nothing(self) -> list[str]:
         if not self.graphs:
             return ["  no graph was looked at: none was compiled"]
-        return [] if self.sites or self.called or self.errors else ["  no hyper-connection code was found"]
+        return [] if self.sites or self.called or self.cut or self.errors else ["  no hyper-connection code was found"]
 
 
 # How many kinds of sites, of declined ones and of errors a report for people shows; with them it fits on a screen.
 _KINDS = 4
 _WIDTH = 160
+
+
+def _united(sites: list[SiteReport], others: list[SiteReport]) -> list[SiteReport]:
+    """Each as often as the list has it that has more of them, in program order."""
+    missing = Counter(others) - Counter(sites)
+    added = []
+    for site in others:
+        if missing[site]:
+            missing[site] -= 1
+            added.append(site)
+    return sites + added
 
 
 def _site_from_dict(told: dict[str, Any]) -> SiteReport:
@@ -178,6 +196,10 @@ def _lines(report: Report, most: int | None) -> list[str]:
         count = f"{len(group)} x " if len(group) > 1 else ""
         lines += _site(f"  declined: {count}{{op}} at {{place}}", group)
     lines += _more(len(declined), most, "kinds of sites that were declined")
+    cut = _groups(report.cut, whole)
+    for group in cut[:most]:
+        lines += _site(f"  {group[0].detail}: {{count}} x {{op}} at {{place}}", group)
+    lines += _more(len(cut), most, "kinds of sites that were cut or not compiled")
     called = _groups(report.called, whole)
     for group in called[:most]:
         lines += _site("  called by the program: {count} x {op} at {place}", group)[:1]

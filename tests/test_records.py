@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
@@ -27,23 +26,6 @@ SHAPE = (2, 3, 4, 6)
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
-@pytest.fixture
-def _no_lowering(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the passes: what Inductor would make of a graph is of no interest here."""
-
-    def passes_only(patches: dict[str, Any], gm: Any, inputs: Any) -> Any:
-        for name in {str(node.target) for node in gm.graph.nodes if node.op == "get_attr"}:
-            if isinstance(body := getattr(gm, name), torch.fx.GraphModule):
-                patches["pre_grad_custom_pass"](body.graph)
-        patches["pre_grad_custom_pass"](gm.graph)
-        return gm.forward
-
-    def compiler(mode: Any, options: Any, patches: dict[str, Any]) -> Any:
-        return functools.partial(passes_only, patches)
-
-    monkeypatch.setattr(backend.compat, "inductor_compiler", compiler)
-
-
 def _operators() -> list[str]:
     return sorted(site.op for site in mhc_compile.report().rewritten)
 
@@ -51,7 +33,7 @@ def _operators() -> list[str]:
 BOTH = ["expand_combine", "generate_mix_and_aggregate"]
 
 
-@pytest.mark.usefixtures("_no_lowering")
+@pytest.mark.usefixtures("passes_only")
 def test_graphs_add_up_until_dynamo_is_reset() -> None:
     first, second = Sublayer(4, 6, 3, 2), Sublayer(4, 6, 3, 2)
     second.__class__ = type("Other", (Sublayer,), {"forward": lambda self, x: self.body(x + 1.0)})
@@ -64,7 +46,7 @@ def test_graphs_add_up_until_dynamo_is_reset() -> None:
     assert mhc_compile.report().graphs == 0
 
 
-@pytest.mark.usefixtures("_no_lowering")
+@pytest.mark.usefixtures("passes_only")
 def test_a_function_that_is_compiled_again_counts_once() -> None:
     compiled = torch.compile(Sublayer(4, 6, 3, 2), backend="mhc", dynamic=False)
     for length in (3, 5):
@@ -72,7 +54,7 @@ def test_a_function_that_is_compiled_again_counts_once() -> None:
     assert _operators() == BOTH
 
 
-@pytest.mark.usefixtures("_no_lowering")
+@pytest.mark.usefixtures("passes_only")
 def test_nested_graphs_belong_to_the_graph_around_them() -> None:
     inside, outside = Sublayer(4, 6, 3, 2), Sublayer(4, 6, 3, 2)
     torch.compile(lambda x: outside(checkpoint(inside, x, use_reentrant=False)), backend="mhc")(torch.randn(SHAPE))
@@ -80,7 +62,7 @@ def test_nested_graphs_belong_to_the_graph_around_them() -> None:
     assert len(records.last().rewritten) == 4
 
 
-@pytest.mark.usefixtures("_no_lowering")
+@pytest.mark.usefixtures("passes_only")
 def test_graphs_on_both_sides_of_a_break_are_all_reported() -> None:
     first, second = Sublayer(4, 6, 3, 2), Sublayer(4, 6, 3, 2)
 
@@ -104,14 +86,38 @@ def _alone_in_a_group(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.usefixtures("_no_lowering", "_alone_in_a_group")
+@pytest.mark.usefixtures("passes_only", "_alone_in_a_group")
 def test_graphs_that_one_frame_is_cut_into_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`DistributedDataParallel` has Dynamo cut a frame where a bucket of gradients is full, and may cut a sublayer."""
+    """`DistributedDataParallel` has Dynamo cut a frame where a bucket of gradients is full, but not a sublayer."""
     monkeypatch.setattr(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 1000)
     distributed = torch.nn.parallel.DistributedDataParallel(Sublayer(4, 6, 3, 2), bucket_cap_mb=0.002)
     torch.compile(distributed, backend="mhc")(torch.randn(SHAPE))
     assert mhc_compile.report().graphs > 1
-    assert _operators() == ["aggregate", "expand_combine", "generate_mix"]
+    assert _operators() == BOTH
+    assert mhc_compile.report().cut == []
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.usefixtures("_alone_in_a_group")
+def test_graphs_that_a_plain_compile_cuts_are_rewritten_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import compile_fx
+
+    parts: list[torch.fx.GraphModule] = []
+
+    def compile_nothing(gm: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        parts.append(gm)
+        return gm.forward
+
+    monkeypatch.setattr(compile_fx, "compile_fx", compile_nothing)
+    monkeypatch.setattr(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 1000)
+    model, x = Sublayer(4, 6, 3, 2), torch.randn(SHAPE)
+    distributed = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.002)
+    with mhc_compile.enable():
+        out = torch.compile(distributed)(x)
+    assert len(parts) > 1
+    assert _operators() == BOTH
+    # Two float32 evaluations of a few hundred sums.
+    torch.testing.assert_close(out, model(x), rtol=1e-5, atol=1e-5)
 
 
 def test_no_graph_is_not_nothing_found() -> None:

@@ -12,6 +12,7 @@ from mhc_compile.compat.cpp import (
     compile_beside,
 )
 from mhc_compile.compat.distributed import (
+    before_ddp_splits,
     job_store,
     rank,
     ranks,
@@ -29,6 +30,7 @@ from mhc_compile.compat.graphs import (
     example,
     example_key,
     for_these_sizes,
+    more_compilations,
     on_dynamo_reset,
     readable,
     sort_topologically,
@@ -61,7 +63,6 @@ from mhc_compile.compat.inductor import (
 )
 from mhc_compile.compat.keeping import (
     carry_with_compiled_graphs,
-    on_code_of_dynamo,
 )
 from mhc_compile.compat.launches import (
     analyse_once,
@@ -123,12 +124,22 @@ from mhc_compile.compat.values import (
     symbols,
     without_guards,
 )
+from mhc_compile.compat.watching import (
+    GraphBreak,
+    RecompileLimit,
+    breaks_around,
+    watch_dynamo,
+    watched,
+    without_tracebacks,
+)
 
 __all__ = [
     "AutogradFunction",
     "CustomGraphPass",
     "FloatWatch",
+    "GraphBreak",
     "NeedsGuard",
+    "RecompileLimit",
     "Snapshot",
     "Unwrapped",
     "aliased",
@@ -140,8 +151,10 @@ __all__ = [
     "autocast_like",
     "autocast_state",
     "autograd_function",
+    "before_ddp_splits",
     "below_autograd",
     "bodies",
+    "breaks_around",
     "call_directly",
     "call_in_worker",
     "called_operator",
@@ -192,8 +205,8 @@ __all__ = [
     "makes_cuda_graphs",
     "may_be_equal",
     "may_mutate",
+    "more_compilations",
     "no_autocast_cache",
-    "on_code_of_dynamo",
     "on_dynamo_reset",
     "quiet_fakes",
     "quiet_shape_env",
@@ -218,7 +231,10 @@ __all__ = [
     "tell_workers",
     "tensor_metadata",
     "trace_artifact",
+    "watch_dynamo",
+    "watched",
     "without_guards",
+    "without_tracebacks",
     "writes",
 ]
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import fx
+
+from mhc_compile.compat.inductor import _guard
 
 
 def job_store() -> Any:
@@ -32,3 +38,33 @@ def ranks() -> int:
     """How many processes this job has."""
     distributed = torch.distributed
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+@functools.cache
+def before_ddp_splits(whole: Callable[[fx.GraphModule, str, dict[str, Any]], AbstractContextManager[None]]) -> None:
+    """Have `whole(module, backend, options)` entered while Dynamo splits a graph at the buckets of gradients.
+
+    The optimizer of Dynamo for `DistributedDataParallel` gives each part to the backend (torch 2.11 to 2.14). backend
+    and options are those that `torch.compile` was given.
+    """
+    with _guard("DistributedDataParallel may cut hyper-connections"):
+        if not torch.distributed.is_available():
+            return
+        from torch._dynamo.backends.distributed import DDPOptimizer
+
+        split = DDPOptimizer.compile_fn
+
+        @functools.wraps(split)
+        def split_whole(self: Any, gm: fx.GraphModule, example_inputs: Any, **configs: Any) -> Any:
+            with whole(gm, *_backend(self.backend_compile_fn)):
+                return split(self, gm, example_inputs, **configs)
+
+        DDPOptimizer.compile_fn = split_whole  # type: ignore[method-assign]
+
+
+def _backend(compiler: Any) -> tuple[str, dict[str, Any]]:
+    """The name and the options that `torch.compile` was given; no name if it was given a function."""
+    while hasattr(compiler, "_torchdynamo_orig_backend"):
+        compiler = compiler._torchdynamo_orig_backend
+    options = getattr(compiler, "kwargs", {}).get("options") or {}
+    return str(getattr(compiler, "compiler_name", "")), options

@@ -122,6 +122,13 @@ def for_these_sizes() -> Any:
     return torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=1 << 30)
 
 
+def more_compilations(times: int) -> Any:
+    """A context in which Dynamo compiles each function so many times as often as its settings allow."""
+    config = torch._dynamo.config
+    limits = {name: getattr(config, name) * times for name in ("recompile_limit", "accumulated_recompile_limit")}
+    return config.patch(limits)
+
+
 def on_dynamo_reset(backend: Any) -> None:
     """Have `backend.reset()` called by the next `torch._dynamo.reset()`, as that of every backend in use."""
     from torch._dynamo.eval_frame import cached_backends

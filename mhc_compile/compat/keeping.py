@@ -1,4 +1,4 @@
-"""What Dynamo and Inductor keep: the code of a frame, and compiled graphs with what belongs to them."""
+"""What Inductor keeps with a compiled graph."""
 
 from __future__ import annotations
 
@@ -47,11 +47,3 @@ def carry_with_compiled_graphs(pack: Callable[[], str | None], unpack: Callable[
     for graph in gc.get_objects():  # of files that were loaded before
         if type(graph) is CompiledFxGraph and graph.current_callable is not None and hasattr(graph, _REPORT):
             unpack(getattr(graph, _REPORT))
-
-
-@functools.cache
-def on_code_of_dynamo(kept: Callable[[], None]) -> None:
-    """Have `kept()` called while Dynamo compiles a frame, when it is done with it and keeps what it has made."""
-    from torch._dynamo.convert_frame import register_bytecode_hook
-
-    register_bytecode_hook(lambda old, new: kept())

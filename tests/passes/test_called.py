@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mhc_compile
-from mhc_compile import backend, compat, ops, passes
+from mhc_compile import compat, ops, passes, records
 from mhc_compile.nn import HyperConnection
 from mhc_compile.passes.report import Report, SiteReport
 from tests.passes.fused import Stack, Sublayer, assert_same, program, streams
@@ -94,7 +94,6 @@ def empty_cache() -> Iterator[None]:
 def test_the_report_of_a_compiled_model() -> None:
     model, x = Stack(2), streams()
     results = check.evaluate(torch.compile(model, backend="mhc"), model, (x,))
-    assert backend.last_report is not None
-    assert _names(backend.last_report.called) == _names(mhc_compile.report().called) == PAIR * 2
-    assert dict(backend.last_report.fusions) == {"accumulate": 2, "boundary": 1, "boundary_backward": 1}
+    assert _names(records.last().called) == _names(mhc_compile.report().called) == PAIR * 2
+    assert dict(records.last().fusions) == {"accumulate": 2, "boundary": 1, "boundary_backward": 1}
     assert_same(results, check.evaluate(model, model, (x,)))
