@@ -93,3 +93,7 @@ class Sinkhorn:
             "sinkhorn_start_eps": self.start_eps,
             "sinkhorn_clamp": self.clamp,
         }
+
+
+class SymbolicLayout(ValueError):
+    """How a tensor lies in memory depends on a symbolic size, where a kernel has to know it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
@@ -20,6 +21,9 @@ log = logging.getLogger(__name__)
 
 _ROOT = os.path.dirname(__file__)
 _LONGEST = 300
+# A process that runs out of these fails wherever it happens to be, and in many places.
+_ANYWHERE = (RecursionError, MemoryError)
+_ADDRESS = re.compile(r"( object)? at 0x[0-9a-fA-F]+")
 # What says of a failure that there is one.
 _NO_PLACE = ("guard.py", "budget.py")
 
@@ -40,28 +44,33 @@ def guard(follows: str, errors: list[str] | None = None) -> Iterator[None]:
         told(error, follows, errors)
 
 
-def told(error: Exception, follows: str, errors: list[str] | None = None) -> str:
-    """Tell of a failure that was caught, once for all that are the same; returns the line that is told."""
+def told(error: Exception, follows: str, errors: list[str] | None = None, line: str = "") -> str:
+    """Tell of a failure that was caught, once for all that are the same; returns the line that is told.
+
+    line is the user's, if the failure is about one.
+    """
     if isinstance(error, Deliberate) or _asks_to_trace_again(error):
         raise error
     message = described(error)
-    if not _was_told(message, errors):
+    kind = type(error).__name__ if isinstance(error, _ANYWHERE) else message
+    if line:
+        message = f"{message}, at {line}"
+    known = errors is not None and any(one.startswith(kind) for one in errors)
+    if not known and not _was_told(kind):
         log.warning("%s: %s", follows, message)
         log.debug("where this failed", exc_info=error)
-    if errors is not None and message not in errors:
+    if errors is not None and not known:
         errors.append(message)
     return message
 
 
-def _was_told(message: str, errors: list[str] | None) -> bool:
-    """Whether the same was told of this graph, or of another of the same compilation, such as that of the backward."""
-    if errors is not None and message in errors:
-        return True
+def _was_told(kind: str) -> bool:
+    """Whether the same was told of another graph of the same compilation, such as that of the backward."""
     frame, number = _compilation()
     if frame is None:
         return False
-    known = (frame, number, message) in _told
-    _told.add((frame, number, message))
+    known = (frame, number, kind) in _told
+    _told.add((frame, number, kind))
     return known
 
 
@@ -90,7 +99,7 @@ def _asks_to_trace_again(error: Exception) -> bool:
 def described(error: BaseException) -> str:
     """A failure in one line: its type, what it says, and the innermost line of ours that it passed."""
     try:
-        words = " ".join(str(error).split())
+        words = _ADDRESS.sub("", " ".join(str(error).split()))
     except Exception:  # what raises may not even be able to say why
         words = ""
     if len(words) > _LONGEST:

@@ -101,7 +101,8 @@ def _rewritten(graph: fx.Graph, input_norms: bool | None, report: Report, failur
     gc.disable()  # looking for cycles takes a third of the time, and those of the record are taken apart in the end
     try:
         compat.settle_sizes(compat.common_fake_mode(map(compat.example, graph.nodes)))
-        shadow = shadowing.trace(sizes.from_inputs(functional(graph)), failures)
+        with compat.without_fake_tracebacks():
+            shadow = shadowing.trace(sizes.from_inputs(functional(graph)), failures)
         plan = planning.plan(shadow, recognise(shadow, failures), failures, input_norms=input_norms)
         report.errors += plan.untold
         new = _rewrite(shadow, plan, failures) if plan.sites else None

@@ -41,6 +41,11 @@ class Location:
         """The file without the folders that lead to installed packages or to where one is."""
         return self.file.rpartition("site-packages/")[2].removeprefix(_working_directory())
 
+    @property
+    def short(self) -> str:
+        """The same on all machines of a job; empty if the graph does not know the line."""
+        return f"{os.path.basename(self.file)}:{self.line}" if self.file else ""
+
     def __str__(self) -> str:
         return f"{self.name}:{self.line}" if self.file else "unknown source"
 

@@ -24,6 +24,7 @@ from torch import fx
 from mhc_compile import compat
 from mhc_compile.guard import told
 from mhc_compile.passes.record import Recording, WritesInput, call_text, filled, leaves, map_leaves, record, tensors
+from mhc_compile.passes.report import location
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -256,7 +257,7 @@ class _Tracer:
                 self.recorded[known] = None
             except Exception as error:  # it stays opaque, and so is never rewritten
                 if not compat.depends_on_data(error):
-                    told(error, f"{spelled(node)} is not looked into", self.errors)
+                    told(error, f"{spelled(node)} is not looked into", self.errors, location(node).short)
                 self.recorded[known] = _UNREADABLE
         found = self.recorded[known]
         if found is None:

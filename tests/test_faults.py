@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import itertools
 import logging
+import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -133,6 +137,46 @@ def test_every_function_that_fails(part: int, told: list[str]) -> None:
 def test_the_functions_that_fail_are_called() -> None:
     model, x = _model()
     assert set(HOOKS) <= set(faults.called(lambda: _compiled_step(model, x)))
+
+
+@pytest.mark.parametrize("depth", [40, 60, 80])
+def test_a_stack_that_is_too_low_is_told_in_one_line(
+    depth: int, told: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It runs out in many places, with other words in each."""
+    working, limit = faults.hooks.working, sys.getrecursionlimit()
+
+    @contextlib.contextmanager
+    def low() -> Iterator[None]:
+        sys.setrecursionlimit(len(inspect.stack(0)) + depth)
+        try:
+            with working():
+                yield
+        finally:
+            sys.setrecursionlimit(limit)
+
+    monkeypatch.setattr(faults.hooks, "working", low)
+    model, x = _model()
+    expected = _step(model, model, x)
+    for one, other in zip(_compiled_step(model, x), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)  # as above
+    assert len(told) <= 1
+    assert all("RecursionError: maximum recursion depth exceeded" in line for line in told)
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
+def test_what_cannot_be_looked_into_is_told_with_the_users_line(told: list[str]) -> None:
+    def broken(*args: Any) -> Any:
+        raise ValueError(f"planted in {object()}")
+
+    model, x = _model()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(passes.shadowing, "record", broken)
+        report = mhc_compile.explain(model, x)
+    (line,) = told
+    message = r"ValueError: planted in <object> \(mhc_compile/passes/shadow.py:\d+\), at near.py:\d+"
+    assert re.fullmatch(rf"mul is not looked into: {message}", line)
+    assert report.errors == [line.removeprefix("mul is not looked into: ")]
 
 
 def test_a_failure_that_says_nothing_of_itself_is_told(told: list[str]) -> None:

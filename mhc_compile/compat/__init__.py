@@ -122,6 +122,7 @@ from mhc_compile.compat.values import (
     storage_of,
     symbolic_expression,
     symbols,
+    without_fake_tracebacks,
     without_guards,
 )
 from mhc_compile.compat.watching import (
@@ -233,6 +234,7 @@ __all__ = [
     "trace_artifact",
     "watch_dynamo",
     "watched",
+    "without_fake_tracebacks",
     "without_guards",
     "without_tracebacks",
     "writes",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -72,6 +73,21 @@ def quiet_fakes(values: Any) -> Iterator[None]:
     mode = common_fake_mode(pytree.tree_leaves(values))
     with quiet_shape_env(mode), mode or contextlib.nullcontext():
         yield
+
+
+@contextlib.contextmanager
+def without_fake_tracebacks() -> Iterator[None]:
+    """Let torch not print the stack of an operator that cannot be run on fake tensors: it raises as well."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addFilter(_is_no_fake_traceback)
+    try:
+        yield
+    finally:
+        log.removeFilter(_is_no_fake_traceback)
+
+
+def _is_no_fake_traceback(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("failed while attempting to run meta")
 
 
 def common_fake_mode(values: Iterable[Any]) -> Any:

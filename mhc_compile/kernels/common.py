@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from mhc_compile.forms import SymbolicLayout
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -39,13 +41,13 @@ def expected(tokens: int) -> int:
 def _near(t: torch.Tensor, inner: int) -> bool:
     """Whether the offsets within a token, which kernels count in 32 bits, stay below 2^31.
 
-    Raises ValueError where that depends on a symbolic size.
+    Raises SymbolicLayout where that depends on a symbolic size.
     """
     offset = 0
     for d in range(-inner, 0):
         offset += t.shape[d] * t.stride(d)
     if not isinstance(offset, int):
-        raise ValueError(f"how far apart a token's streams lie, {offset}, depends on a symbolic size")
+        raise SymbolicLayout(f"how far apart a token's streams lie, {offset}, depends on a symbolic size")
     return offset < 1 << 31
 
 

@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from mhc_compile import compat
+from mhc_compile.forms import SymbolicLayout
 from mhc_compile.guard import guard, told
 from mhc_compile.ops._launch import compile_elsewhere
 from mhc_compile.ops._register import KERNELS, REFERENCES
@@ -70,7 +71,7 @@ def lower(graph: fx.Graph, errors: list[str] | None = None) -> Counter[str]:
                     continue
                 with mode:
                     results = _inline(node, body)
-        except (compat.NeedsGuard, LaidOutOtherwise) as reason:
+        except (compat.NeedsGuard, LaidOutOtherwise, SymbolicLayout) as reason:
             log.info("%s is not lowered: %s", name, reason)
             continue
         except Exception as error:  # an operator that stays costs time, never a result

@@ -125,7 +125,7 @@ def test_what_needs_a_guard_stays(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     with caplog.at_level(logging.INFO, logger="mhc_compile"):
         lowered = passes.lower(graph).lowered
     assert lowered == {"expand_combine": 1, "generate_mix_and_aggregate_backward": 1}
-    assert "generate_mix_and_aggregate is not lowered: NeedsGuard: it depends on whether" in caplog.text
+    assert "generate_mix_and_aggregate is not lowered: it depends on whether" in caplog.text
     assert len(shape_env.guards) == guards
 
 
@@ -138,7 +138,7 @@ def test_streams_a_symbolic_number_apart(fakes: FakeTensorMode, caplog: pytest.L
     graph = graph_of(step, values)
     with caplog.at_level(logging.INFO):
         assert not passes.lower(graph).lowered
-    assert "generate_mix_and_aggregate is not lowered: ValueError: how far apart a token's streams lie" in caplog.text
+    assert "generate_mix_and_aggregate is not lowered: how far apart a token's streams lie" in caplog.text
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
