@@ -103,6 +103,7 @@ class MhcPass(_Configured):
             compiled.traced.graphs += 1
             return
         compiled.loaded.clear()  # a cache that had one graph and not the other is of no use
+        compiled.say("Dynamo has traced it")
         new, report = None, Report(graphs=1)
         with guard("this graph is compiled as it was", report.errors):
             new, report = passes.run(graph, input_norms=self.options[_INPUT_NORM], module=module)
@@ -130,7 +131,7 @@ def whole(module: fx.GraphModule, backend: str, options: dict[str, Any]) -> Iter
     wanted: dict[str, Any] | None = None
     if backend == "mhc":
         wanted = {key: value for key, value in options.items() if str(key).startswith(_PREFIX)}
-    elif backend == "inductor" and _enabled:
+    elif backend == "inductor" and _enabled and not _paused:
         wanted = _enabled[-1]._options
     if wanted is None:
         yield
@@ -180,6 +181,7 @@ class FusePass(_Configured):
             return
         compiled = _compiled()
         compiled.loaded.clear()
+        compiled.say("autograd has traced it")
         self._be_strict(compiled)
         names = [name for name in FUSIONS if self.options[_FUSE + name]]
         compiled.traced.add(passes.fuse(module, names, self.options["mhc.recompute"]))
@@ -193,7 +195,9 @@ class LowerPass(_Configured):
         report, compiled = Report(), _compiled()
         compiled.lowered.append(report)
         self._be_strict(compiled)
+        compiled.say("Inductor has a graph of its own")
         self.lower(graph, report)
+        compiled.say("Inductor generates its code")
 
     def lower(self, graph: fx.Graph, report: Report) -> None:
         """Lower a graph, and those that it calls."""
@@ -377,7 +381,19 @@ class enable:
 
 
 _enabled: list[enable] = []
+_paused: list[object] = []
 _switch = threading.Lock()
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """A context in which a plain `torch.compile` is Inductor's alone, in the whole process."""
+    mark = object()
+    _paused.append(mark)
+    try:
+        yield
+    finally:
+        _paused.remove(mark)
 
 
 def disable() -> None:
@@ -400,7 +416,7 @@ def is_enabled() -> bool:
 def _settings() -> dict[str, Any]:
     """What Inductor's settings are while it compiles: the passes are put behind those that are configured by then."""
     settings: dict[str, Any] = {}
-    for last in _enabled[-1:]:
+    for last in () if _paused else _enabled[-1:]:
         with guard("a plain torch.compile is not rewritten"):
             for hook, make in _HOOKS.items():
                 there = getattr(compat.inductor_config(), hook)

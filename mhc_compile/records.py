@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -39,6 +40,13 @@ class Compiled:
     before: compat.GraphBreak | None = None
     after: compat.GraphBreak | None = None
     failure: str | None = None
+    begun: float = field(default_factory=time.perf_counter)
+
+    def say(self, what: str) -> None:
+        """Log a stage, and when after the beginning it was reached."""
+        if log.isEnabledFor(logging.INFO):
+            frame, number, _ = compat.compile_id()
+            log.info("graph %s/%s, %.1f s: %s", frame, number, time.perf_counter() - self.begun, what)
 
     def report(self) -> Report:
         traced = self.traced
@@ -142,6 +150,8 @@ class Ledger:
         token = self._active.set(graph)
         try:
             yield graph
+            with guard.guard("the log is not complete"):
+                graph.say("compiled")
         except Exception as error:
             graph.failure = guard.described(error)
             raise
@@ -216,6 +226,12 @@ class Ledger:
                     lost = Report.joined([lost, Report(cut=told)])
         return lost.cut
 
+    def progress(self) -> str:
+        """How many graphs there are so far, those that Dynamo may throw away included."""
+        graphs = [graph for all in list(self._frames.values()) for one in list(all.values()) for graph in one.graphs]
+        sites = sum(len(graph.traced.sites) for graph in graphs)
+        return f"{len(graphs)} graphs traced, with {sites} sites"
+
     def last(self) -> Report:
         """The report of the last compilation, whether it is kept or not."""
         return Report() if self._last is None else self._last.report()
@@ -272,7 +288,10 @@ def report() -> Report:
 
 def _pack() -> str | None:
     graph = _process.current()
-    return graph.packed() if graph is not None and (graph.traced.graphs or graph.lowered) else None
+    if graph is None or not (graph.traced.graphs or graph.lowered):
+        return None
+    graph.say("Inductor has compiled one of its graphs")
+    return graph.packed()
 
 
 with guard.guard("caches have no reports"):

@@ -15,14 +15,14 @@ import torch._dynamo
 from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-import mhc_compile.backend  # noqa: F401  (makes "mhc" known where the package is run from its sources)
-from mhc_compile import compat, records
+from mhc_compile import backend, compat, records
 from mhc_compile.passes.report import Report
 from mhc_compile.testing.draws import KeepDraws, ReplayDraws
 from mhc_compile.testing.float64 import Float64Reference
 from mhc_compile.testing.judging import Errors, Finding, judge
 
 RUNS = ("eager", "inductor", "mhc")
+_HOW = {"float64": "in float64", "eager": "eagerly", "inductor": "compiled by Inductor", "mhc": "compiled by mhc"}
 _SEED = 0
 
 Results = dict[str, torch.Tensor]
@@ -148,6 +148,9 @@ def verify(
     with _kept(module), compat.fresh_inductor_cache(), compat.inductor_config().patch(fallback_random=True):
         _check_memory(module)
         draws = KeepDraws()
+        tell(f"verify: runs the model {', '.join(_HOW[run] for run in ('float64', *runs))}")
+        if inductor:
+            tell("verify: a first compilation may take minutes; inductor=False leaves out plain Inductor's")
         tell("verify: float64 ...")
         with draws:
             _evaluate(module, module, args, kwargs, grad)
@@ -157,7 +160,8 @@ def verify(
             begin = time.perf_counter()
             torch._dynamo.reset()
             records.forget()
-            found = _evaluate(_compiled(module, run), module, args, kwargs, grad)
+            with backend.paused() if run == "inductor" else contextlib.nullcontext():
+                found = _evaluate(_compiled(module, run), module, args, kwargs, grad)
             if run == "mhc":
                 result.report = records.report()
             result.seconds[run] = time.perf_counter() - begin

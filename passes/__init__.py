@@ -45,6 +45,7 @@ from mhc_compile.passes.plan import (
 from mhc_compile.passes.recognise import recognise
 from mhc_compile.passes.report import Location, Report, SiteReport, location
 from mhc_compile.passes.rewrite import SitesFailed, rewrite
+from mhc_compile.passes.stages import Stages
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +97,7 @@ def run(
 def _rewritten(graph: fx.Graph, input_norms: bool | None, report: Report, failures: list[str]) -> fx.Graph | None:
     """The new graph, if any. What goes wrong with the graph is added to `failures`, with the report to its errors."""
     shadow: shadowing.Shadow | None = None
+    stages = Stages()
     compat.float_watch.clear()
     collecting = gc.isenabled()
     gc.disable()  # looking for cycles takes a third of the time, and those of the record are taken apart in the end
@@ -103,9 +105,15 @@ def _rewritten(graph: fx.Graph, input_norms: bool | None, report: Report, failur
         compat.settle_sizes(compat.common_fake_mode(map(compat.example, graph.nodes)))
         with compat.without_fake_tracebacks():
             shadow = shadowing.trace(sizes.from_inputs(functional(graph)), failures)
-        plan = planning.plan(shadow, recognise(shadow, failures), failures, input_norms=input_norms)
+        stages.done("record")
+        findings = recognise(shadow, failures)
+        stages.done("recognise")
+        plan = planning.plan(shadow, findings, failures, input_norms=input_norms)
+        stages.done("plan")
         report.errors += plan.untold
         new = _rewrite(shadow, plan, failures) if plan.sites else None
+        stages.done("rewrite")
+        log.info("a graph of %d nodes: %s", len(graph.nodes), stages)
         if new is not None:
             compat.float_watch.settle()
         report.sites = [SiteReport(site.op, location(None), "") for site in plan.sites]

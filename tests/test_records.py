@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -17,7 +18,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import mhc_compile
-from mhc_compile import backend, records
+from mhc_compile import backend, explanation, records
 from mhc_compile.passes.report import Location, Report, SiteReport
 from tests.zoo.near import Sublayer
 
@@ -125,6 +126,25 @@ def test_no_graph_is_not_nothing_found() -> None:
     assert "no hyper-connection code was found" in str(Report(graphs=1))
 
 
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_explain_shows_that_it_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not before two seconds, and on a terminal only; in the end the line is gone."""
+    shown: list[str] = []
+    for terminal, silent in ((_Terminal(), 0.0), (_Terminal(), 60.0), (io.StringIO(), 0.0)):
+        monkeypatch.setattr(sys, "stderr", terminal)
+        monkeypatch.setattr(explanation, "_SILENT", silent)
+        torch._dynamo.reset()
+        mhc_compile.explain(Sublayer(4, 6, 3, 2), torch.randn(SHAPE))
+        shown.append(terminal.getvalue())
+    assert re.match(r"\rexplain: \d+ graphs traced, with \d+ sites, \d+ s\x1b\[K", shown[0])
+    assert shown[0].endswith("\r\x1b[K")
+    assert shown[1:] == ["", ""]
+
+
 PROGRAM = textwrap.dedent(
     """
     import warnings
@@ -143,7 +163,7 @@ def test_logs_and_traces(tmp_path: Path) -> None:
         [sys.executable, "-c", PROGRAM],
         capture_output=True,
         text=True,
-        env=environment(tmp_path / "cache") | {"TORCH_LOGS": "+mhc_compile", "TORCH_TRACE": str(tmp_path / "trace")},
+        env=environment(tmp_path / "cache") | {"TORCH_LOGS": "mhc_compile", "TORCH_TRACE": str(tmp_path / "trace")},
         cwd=ROOT,
         check=False,
     )
@@ -152,6 +172,17 @@ def test_logs_and_traces(tmp_path: Path) -> None:
     sentence = "2 of 2 hyper-connection sites rewritten"
     assert sentence in done.stderr
     assert sentence in trace
+    for stage in (
+        r"graph 0/0, [\d.]+ s: Dynamo has traced it",
+        r"a graph of \d+ nodes: record [\d.]+ s, recognise [\d.]+ s, plan [\d.]+ s, rewrite [\d.]+ s",
+        r"graph 0/0, [\d.]+ s: autograd has traced it",
+        r"graph 0/0, [\d.]+ s: Inductor has a graph of its own",
+        r"lowered: 1 x generate_mix_and_aggregate",
+        r"graph 0/0, [\d.]+ s: Inductor generates its code",
+        r"graph 0/0, [\d.]+ s: Inductor has compiled one of its graphs",
+        r"graph 0/0, [\d.]+ s: compiled",
+    ):
+        assert re.search(stage, done.stderr), stage
     assert '"name": "mhc_report"' in trace
     assert '"name": "mhc_rewritten_graph"' in trace
     assert "torch.ops.mhc.expand_combine" in trace

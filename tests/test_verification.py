@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mhc_compile
-from mhc_compile import passes
+from mhc_compile import backend, passes, verification
 from tests.fuzz.plants import planted
 from tests.zoo.near import Sublayer
 
@@ -108,3 +108,25 @@ def test_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mhc_compile.verification._free_memory", lambda device: 8.0)
     with pytest.raises(MemoryError, match=r"its float64 copy and gradients need .* on cpu, which has .* left"):
         mhc_compile.verify(nn.Linear(4, 3), torch.randn(2, 4), **quietly)
+
+
+def test_inductor_alone_is_run_while_ours_is_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what will be run is said before it is."""
+    at_work: list[bool] = []
+    evaluate = verification._evaluate
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        at_work.append(bool(backend._settings()))
+        return evaluate(*args, **kwargs)
+
+    monkeypatch.setattr(verification, "_evaluate", watched)
+    lines: list[str] = []
+    with mhc_compile.enable():
+        mhc_compile.verify(nn.Linear(4, 3), input=torch.randn(2, 4), say=lines.append)
+        assert backend._settings()
+    # Twice in float64 and eagerly before, mhc after it.
+    assert at_work == [True, True, True, False, True]
+    assert lines[:2] == [
+        "verify: runs the model in float64, eagerly, compiled by Inductor, compiled by mhc",
+        "verify: a first compilation may take minutes; inductor=False leaves out plain Inductor's",
+    ]
