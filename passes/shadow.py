@@ -224,7 +224,7 @@ class _Tracer:
             result = map_leaves(self._fresh, example)
             self._add(self._op(function, self._resolve(node.args[2:]), {}, node), result)
             self._bind(node, result)
-        elif not compat.is_plain_call(node) or not held or any(map(compat.is_of_functorch, held)):
+        elif not compat.is_plain_call(node) or not held or any(map(compat.is_batched, held)):
             self._opaque(node, example)
         elif not any(prod(self._shape(tensor)) for tensor in held):
             # What has no elements, such as the rest of a sequence of whole chunks, is no part of any operator.

@@ -104,9 +104,14 @@ def fake_mode_of(tensor: Any) -> Any:
     return getattr(tensor, "fake_mode", None) or contextlib.nullcontext()
 
 
-def is_of_functorch(tensor: torch.Tensor) -> bool:
-    """Whether this stands for many tensors, or for a tangent, at a level of torch.func that may have ended."""
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Whether this stands for many tensors, at a level of torch.vmap that may have ended."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            return True
+        tensor = functorch.get_unwrapped(tensor)
+    return False
 
 
 def depends_on_data(error: Exception) -> bool:
