@@ -1,7 +1,10 @@
 # Targets set themselves up: `make test` and `make demo` work in a fresh clone with nothing but python3 (3.10 or newer).
 SHELL := /bin/bash
 PYTHON ?= python3
-VENV := .venv
+# The torch to test with: `make TORCH=2.14 test` has an environment of its own.
+TORCH ?= 2.13
+VENV := .venv/$(TORCH)
+CONSTRAINTS := constraints-torch$(TORCH).txt
 STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 DEMO_ARGS ?=
@@ -13,9 +16,9 @@ PYTEST_ARGS ?=
 venv: $(STAMP)
 
 # The stamp is written last, so that an interrupted installation is done again.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,demo]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[test,demo]'
 	touch $@
 
 # pytest's own selection leaves out what needs a GPU and what is marked thorough; test-all leaves out the first alone.
@@ -50,4 +53,4 @@ gpu-sanitize:
 	$(PYTHON) -m tests.kernels.sanitize
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -49,6 +49,9 @@ from mhc_compile.passes.stages import Stages
 
 log = logging.getLogger(__name__)
 
+# Here, because whatever compiles or explains a model imports this module, once in a process.
+compat.tell_if_untested()
+
 # Whether norms that read layer inputs are taken in where nobody says so. None: on GPUs, since on a CPU that costs more
 # than it saves.
 INPUT_NORMS: bool | None = None

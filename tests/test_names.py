@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import mhc_compile
+from mhc_compile.compat import NEWEST_TESTED, tell_if_untested
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -58,6 +59,46 @@ def test_the_version_is_the_one_of_the_changelog() -> None:
     latest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert latest is not None
     assert mhc_compile.__version__ == latest[1]
+
+
+def test_a_torch_that_was_not_tested_is_told_once() -> None:
+    """In a fresh process that uses the package in three ways."""
+    code = """
+import torch
+torch.__version__ = "9.0.0a0+git1234567"
+import mhc_compile
+for _ in range(2):
+    torch.compile(lambda x: x.view(-1), backend="mhc")(torch.ones(2))
+    mhc_compile.explain(lambda x: x.view(-1), torch.ones(2))
+with mhc_compile.enable():
+    torch.compile(lambda x: x.view(-1, 1))(torch.ones(2))
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, cwd=ROOT, check=True, stderr=subprocess.PIPE, text=True)
+    told = f"torch 9.0.0a0 is newer than {NEWEST_TESTED}, the newest that mhc_compile was tested with"
+    assert done.stderr.splitlines().count(told) == 1
+
+
+@pytest.mark.parametrize(
+    ("release", "untested"),
+    [("2.11.0", False), (f"{NEWEST_TESTED}.9+cu130", False), ("2.100.0", True), ("3.0.0.dev20270101+cpu", True)],
+)
+def test_which_torch_was_not_tested(
+    release: str, untested: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("torch.__version__", release)
+    tell_if_untested()
+    assert len(caplog.records) == untested
+
+
+def test_the_tested_torches_are_those_of_constraints() -> None:
+    """The newest of them is the constant, and no file of the package holds torch back."""
+    pins = [re.findall(r"^torch==(\d+\.\d+)", path.read_text(), re.MULTILINE) for path in ROOT.glob("constraints*.txt")]
+    tested = [tuple(map(int, pin.split("."))) for found in pins for pin in found]
+    assert max(tested) == tuple(map(int, NEWEST_TESTED.split(".")))
+    (required,) = re.findall(r'^    "torch(.*)",$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert re.fullmatch(r">=\d+\.\d+", required)
 
 
 @pytest.mark.thorough

@@ -86,6 +86,7 @@ from mhc_compile.compat.nodes import (
     writes,
 )
 from mhc_compile.compat.operators import (
+    SingleLevelFunction,
     apply_at_this_level,
     autocast_like,
     autocast_state,
@@ -125,6 +126,10 @@ from mhc_compile.compat.values import (
     without_fake_tracebacks,
     without_guards,
 )
+from mhc_compile.compat.versions import (
+    NEWEST_TESTED,
+    tell_if_untested,
+)
 from mhc_compile.compat.watching import (
     GraphBreak,
     RecompileLimit,
@@ -135,12 +140,14 @@ from mhc_compile.compat.watching import (
 )
 
 __all__ = [
+    "NEWEST_TESTED",
     "AutogradFunction",
     "CustomGraphPass",
     "FloatWatch",
     "GraphBreak",
     "NeedsGuard",
     "RecompileLimit",
+    "SingleLevelFunction",
     "Snapshot",
     "Unwrapped",
     "aliased",
@@ -229,6 +236,7 @@ __all__ = [
     "strides_to_keep",
     "symbolic_expression",
     "symbols",
+    "tell_if_untested",
     "tell_workers",
     "tensor_metadata",
     "trace_artifact",

@@ -36,12 +36,17 @@ def functorch_is_active() -> bool:
     return bool(torch._C._are_functorch_transforms_active())
 
 
+# An autograd.Function that torch.func asks for no transforms. It serves the level at work, as torch's own rules do.
+# torch 2.11 to 2.14 have the class; in 2.14 the C++ of `apply` asks every other subclass.
+SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction
+
+
 def apply_at_this_level(function: Any, args: Any) -> Any:
-    """Apply an autograd.Function at the present level of torch.func alone, without asking it for other transforms."""
+    """Apply a SingleLevelFunction."""
     from torch._functorch.utils import enable_single_level_autograd_function
 
     with enable_single_level_autograd_function():
-        return super(torch.autograd.Function, function).apply(*args)
+        return function.apply(*args)
 
 
 def forward_mode_is_active() -> bool:

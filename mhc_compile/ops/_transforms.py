@@ -40,7 +40,7 @@ def _autograd_kernel(operator: Any, overload: Any) -> Callable[..., Any]:
     positional = tuple(argument for argument in overload._schema.arguments if not argument.kwarg_only)
     scalar_defaults = {a.name: a.default_value for a in overload._schema.arguments if a.kwarg_only}
 
-    class Level(torch.autograd.Function):
+    class Level(compat.SingleLevelFunction):  # type: ignore[misc]
         """The gradient at one level of torch.func, where the level's own interpreter is already at work."""
 
         @staticmethod

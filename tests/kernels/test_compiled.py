@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,16 +15,25 @@ import triton
 from tests.kernels.compile_kernels import HOPPER
 
 ROOT = Path(__file__).parent.parent.parent
-SNAPSHOT = Path(__file__).parent / "resources_sm90.txt"
+TRITON = ".".join(triton.__version__.split(".")[:2])
+SNAPSHOT = Path(__file__).parent / f"resources_sm90_triton{TRITON}.txt"
 # Registers are given out to a warp in steps of 256, which is 8 for each of its threads.
 REGISTER_STEP = 8
 # What a block may use of shared memory, in bytes, and the tensor core instruction, by compute capability.
 LIMITS = {80: (163 << 10, "mma.sync"), 90: (227 << 10, "wgmma.mma_async"), 100: (227 << 10, "tcgen05.mma")}
-# Bytes of local memory a thread may have; sm_80 and sm_100 are unmeasured.
-SPILLS: dict[int, dict[str, int]] = {
-    80: {"products_kernel": 32, "boundary_gradients_kernel": 40, "sinkhorn_backward_kernel": 8},
-    90: {"boundary_gradients_kernel": 16},
-    100: {"combine_backward_kernel": 160, "boundary_gradients_kernel": 16},
+# Bytes of local memory a thread may have, by Triton and compute capability; sm_80 and sm_100 are unmeasured. On sm_90
+# Triton 3.8 stores two registers before the loop over tokens, and loads them behind it.
+SPILLS: dict[str, dict[int, dict[str, int]]] = {
+    "3.7": {
+        80: {"products_kernel": 32, "boundary_gradients_kernel": 40, "sinkhorn_backward_kernel": 8},
+        90: {"boundary_gradients_kernel": 16},
+        100: {"combine_backward_kernel": 160, "boundary_gradients_kernel": 16},
+    },
+    "3.8": {
+        80: {"products_kernel": 16, "boundary_gradients_kernel": 32},
+        90: {"boundary_gradients_kernel": 8, "streamed_products_kernel": 8},
+        100: {"boundary_gradients_kernel": 24},
+    },
 }
 # float32 and more streams take minutes.
 CASES = ("bf16", "few", "some", "pass", "tf32", "starts", "gates", "eight", "norm")
@@ -60,10 +68,13 @@ def test_every_kernel_is_there(compiled: tuple[int, list[dict[str, Any]]]) -> No
 def test_resources(compiled: tuple[int, list[dict[str, Any]]]) -> None:
     arch, kernels = compiled
     shared, instruction = LIMITS[arch]
+    if TRITON not in SPILLS:
+        pytest.skip(f"another triton gives out registers otherwise: what may spill is known of {', '.join(SPILLS)}")
+    spills = SPILLS[TRITON][arch]
     for kernel in kernels:
         name = kernel["kernel"]
         assert kernel["shared"] <= shared, kernel
-        assert kernel["stack"] <= SPILLS[arch].get(name, 0), kernel
+        assert kernel["stack"] <= spills.get(name, 0), kernel
         if name in ("project_kernel", "products_kernel"):
             # Hopper's own instruction takes 64 tokens, which few are not.
             small = (arch, name, kernel["case"], kernel["warps"]) == (90, "project_kernel", "few", 4)
@@ -87,7 +98,7 @@ def test_few_tokens_need_no_other_kernels(compiled: tuple[int, list[dict[str, An
 
 
 def test_snapshot(compiled: tuple[int, list[dict[str, Any]]]) -> None:
-    """Registers, spilled bytes and shared memory of each kernel on sm_90 are those of the file beside this one.
+    """Registers, spilled bytes and shared memory of each kernel on sm_90 are those of the file of this Triton.
 
     EXPECTTEST_ACCEPT=1 writes the file anew, for a change that is meant (and measured). Better counts tell as well:
     otherwise they could be lost again unseen.
@@ -95,10 +106,8 @@ def test_snapshot(compiled: tuple[int, list[dict[str, Any]]]) -> None:
     arch, kernels = compiled
     if arch != 90:
         pytest.skip("the snapshot is of sm_90, where the kernels are measured")
-    pinned = re.search(r"^triton==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    assert pinned is not None
-    if triton.__version__ != pinned[1]:
-        pytest.skip(f"another triton gives out registers otherwise: the snapshot is of {pinned[1]}")
+    if TRITON not in SPILLS:
+        pytest.skip(f"another triton gives out registers otherwise: there are snapshots of {', '.join(SPILLS)}")
     columns = ("case", "kernel", "warps", "registers", "stack", "shared")
     rows = [tuple(str(kernel[column]) for column in columns) for kernel in kernels]
     if os.environ.get("EXPECTTEST_ACCEPT") == "1":
