@@ -85,10 +85,13 @@ struct Matrix {
     V at[N * N];
     // Element b of row a, or of column a.
     template <bool rows> V& get(int a, int b) { return at[rows ? a * N + b : b * N + a]; }
+    // By halves; why: ops/sinkhorn.py.
     template <bool rows> V sum(int a) {
-        V total = get<rows>(a, 0);
-        for (int b = 1; b < N; b++) total += get<rows>(a, b);
-        return total;
+        V parts[N];
+        for (int b = 0; b < N; b++) parts[b] = get<rows>(a, b);
+        for (int many = N; many > 1; many -= many / 2)
+            for (int b = 0; b < many / 2; b++) parts[b] += parts[many - many / 2 + b];
+        return parts[0];
     }
     template <bool rows> V largest(int a) {
         V found = get<rows>(a, 0);
@@ -97,24 +100,35 @@ struct Matrix {
     }
 };
 
-// d - sizes * sum(d * p) along an axis along which sizes * p was normalised without eps; why twice: ops/sinkhorn.py.
+template <bool rows> static V weighted_sum(Matrix& d, Matrix& p, int a) {
+    V total = {};
+    for (int b = 0; b < N; b++) total += d.get<rows>(a, b) * p.get<rows>(a, b);
+    return total;
+}
+
+// d - sizes * sum(d * p) along an axis along which sizes * p was normalised without eps, or sizes are 0; why with two
+// sums: ops/sinkhorn.py.
 template <bool rows> static void centre(Matrix& d, Matrix& p, const V* sizes, int a) {
-    for (int turn = 0; turn < 2; turn++) {
-        V through = {};
-        for (int b = 0; b < N; b++) through += d.get<rows>(a, b) * p.get<rows>(a, b);
-        for (int b = 0; b < N; b++) d.get<rows>(a, b) -= sizes ? sizes[b] * through : through;
+    V through = weighted_sum<rows>(d, p, a), again = {}, lost[N];
+    for (int b = 0; b < N; b++) {
+        V &own = d.get<rows>(a, b), whole = own, first = sizes[b] * through;
+        own -= first;
+        lost[b] = (whole - own) - first;
+        again += own * p.get<rows>(a, b) + lost[b] * p.get<rows>(a, b);
     }
+    for (int b = 0; b < N; b++) d.get<rows>(a, b) += lost[b] - sizes[b] * again;
 }
 
 // The start "normalised" of ops/sinkhorn.py, normalised along an axis; sizes are the factors of the other axis's lines.
 template <bool rows> static void normalised(Matrix& p, V* sizes, bool further) {
-    Matrix k;
+    Matrix k, entries;
     for (int a = 0; a < N; a++) {
-        V largest = p.largest<rows>(a), total = {};
+        V largest = p.largest<rows>(a);
         for (int b = 0; b < N; b++) {
-            V& m = p.get<rows>(a, b) = exponential(p.get<rows>(a, b), largest, k.get<rows>(a, b));
-            total += m * power_of_2(k.get<rows>(a, b));
+            p.get<rows>(a, b) = exponential(p.get<rows>(a, b), largest, k.get<rows>(a, b));
+            entries.get<rows>(a, b) = p.get<rows>(a, b) * power_of_2(k.get<rows>(a, b));
         }
+        V total = entries.sum<rows>(a);
         for (int b = 0; b < N; b++) p.get<rows>(a, b) /= total;
     }
     for (int b = 0; b < N; b++) {
@@ -166,23 +180,21 @@ template <bool rows> static void half_step(Matrix& p, V* totals, const Form& for
 
 template <bool rows> static void half_step_gradient(Matrix& d, Matrix& p, const V* totals, const Form& form) {
     for (int a = 0; a < N; a++) {
-        if (form.start == NORMALISED) {
+        if (form.start == NORMALISED)
             for (int b = 0; b < N; b++) p.get<rows>(a, b) *= UNIT;
-            centre<rows>(d, p, nullptr, a);
-            for (int b = 0; b < N; b++) d.get<rows>(a, b) /= totals[a];
-            continue;
-        }
-        for (int turn = 0; turn <= form.clamp; turn++) {
-            V through = {};
-            for (int b = 0; b < N; b++) through += d.get<rows>(a, b) * p.get<rows>(a, b);
-            if (form.clamp) through = totals[a] > form.eps ? through : all(0);
+        if (form.start == NORMALISED || form.clamp) {
+            V sizes[N];
+            for (V& size : sizes) size = totals[a] > (form.clamp ? form.eps : 0.0f) ? all(1) : all(0);
+            centre<rows>(d, p, sizes, a);
+        } else {
+            V through = weighted_sum<rows>(d, p, a);
             for (int b = 0; b < N; b++) d.get<rows>(a, b) -= through;
         }
         for (int b = 0; b < N; b++) {
             V& own = d.get<rows>(a, b);
             own /= totals[a];
             // The gradient of an entry that has underflowed may overflow. Bounded, it counts as 0 and not as 0 * inf.
-            own = own > FLT_MAX ? all(FLT_MAX) : own < -FLT_MAX ? all(-FLT_MAX) : own;
+            if (form.start != NORMALISED) own = own > FLT_MAX ? all(FLT_MAX) : own < -FLT_MAX ? all(-FLT_MAX) : own;
         }
     }
 }

@@ -26,6 +26,7 @@ TOKENS = {2: 512, 4: 256, 8: 128}
 _VANISHING, _ROUNDINGS, _NOTHING = 10.0, 4.0 * torch.finfo(torch.float32).eps, 1e-12
 
 Evaluate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Draw = Callable[[int, int], Iterator[tuple[str, Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,18 @@ def gradients_of(n: int, tokens: int) -> Iterator[tuple[str, Tensor]]:
     yield "equal columns", torch.randn(tokens, n, 1, generator=generator).expand(-1, n, n).clone()
 
 
+def nearly_equal(n: int, tokens: int) -> Iterator[tuple[str, Tensor]]:
+    """Names and gradients of the matrices that have most in common with all others, or with those of a row or column.
+
+    What they have in common drops out. What does not is as large as its roundings, and more.
+    """
+    generator = torch.Generator().manual_seed(200 + n)
+    part = torch.logspace(-6, -4, tokens)[:, None, None]
+    for name, shape in {"any number": (1, 1), "any of columns": (1, n), "any of rows": (n, 1)}.items():
+        common = torch.randn(tokens, *shape, generator=generator)
+        yield name, common + part * torch.randn(tokens, n, n, generator=generator)
+
+
 def differentiated(function: Callable[[Tensor], Tensor], logits: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
     """The result, and the gradient of the logits."""
     leaf = logits.clone().requires_grad_()
@@ -168,26 +181,28 @@ def differentiated(function: Callable[[Tensor], Tensor], logits: Tensor, gradien
 
 
 @functools.cache
-def _given(n: int, tokens: int) -> tuple[list[str], Tensor, Tensor]:
+def _given(n: int, tokens: int, draw: Draw) -> tuple[list[str], Tensor, Tensor]:
     """The names of all cases; their logits, and gradients of the matrices."""
-    cases = [(f"{kind}, {of}", l, d) for kind, l in kinds(n, tokens) for of, d in gradients_of(n, tokens)]
+    cases = [(f"{kind}, {of}", l, d) for kind, l in kinds(n, tokens) for of, d in draw(n, tokens)]
     return [case[0] for case in cases], *(torch.cat([case[i] for case in cases]) for i in (1, 2))
 
 
 @functools.cache
-def _compared(name: str, n: int, tokens: int, device: str) -> list[list[Tensor]]:
+def _compared(name: str, n: int, tokens: int, device: str, draw: Draw) -> list[list[Tensor]]:
     """Eager's results on a device, and the exact ones."""
-    logits, arriving = (value.to(device) for value in _given(n, tokens)[1:])
+    logits, arriving = (value.to(device) for value in _given(n, tokens, draw)[1:])
     program = PROGRAMS[name]
     results = differentiated(program.eager, logits, arriving), differentiated(program.exact, logits, arriving.double())
     return [[result.double().cpu() for result in pair] for pair in results]
 
 
-def complaints(name: str, n: int, tokens: int, evaluate: Evaluate, device: str = "cpu") -> list[str]:
+def complaints(
+    name: str, n: int, tokens: int, evaluate: Evaluate, device: str = "cpu", draw: Draw = gradients_of
+) -> list[str]:
     """Where `evaluate`, which returns the matrices and the logits' gradients, breaks the rule."""
-    names, logits, arriving = _given(n, tokens)
+    names, logits, arriving = _given(n, tokens, draw)
     found = [result.double().cpu() for result in evaluate(logits.to(device), arriving.to(device))]
-    eager, exact = _compared(name, n, tokens, device)
+    eager, exact = _compared(name, n, tokens, device, draw)
     told = []
     if PROGRAMS[name].without_eps and not all(result.isfinite().all() for result in found):
         told.append("not finite")
@@ -200,7 +215,7 @@ def complaints(name: str, n: int, tokens: int, evaluate: Evaluate, device: str =
         nothing = _NOTHING * arriving[mine][usable].double().norm().item()
         for what, (own, theirs, truth) in enumerate(zip(*parts, strict=True)):
             error, trusted, size = (v[usable].norm().item() for v in (own - truth, theirs - truth, truth))
-            vanishes = what == 1 and not case.endswith("any")
+            vanishes = what == 1 and ", any" not in case
             slack = _VANISHING if vanishes else 1.1 + 5 / int(usable.sum()) ** 0.5
             if not error <= max(slack * trusted, _ROUNDINGS * size, nothing):
                 what_of = f"{('matrices', 'gradients')[what]}, {case}"
