@@ -45,7 +45,7 @@ from mhc_compile.kernels.common import (
     processors,
 )
 from mhc_compile.kernels.exchange import answer, ask, count_in, hand_out, load_floats, wait_for
-from mhc_compile.kernels.gates import affine, rms_factor
+from mhc_compile.kernels.gates import affine, rms_factor, sigmoid
 from mhc_compile.kernels.mix import store_gates, store_res, stream_logits
 from mhc_compile.kernels.one_pass import barrier, combined, copy_rows, split_phi
 from mhc_compile.kernels.opaque import opaque
@@ -295,7 +295,7 @@ def _add_up(parts, gates, counts, scale, bias, h, ms, next_post, next_res, team,
                 mean = gl.sum(gl.where(k == K, total, 0.0), axis=0) * inverse_columns
                 r = rms_factor(mean, rms_eps, RMS_MODE)
                 # As in `mix`, to the bit.
-                gate = 1.0 / (1.0 + gl.exp(-(r * total * gate_scale + gate_bias))) + pre_eps
+                gate = sigmoid(r * total * gate_scale + gate_bias) + pre_eps
                 at_gates = gates + (turn % SLOTS * BLOCK_M + t) * N + k
                 hand_out(at_gates, gate, gl.zeros_like(k) + (turn + 1), (k < N) & ours)
                 tok = tile.to(gl.int64) * BLOCK_M + t

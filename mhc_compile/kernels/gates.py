@@ -16,6 +16,61 @@ _UNIT, _LOG2_UNIT, _LARGEST = tl.constexpr(2.0**-100), tl.constexpr(-100.0), tl.
 _LN2_HIGH, _LN2_MIDDLE = tl.constexpr(0.69140625), tl.constexpr(0.001739501953125)
 _LN2_LOW = tl.constexpr(1.4286068202862268e-06)
 _LARGEST_FLOAT = tl.constexpr(3.4028234663852886e38)
+# exp of less is 0 in float32.
+_LEAST_EXPONENT = tl.constexpr(-170.0)
+
+
+@triton.jit
+def rounded_product(x, y):
+    """x * y for a sum over threads.
+
+    Where a thread adds what another one has sent, a compiler may make one fma of its own product and the sum. Both
+    threads then find different sums. A product that is an fma itself is rounded before.
+    """
+    return tl.fma(x, y, 0.0)
+
+
+@triton.jit
+def _weighted_sum(d, p, AXIS: tl.constexpr):
+    return tl.sum(rounded_product(d, p), axis=AXIS, keep_dims=True)
+
+
+@triton.jit
+def _power_of_2(exponent):
+    """2 to the power of a whole number, exactly; 0 for one below those of normal numbers."""
+    return (tl.maximum(exponent + 127.0, 0.0).to(tl.int32) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _reduced(x):
+    """k and the rest of x = k * ln 2 + rest, k whole and the rest below 1/2."""
+    k = tl.floor(x * 1.4426950408889634 + 0.5)
+    return k, ((x - k * _LN2_HIGH) - k * _LN2_MIDDLE) - k * _LN2_LOW
+
+
+@triton.jit
+def exponential(x):
+    """exp(x) for x <= 88. tl.exp multiplies x by 1 / ln 2 first: the larger x is, the more that rounding counts.
+
+    2^k comes in two factors, so that a result below the normal numbers is rounded once.
+    """
+    k, rest = _reduced(tl.maximum(x, _LEAST_EXPONENT, propagate_nan=tl.PropagateNan.ALL))
+    half = tl.floor(0.5 * k)
+    return rounded_product(tl.exp(rest) * _power_of_2(half), _power_of_2(k - half))
+
+
+@triton.jit
+def sigmoid_and_slope(x):
+    """1 / (1 + exp(-x)) and its derivative, without the difference 1 - sigmoid, which would cancel."""
+    k, rest = _reduced(tl.maximum(-tl.abs(x), _LEAST_EXPONENT, propagate_nan=tl.PropagateNan.ALL))
+    e = tl.exp(rest) * _power_of_2(k)
+    inverse = 1.0 / (1.0 + e)
+    return tl.where(x < 0.0, e, 1.0) * inverse, e * inverse * inverse
+
+
+@triton.jit
+def sigmoid(x):
+    return sigmoid_and_slope(x)[0]
 
 
 @triton.jit
@@ -77,14 +132,22 @@ def _divisor(p, valid, eps, START: tl.constexpr, AXIS: tl.constexpr, CLAMP: tl.c
 
 
 @triton.jit
+def _quotient(p, d):
+    """p / d, rounded as eager's, with one reciprocal for all entries of a line.
+
+    A half step then changes nothing where eager's changes nothing, and gradients that vanish there stay 0. Rounding the
+    reciprocal and the product both would leave most sums next to 1.
+    """
+    inverse = 1.0 / d
+    near = p * inverse
+    return tl.fma(tl.fma(-near, d, p), inverse, near)
+
+
+@triton.jit
 def _half_step(p, index, valid, eps, history, step, tok, live, M, N: tl.constexpr, START: tl.constexpr,
                AXIS: tl.constexpr, CLAMP: tl.constexpr, KEEP: tl.constexpr):  # fmt: skip
     d = _divisor(p, valid, eps, START, AXIS, CLAMP)
-    if START == "normalised":
-        # Rounded as eager's: quotients of equal entries are exact then, and gradients that vanish there stay 0.
-        p = tl.div_rn(p, tl.broadcast_to(d, p.shape))
-    else:
-        p = p * (1.0 / d)
+    p = _quotient(p, d)
     if KEEP:
         tl.store(history + (step * N + index) * M + tok, d, mask=valid & live)
     return p
@@ -99,37 +162,34 @@ def _divisor_of(index, valid, history, step, tok, live, M, N: tl.constexpr):
 def _centred(d, p, size, AXIS: tl.constexpr):
     """d - size * sum(d * p) along an axis along which size * p was normalised without eps, or size is 0.
 
-    The subtraction is done twice. Where all gradients are equal, or one entry is near 1, the exact result is near 0 and
-    the first subtraction leaves rounding errors of d. The second one removes what these have in common.
+    Where all gradients are equal, or one entry is near 1, the exact result is near 0, and the first sum leaves rounding
+    errors of d. A second sum removes what these have in common. What the first subtraction rounds away is kept until
+    then: a result that is not near 0 would be rounded twice, where eager rounds it once.
     """
-    for _ in tl.static_range(2):
-        d = d - size * tl.sum(d * p, axis=AXIS, keep_dims=True)
-    return d
+    first = size * _weighted_sum(d, p, AXIS)
+    centred = d - first
+    lost = (d - centred) - first
+    second = size * tl.sum(tl.fma(lost, p, centred * p), axis=AXIS, keep_dims=True)
+    return centred + (lost - second)
 
 
 @triton.jit
 def _half_step_backward(p, dp, d, eps, START: tl.constexpr, AXIS: tl.constexpr, CLAMP: tl.constexpr):
     """Undo one half step of divisor d: from (P_k, dP_k) to (P_{k-1}, dP_{k-1}), where P_{k-1} = P_k * d."""
     if START == "normalised":
-        return p * d, _centred(dp, in_units(p, START), 1.0, AXIS) * (1.0 / d)
+        return p * d, _quotient(_centred(dp, in_units(p, START), 1.0, AXIS), d)
     else:
         if CLAMP:
             dp = _centred(dp, p, tl.where(d > eps, 1.0, 0.0), AXIS)
         else:
-            dp = dp - tl.sum(dp * p, axis=AXIS, keep_dims=True)
+            dp = dp - _weighted_sum(dp, p, AXIS)
         dp = dp * (1.0 / d)
         # The gradient of an entry that has underflowed may overflow. Bounded, it counts as 0 and not as 0 * inf.
         return p * d, tl.minimum(tl.maximum(dp, -_LARGEST_FLOAT), _LARGEST_FLOAT)
 
 
 @triton.jit
-def _power_of_2(exponent):
-    """2 to the power of a whole number, exactly; 0 for one below those of normal numbers."""
-    return (tl.maximum(exponent + 127.0, 0.0).to(tl.int32) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _exponential(logits, valid, AXIS: tl.constexpr):
+def _scaled_exponential(logits, valid, AXIS: tl.constexpr):
     """exp(logits - their maximum along the axis) as m * 2**k, with m next to 1 and k whole; logits may have any size.
 
     The rounding error of the difference is added to its exponent. Otherwise the exp of the logits themselves, which
@@ -142,10 +202,10 @@ def _exponential(logits, valid, AXIS: tl.constexpr):
     left = (finite - (x - moved)) - (top + moved)
     bounded = tl.maximum(x, -_LARGEST)
     left = tl.where(x == bounded, left, x)  # exp(-inf) is 0
-    k = tl.floor(bounded * 1.4426950408889634 + 0.5)
+    k, rest = _reduced(bounded)
     # A difference so large that it has no fraction leaves no rest either, but rounding errors above 1.
-    rest = ((bounded - k * _LN2_HIGH) - k * _LN2_MIDDLE) - k * _LN2_LOW
-    return tl.exp(tl.minimum(tl.maximum(rest, -1.0), 1.0) + left), k
+    rest = tl.minimum(tl.maximum(rest, -1.0), 1.0) + left
+    return tl.exp(rest), k
 
 
 @triton.jit
@@ -158,8 +218,8 @@ def _normalised(logits, i, o, pairs, N: tl.constexpr, FIRST: tl.constexpr, ODD: 
     """
     AXIS: tl.constexpr = 1 if FIRST == "rows" else 0
     valid = (o < N) if FIRST == "rows" else (i < N)
-    m, k = _exponential(logits, valid, 1 - AXIS)
-    total = tl.where(valid, tl.sum(m * _power_of_2(k), axis=1 - AXIS, keep_dims=True), 1.0)
+    m, k = _scaled_exponential(logits, valid, 1 - AXIS)
+    total = tl.where(valid, _weighted_sum(m, _power_of_2(k), 1 - AXIS), 1.0)
     top = tl.max(k, axis=AXIS, keep_dims=True)
     if not ODD:
         top = tl.where(pairs > 0, top, 0.0)
@@ -199,11 +259,11 @@ def _start(logits, i, o, eps, start_eps, pairs, N: tl.constexpr, START: tl.const
         return _normalised(logits, i, o, pairs, N, FIRST, ODD)
     elif START == "softmax":
         top = tl.where(i < N, tl.max(logits, axis=1, keep_dims=True), 0.0)
-        e = tl.exp(logits - top)
+        e = exponential(logits - top)
         total = tl.where(i < N, tl.sum(e, axis=1, keep_dims=True), 1.0)
         return e / total, 1.0
     elif START == "exp":
-        return tl.exp(logits - _top(logits, i, o, N, FIRST)), 1.0
+        return exponential(logits - _top(logits, i, o, N, FIRST)), 1.0
     else:
         shift = _shift(logits, i, o, N, START, FIRST)
         top = _top(logits, i, o, N, FIRST)
@@ -211,8 +271,8 @@ def _start(logits, i, o, eps, start_eps, pairs, N: tl.constexpr, START: tl.const
             top = tl.where(pairs > 0, top, shift)
         most = 82.5 - tl.log(tl.maximum(tl.maximum(eps, start_eps), 1e-30))
         more = shift - top
-        p = tl.exp(tl.where(more < most, logits - top, logits - shift + most))
-        return p, tl.exp(0.5 * tl.minimum(more, most))
+        p = exponential(tl.where(more < most, logits - top, logits - shift + most))
+        return p, exponential(0.5 * tl.minimum(more, most))
 
 
 @triton.jit
@@ -231,21 +291,20 @@ def _start_backward(logits, dp, i, o, eps, start_eps, pairs, N: tl.constexpr, ST
     p, root = _start(logits, i, o, eps, start_eps, pairs, N, START, FIRST, ODD)
     if START == "normalised":
         p = in_units(p, START)
-        return p * _centred(dp, p, root, 1 - AXIS)
+        return rounded_product(p, _centred(dp, p, root, 1 - AXIS))
     elif START == "softmax":
-        return p * (dp - tl.sum(dp * p, axis=1, keep_dims=True))
+        return rounded_product(p, dp - _weighted_sum(dp, p, 1))
     else:
-        dp = dp * p
         if START == "plain_exp":
-            return dp
+            return rounded_product(dp, p)
         top = _shift(logits, i, o, N, START, FIRST)
         at_top = ((logits == top) & (i < N) & (o < N)).to(tl.float32)
         ties = tl.sum(at_top, axis=AXIS, keep_dims=True)
-        through_top = tl.sum(dp, axis=AXIS, keep_dims=True)
+        through_top = _weighted_sum(dp, p, AXIS)
         if START == "global_exp":
             ties = tl.sum(ties, axis=1 - AXIS, keep_dims=True)
             through_top = tl.sum(through_top, axis=1 - AXIS, keep_dims=True)
-        return dp - at_top / tl.maximum(ties, 1.0) * through_top
+        return dp * p - at_top / tl.maximum(ties, 1.0) * through_top
 
 
 @triton.jit

@@ -18,7 +18,7 @@ import triton.language as tl
 from mhc_compile.forms import Gates, Rms
 from mhc_compile.kernels.common import cdiv, expected, group_scale, launch, next_power_of_2, on_device, processors
 from mhc_compile.kernels.config import Tile
-from mhc_compile.kernels.gates import affine, rms_factor
+from mhc_compile.kernels.gates import affine, rms_factor, sigmoid
 
 # Programs per processor.
 WAVES = 2
@@ -109,7 +109,7 @@ def input_norm_backward_kernel(x, d_out, weight, h, ms, scale, bias, du, d_pre, 
         for i in tl.static_range(N):
             s, b = affine(scale, bias, i + tok * 0, live, 0, GROUPED)
             logit = r * tl.load(h + tok * K + i, mask=live, other=0.0) * s + b
-            u += (tl.sigmoid(logit) + pre_eps)[:, None] * streams[i].to(tl.float32)
+            u += (sigmoid(logit) + pre_eps)[:, None] * streams[i].to(tl.float32)
         out = out.to(tl.float32)
         g = out
         if HAS_WEIGHT:

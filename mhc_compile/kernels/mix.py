@@ -32,7 +32,17 @@ from mhc_compile.kernels.common import (
 )
 from mhc_compile.kernels.config import gate_tokens, tile_for
 from mhc_compile.kernels.expand_combine import reduce_partial_sums
-from mhc_compile.kernels.gates import affine, in_units, rms_factor, rms_gradient, sinkhorn, sinkhorn_backward
+from mhc_compile.kernels.gates import (
+    affine,
+    in_units,
+    rms_factor,
+    rms_gradient,
+    rounded_product,
+    sigmoid,
+    sigmoid_and_slope,
+    sinkhorn,
+    sinkhorn_backward,
+)
 from mhc_compile.kernels.input_norm import InputNorm, norm_backward, normed_rows, row_tile
 from mhc_compile.kernels.products import Affine, backward_products, dh_parts, no_tokens, store_gradient
 from mhc_compile.kernels.projection import Partials, partial_sum, project, store_sums, tokens_to_add
@@ -49,7 +59,7 @@ def store_gates(h, r, scale, bias, out, i, tok, live, multiple, eps, GROUP: tl.c
     k = GROUP * N + i
     v = tl.load(h + tok * K + k, mask=mask, other=0.0)
     s, b = affine(scale, bias, k, i < N, GROUP, GROUPED)
-    tl.store(out + tok * N + i, multiple * tl.sigmoid(r * v * s + b) + eps, mask=mask)
+    tl.store(out + tok * N + i, multiple * sigmoid(r * v * s + b) + eps, mask=mask)
 
 
 @triton.jit
@@ -146,7 +156,7 @@ def _aggregate_tile(h_part, squares_part, scale, bias, x, out, input_weight, pro
     v = partial_sum(h_part + i * tokens + tok[None, :], row_live, stored, K * tokens, GROUP, CHUNK)
     r = rms_factor(squares * inverse_columns, rms_eps, RMS_MODE)
     s, b = affine(scale, bias, i, i < N, 0, GROUPED)
-    gates = tl.sigmoid(r[None, :] * v * s + b) + pre_eps
+    gates = sigmoid(r[None, :] * v * s + b) + pre_eps
     if NORM:
         normed_rows(gates, i, x, input_weight, out, tok, live, C, x_m, x_n, x_c, inverse_width, input_eps, N,
                     HAS_WEIGHT, BLOCK_M, BLOCK_C)  # fmt: skip
@@ -188,7 +198,7 @@ def _logit_gradient(dl, v, r, s, d_h, dh, tok, tokens, k, mask, K: tl.constexpr,
     if HAS_DH:
         grad += tl.load(d_h + tok * K + k, mask=mask, other=0.0)
     store_gradient(grad, dh + tok * ROW + k, tokens * ROW, mask, PARTS)
-    return dl * (v * r) * s
+    return rounded_product(dl * (v * r), s)
 
 
 @triton.jit
@@ -201,11 +211,10 @@ def _gate_gradient(d_gate, h, r, scale, bias, d_h, dh, affine_at, i, tok, mask, 
     v = tl.load(h + tok * K + k, mask=mask, other=0.0)
     s, b = affine(scale, bias, k, i < N, GROUP, GROUPED)
     logit = r * v * s + b
-    gate = tl.sigmoid(logit)
-    # 1 - gate would cancel.
-    dl = d_gate * gate * tl.sigmoid(-logit)
+    gate, slope = sigmoid_and_slope(logit)
+    dl = rounded_product(d_gate, slope)
     edge = tl.arange(0, dl.shape[0])
-    tl.store(affine_at + GROUP * N + edge, tl.sum(dl * v * r, axis=1), mask=edge < N)
+    tl.store(affine_at + GROUP * N + edge, tl.sum(rounded_product(dl * v, r), axis=1), mask=edge < N)
     tl.store(affine_at + K + GROUP * N + edge, tl.sum(dl, axis=1), mask=edge < N)
     return gate, tl.sum(_logit_gradient(dl, v, r, s, d_h, dh, tok, tokens, k, mask, K, ROW, PARTS, HAS_DH), axis=0)
 
@@ -258,7 +267,7 @@ def mix_backward_kernel(h, ms, scale, bias, d_pre, d_post, d_res, d_h, d_ms, dh,
         column = tl.arange(0, NP)[None, :]
         square = (row < N) & (column < N)
         k2 = 2 * N + row * N + column
-        tl.store(affine_at + k2, tl.sum(dl3 * v3 * r3, axis=2), mask=square)
+        tl.store(affine_at + k2, tl.sum(rounded_product(dl3 * v3, r3), axis=2), mask=square)
         tl.store(affine_at + K + k2, tl.sum(dl3, axis=2), mask=square)
 
     tok = tok1[None, :]

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from mhc_compile.forms import Gates, Rms
 from mhc_compile.kernels.common import cdiv, empty_gradient, group_scale, launch, on_device, tile_sums, wanted
-from mhc_compile.kernels.gates import affine, rms_factor, rms_gradient
+from mhc_compile.kernels.gates import affine, rms_factor, rms_gradient, rounded_product, sigmoid, sigmoid_and_slope
 from mhc_compile.kernels.products import no_tokens, reduce_affine
 from mhc_compile.kernels.projection import narrow_tile
 
@@ -36,7 +36,7 @@ def scale_kernel(h, ms, scale, bias, h_pre, h_post, logits, M, rms_eps, pre_eps,
     live = tok < M
     k = tl.arange(0, BLOCK_K)[None, :]
     _, _, l, _, _ = _normalised(h, ms, scale, bias, tok, live, k, rms_eps, N, K, RMS_MODE, GROUPED)
-    gate = tl.sigmoid(tl.where(k < 2 * N, l, 0.0))
+    gate = sigmoid(tl.where(k < 2 * N, l, 0.0))
     row = tok[:, None] * N + k
     tl.store(h_pre + row, gate + pre_eps, mask=live[:, None] & (k < N))
     if K > N:
@@ -70,20 +70,19 @@ def scale_backward_kernel(d_pre, d_post, d_logits, h, ms, scale, bias, dh, dms, 
     if HAS_POST:
         inside = mask & (k >= N) & (k < 2 * N)
         dl += post_mult * tl.load(d_post + row - N, mask=inside, other=0.0).to(tl.float32)
-    # 1 - sigmoid(l) would cancel.
-    dl = dl * tl.sigmoid(bounded) * tl.sigmoid(-bounded)
+    dl = dl * sigmoid_and_slope(bounded)[1]
     if HAS_RES:
         at = tok[:, None] * (N * N) + k - 2 * N
         dl += tl.load(d_logits + at, mask=mask & (k >= 2 * N) & (k < K), other=0.0).to(tl.float32)
     if NEED_DH:
         tl.store(dh + tok[:, None] * K + k, (dl * r[:, None] * s).to(dh.dtype.element_ty), mask=mask & (k < K))
     if NEED_DMS:
-        grad = rms_gradient(tl.sum(dl * (v * r[:, None]) * s, axis=1), mean, r, rms_eps, RMS_MODE)
+        grad = rms_gradient(tl.sum(rounded_product(dl * (v * r[:, None]), s), axis=1), mean, r, rms_eps, RMS_MODE)
         tl.store(dms + tok, grad.to(dms.dtype.element_ty), mask=live)
     if NEED_AFFINE:
         row_of = tl.arange(0, BLOCK_K)
         part_at = affine_part + tile * (2 * K) + row_of
-        tl.store(part_at, tl.sum(dl * v * r[:, None], axis=0), mask=row_of < K)
+        tl.store(part_at, tl.sum(rounded_product(dl * v, r[:, None]), axis=0), mask=row_of < K)
         tl.store(part_at + K, tl.sum(dl, axis=0), mask=row_of < K)
 
 

@@ -233,15 +233,39 @@ def _source(kernel: JITFunction[Any], bound: dict[str, Any]) -> ASTSource:
     return kind(kernel, signature, constants, attributes)
 
 
-def _registers(cubin: bytes, ptx: str, arch: int) -> tuple[int, int]:
-    """(registers, bytes of local memory that spills take) as the assembler reports them."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+def _tool(name: str, cubin: bytes, *options: str) -> str:
+    """What a tool that comes with triton says about a kernel."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder) / "kernel.cubin"
         binary.write_bytes(cubin)
-        text = subprocess.run([tool, "-res-usage", binary], capture_output=True, text=True, check=True).stdout
-    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", text)[-1]
+        return subprocess.run([tool, *options, binary], capture_output=True, text=True, check=True).stdout
+
+
+def _registers(cubin: bytes) -> tuple[int, int]:
+    """(registers, bytes of local memory that spills take) as the assembler reports them."""
+    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", _tool("cuobjdump", cubin, "-res-usage"))[-1]
     return int(registers), int(stack)
+
+
+def _unrounded_sums(cubin: bytes) -> int:
+    """How many fmas add what another thread has sent: that thread has its own product unrounded, and another sum."""
+    sent: set[str] = set()
+    found = 0
+    for line in _tool("nvdisasm", cubin, "-c").splitlines():
+        instruction = re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s+(.*?);", line)
+        if instruction is None:
+            if line.startswith(".L"):
+                sent.clear()
+            continue
+        name, operands = instruction.groups()
+        registers = [re.sub(r"[-|~\s]|\.reuse", "", operand) for operand in operands.split(",")]
+        found += name.startswith("FFMA") and registers[-1] in sent
+        if name.startswith("SHFL"):
+            sent.add(registers[1])
+        else:
+            sent.discard(registers[0])
+    return found
 
 
 def compile_cases(arch: int, names: list[str]) -> Iterator[dict[str, Any]]:
@@ -258,7 +282,7 @@ def compile_cases(arch: int, names: list[str]) -> Iterator[dict[str, Any]]:
             seen.add(key)
             start = time.perf_counter()
             binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-            registers, stack = _registers(binary.asm["cubin"], binary.asm["ptx"], arch)
+            registers, stack = _registers(binary.asm["cubin"])
             yield {
                 "case": case,
                 "kernel": kernel.__name__,
@@ -266,6 +290,7 @@ def compile_cases(arch: int, names: list[str]) -> Iterator[dict[str, Any]]:
                 "stack": stack,
                 "shared": binary.metadata.shared,
                 "warps": options["num_warps"],
+                "unrounded": _unrounded_sums(binary.asm["cubin"]),
                 "seconds": round(time.perf_counter() - start, 2),
                 "mma": sorted(set(re.findall(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma", binary.asm["ptx"]))),
             }

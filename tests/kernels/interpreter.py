@@ -1,7 +1,8 @@
 """Triton's interpreter without the work that says nothing: most of its time goes into describing tensors.
 
-It runs every operator of a kernel as Python, and makes the type of each operand anew. Nothing here changes a value:
-what depends on a type's name and shape alone is kept, and checks that cannot speak are left out.
+It runs every operator of a kernel as Python, and makes the type of each operand anew. What depends on a type's name and
+shape alone is kept, and checks that cannot speak are left out. Nothing here changes a value, but for the fma: a GPU
+rounds it once.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ def make_fast() -> None:
     _check_no_overflow()
     _look_up_dtypes()
     _keep_shapes()
+    _round_fma_once()
 
 
 def _patch_language_once() -> None:
@@ -60,6 +62,19 @@ def _look_up_dtypes() -> None:
         return known[name]
 
     interpreter._get_np_dtype = look_up
+
+
+def _round_fma_once() -> None:
+    """The interpreter rounds the product as well. A product of float32 numbers is exact in float64."""
+    original = interpreter.InterpreterBuilder.create_fma
+
+    def fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+        if x.data.dtype != np.float32:
+            return original(self, x, y, z)
+        wide = x.data.astype(np.float64) * y.data + z.data
+        return interpreter.TensorHandle(wide.astype(np.float32), z.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_fma = fma
 
 
 def _keep_shapes() -> None:

@@ -35,6 +35,11 @@ SPILLS: dict[str, dict[int, dict[str, int]]] = {
         100: {"boundary_gradients_kernel": 24},
     },
 }
+# Kernels whose sums over threads consist of products.
+SUMMING = {
+    "mix_kernel", "mix_backward_kernel", "scale_kernel", "scale_backward_kernel", "sinkhorn_kernel",
+    "sinkhorn_backward_kernel",
+}  # fmt: skip
 # float32 and more streams take minutes.
 CASES = ("bf16", "few", "some", "pass", "tf32", "starts", "gates", "eight", "norm")
 
@@ -79,6 +84,20 @@ def test_resources(compiled: tuple[int, list[dict[str, Any]]]) -> None:
             # Hopper's own instruction takes 64 tokens, which few are not.
             small = (arch, name, kernel["case"], kernel["warps"]) == (90, "project_kernel", "few", 4)
             assert kernel["mma"] == ["mma.sync" if small else instruction], kernel
+
+
+def test_threads_find_the_same_sums(compiled: tuple[int, list[dict[str, Any]]]) -> None:
+    """An fma of a thread's own product and of what another one has sent rounds what only that thread has."""
+    assert {kernel["kernel"] for kernel in compiled[1]} >= SUMMING
+    assert not [kernel for kernel in compiled[1] if kernel["kernel"] in SUMMING and kernel["unrounded"]]
+
+
+def test_exponentials_are_of_what_is_left() -> None:
+    """A GPU's exponential of a large number is inexact: kernels take that of a rest, and shift its exponent."""
+    calls = []
+    for file in (ROOT / "mhc_compile" / "kernels").glob("*.py"):
+        calls += re.findall(r"\b[gt]l\.(?:exp2?|sigmoid|softmax)\(.*", file.read_text(encoding="utf-8"))
+    assert {call[: len("tl.exp(rest)")] for call in calls} == {"tl.exp(rest)"}
 
 
 def test_two_programs_of_the_pass_share_a_processor(compiled: tuple[int, list[dict[str, Any]]]) -> None:
