@@ -70,6 +70,7 @@ def sigmoid_and_slope(x):
 
 @triton.jit
 def sigmoid(x):
+    """1 / (1 + exp(-x))."""
     return sigmoid_and_slope(x)[0]
 
 

@@ -150,6 +150,14 @@ def _combine_project(
     squares_part.zero_()[0] = flat.square().sum(1)
 
 
+def _whole(rest: dict[str, Any]) -> tuple[int, str, str]:
+    """Half-steps, start and first of a Sinkhorn whose first half-step may be in the start that a kernel is told."""
+    steps = 2 * rest["pairs"] + rest["ODD"]
+    if rest["START"] != "normalised":
+        return steps, rest["START"], rest["FIRST"]
+    return steps + 1, "plain_exp", "rows" if rest["FIRST"] == "columns" else "columns"
+
+
 def _boundary_pass(
     f: Tensor | None,
     h_post: Tensor | None,
@@ -174,11 +182,8 @@ def _boundary_pass(
     form = (
         Rms(rest["rms_eps"], rest["RMS_MODE"]),
         Gates(rest["pre_eps"], rest["post_mult"], rest["post_eps"]),
-        Sinkhorn(
-            2 * rest["pairs"] + rest["ODD"], rest["START"], rest["FIRST"], rest["sinkhorn_eps"], rest["start_eps"],
-            rest["CLAMP"],
-        ),
-    )  # fmt: skip
+        Sinkhorn(*_whole(rest), rest["sinkhorn_eps"], rest["start_eps"], rest["CLAMP"]),
+    )
     given = (None if t is None else t.double() for t in (new, phi, scale, bias, norm_weight))
     for made, value in zip((layer_input, next_post, next_res, h, ms), mix(*given, form)[1:], strict=True):  # type: ignore[arg-type]
         made.copy_(value.view(made.shape))
