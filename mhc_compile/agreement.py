@@ -133,7 +133,7 @@ def announced(stage: str, graph: fx.Graph) -> Iterator[Vote]:
     """The vote on a change of a graph, for which other ranks wait until this context is left."""
     store, key = compat.job_store(), ""
     if store is not None:
-        key = f"{stage}/{_structure(graph)}"
+        key = f"{stage}/{structure(graph)}"
         _announced[compat.rank(), key] += 1
         key += f"/{_announced[compat.rank(), key]}"
     vote = Vote(store, key, compat.ranks())
@@ -180,7 +180,63 @@ def attempt(
     return None
 
 
-def _structure(graph: fx.Graph) -> str:
+class Ballot:
+    """What ranks have found out about the parts of a graph while it ran, and from which of its calls on it counts.
+
+    Nobody waits: another rank may need this one to get on. Whoever comes first to a call of the graph decides for all
+    what that call does, and goes by who has posted until then. Ranks that call a graph in step so change over together.
+    """
+
+    def __init__(self, graph: fx.Graph, parts: int) -> None:
+        self._store, self._parts, self._mine = compat.job_store(), parts, None
+        if self._store is not None:
+            self._key = f"checked/{structure(graph)}"
+            _announced[compat.rank(), self._key] += 1
+            self._key += f"/{_announced[compat.rank(), self._key]}"
+            self._store.add(f"{self._key}/announced", 1)
+
+    _mine: dict[int, str] | None
+
+    def post(self, found: dict[int, str]) -> None:
+        """Say what was found: why parts, by number, are not to be changed."""
+        self._mine = found
+        if self._store is None:
+            return
+        for part, reason in found.items():
+            self._store.set(f"{self._key}/why {part}", f"on rank {compat.rank()}, {reason}")
+            self._store.add(f"{self._key}/found {part}", 1)
+        self._store.add(f"{self._key}/posted", 1)
+
+    def outcome(self, call: int, most: int) -> dict[int, str] | None:
+        """What all ranks have found, once it counts; None while it does not. `call` is the number of the next call.
+
+        It counts when every rank that checks the graph has posted, or at call number `most`.
+
+        Raises FailedAlone if this rank has found something that does not count any more.
+        """
+        if self._store is None:
+            return self._mine
+        proposed = self._proposed() if self._mine is not None and (call >= most or self._all_have_posted()) else "on"
+        verdict = self._store.compare_set(f"{self._key}/call {call}", "", proposed).decode()
+        if verdict == "on":
+            return None
+        found = [int(part) for part in verdict.split()[1:]]
+        for part, reason in (self._mine or {}).items():
+            if part not in found:
+                raise FailedAlone(
+                    f"rank {compat.rank()} would leave a site alone that other ranks of this job rewrite: {reason}"
+                )
+        return {part: self._store.get(f"{self._key}/why {part}").decode() for part in found}
+
+    def _all_have_posted(self) -> bool:
+        return int(self._store.add(f"{self._key}/posted", 0)) >= int(self._store.add(f"{self._key}/announced", 0))
+
+    def _proposed(self) -> str:
+        found = [part for part in range(self._parts) if self._store.add(f"{self._key}/found {part}", 0)]
+        return " ".join(map(str, ["found", *found]))
+
+
+def structure(graph: fx.Graph) -> str:
     """Equal for the graphs of one program: neither sizes nor a rank's own numbers or devices are in it."""
     calls = [f"{node.op} {_name(node.target)}" if node.op.startswith("call_f") else node.op for node in graph.nodes]
     return _digest("\n".join(calls))

@@ -22,15 +22,16 @@ import torch
 from torch import fx
 
 import mhc_compile.ops  # noqa: F401  (registers the operators that the passes insert)
-from mhc_compile import compat, kernels, passes, records
+from mhc_compile import checking, compat, kernels, passes, records
 from mhc_compile.guard import Deliberate, guard, told
 from mhc_compile.passes.fuse import FUSIONS, check_layers
 from mhc_compile.passes.report import Report
 
 _PREFIX = "mhc."
 _FUSE = "mhc.fuse."
+_CHECK = "mhc.check"
 _INPUT_NORM = _FUSE + "input_norm"
-OPTIONS: dict[str, Any] = {"mhc.strict": False} | {_FUSE + name: True for name in FUSIONS}
+OPTIONS: dict[str, Any] = {"mhc.strict": False, _CHECK: False} | {_FUSE + name: True for name in FUSIONS}
 OPTIONS |= {_INPUT_NORM: passes.INPUT_NORMS, "mhc.recompute": None, "mhc.share_layers": True, "mhc.lower": True}
 
 
@@ -60,7 +61,7 @@ class _Configured(compat.CustomGraphPass):
             return ("unknown", secrets.token_hex())
 
     def _identity(self) -> tuple[Any, ...]:
-        return (_sources_hash(), tuple(sorted(self.options.items())))
+        return (_sources_hash(), *((name, value) for name, value in sorted(self.options.items()) if name != _CHECK))
 
     def _be_strict(self, compiled: records.Compiled) -> None:
         """Raise for sites that were left. Not earlier: Dynamo may throw a graph away until autograd has traced it."""
@@ -106,7 +107,8 @@ class MhcPass(_Configured):
         compiled.say("Dynamo has traced it")
         new, report = None, Report(graphs=1)
         with guard("this graph is compiled as it was", report.errors):
-            new, report = passes.run(graph, input_norms=self.options[_INPUT_NORM], module=module)
+            norms, left = self.options[_INPUT_NORM], checking.left_alone(graph)
+            new, report = passes.run(graph, input_norms=norms, module=module, left=left)
         compiled.traced.add(report)
         if new is not None and module is not None:
             with guard("C++ is compiled when Inductor comes to it", compiled.traced.errors):
@@ -117,16 +119,20 @@ class MhcPass(_Configured):
         with guard("the trace has no report", compiled.traced.errors):
             compat.trace_artifact("mhc_report", lambda: str(report))
 
+    def _identity(self) -> tuple[Any, ...]:
+        return (*super()._identity(), checking.all_left_alone())
+
 
 # Whether the graphs that Inductor compiles are parts of one that was rewritten as a whole.
 _is_rewritten: ContextVar[bool] = ContextVar("is_rewritten", default=False)
 
 
 @contextlib.contextmanager
-def whole(module: fx.GraphModule, backend: str, options: dict[str, Any]) -> Iterator[None]:
+def whole(module: fx.GraphModule, backend: str, options: dict[str, Any]) -> Iterator[Callable[[Any], Any]]:
     """While Dynamo splits a graph and compiles its parts: rewrite it before, where our passes are at work.
 
-    Else the edge of a part might run through a hyper-connection.
+    Else the edge of a part might run through a hyper-connection. It yields what makes of the graph's compiled form the
+    one that Dynamo calls.
     """
     wanted: dict[str, Any] | None = None
     if backend == "mhc":
@@ -134,17 +140,19 @@ def whole(module: fx.GraphModule, backend: str, options: dict[str, Any]) -> Iter
     elif backend == "inductor" and _enabled and not _paused:
         wanted = _enabled[-1]._options
     if wanted is None:
-        yield
+        yield lambda compiled: compiled
         return
+    checked = _checked(module, wanted)
     with records.graph() as compiled, guard("DistributedDataParallel may cut hyper-connections"):
         rewriting = MhcPass(wanted)
-        report = passes.run_recursively(module, input_norms=rewriting.options[_INPUT_NORM])
+        norms = rewriting.options[_INPUT_NORM]
+        report = passes.run_recursively(module, input_norms=norms, left_of=checking.left_alone)
         report.graphs = 0  # the parts are counted
         compiled.traced.add(report)
         rewriting._be_strict(compiled)
     token = _is_rewritten.set(True)
     try:
-        yield
+        yield lambda split: checked(split, compiled)
     finally:
         _is_rewritten.reset(token)
 
@@ -284,6 +292,8 @@ def mhc(
     options may also hold
 
     - "mhc.strict" (bool): raise `StrictError` if hyper-connection code was found but not rewritten;
+    - "mhc.check" (bool): in its first calls compare each site of a graph with the program's own code, and leave sites
+      alone whose operator is less accurate (`mhc_compile.checking`);
     - "mhc.fuse.accumulate", "mhc.fuse.boundary", "mhc.fuse.boundary_backward" (bool): leave out a fusion
       (`mhc_compile.passes.fuse`);
     - "mhc.fuse.input_norm" (bool or None): take the RMS norm that reads a layer input into the operator that makes it;
@@ -303,9 +313,18 @@ def mhc(
         compiler = compat.inductor_compiler(mode, rest, patches)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise OptionError(str(error)) from error
-    with records.graph():
+    checked = _checked(gm, own)
+    with records.graph() as entry:
         compiled: Callable[..., Any] = compiler(gm, example_inputs)
-    return compiled
+    return checked(compiled, entry)
+
+
+def _checked(gm: fx.GraphModule, own: dict[str, Any]) -> checking.Instead:
+    """What makes of a graph's compiled form the one that Dynamo calls: the same, or one that checks its sites first."""
+    if own.get(_CHECK) and not _is_rewritten.get():
+        with guard("sites are not checked"):
+            return checking.prepare(gm, input_norms=(OPTIONS | own)[_INPUT_NORM])
+    return checking.nothing
 
 
 def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -364,6 +383,8 @@ class enable:
 
     def __init__(self, options: dict[str, Any] | None = None) -> None:
         self._options, rest = _split(options or {})
+        if self._options.get(_CHECK):
+            raise ValueError(f'options: {_CHECK!r} needs backend="mhc"; enable does not take it')
         if rest:
             names = ", ".join(map(str, rest))
             raise ValueError(f"options: {names} is not an option of mhc; expected names that begin with mhc.")

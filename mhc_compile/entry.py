@@ -27,7 +27,9 @@ def mhc(gm: fx.GraphModule, example_inputs: Sequence[Any], **given: Any) -> Call
     return backend.mhc(gm, example_inputs, **given)
 
 
-def _whole(module: fx.GraphModule, backend: str, options: dict[str, Any]) -> AbstractContextManager[None]:
+def _whole(
+    module: fx.GraphModule, backend: str, options: dict[str, Any]
+) -> AbstractContextManager[Callable[[Any], Any]]:
     """Rewrite a graph that `DistributedDataParallel` has Dynamo split: `mhc_compile.backend.whole`, imported here."""
     from mhc_compile.backend import whole
 

@@ -30,13 +30,14 @@ class Compiled:
 
     traced is of the graph before autograd and of its joint graph. lowered has a report for each graph that Inductor
     makes of these: of the forward, and of the backward, which may follow much later. loaded has both reports of each
-    of these graphs that a cache had. before and after are the breaks by which the graph began, and ended. failure says
-    why there is no compiled graph.
+    of these graphs that a cache had. checked is what `mhc.check` did in its first calls. before and after are the
+    breaks by which the graph began, and ended. failure says why there is no compiled graph.
     """
 
     traced: Report = field(default_factory=Report)
     lowered: list[Report] = field(default_factory=list)
     loaded: list[tuple[Report, Report]] = field(default_factory=list)
+    checked: Report = field(default_factory=Report)
     before: compat.GraphBreak | None = None
     after: compat.GraphBreak | None = None
     failure: str | None = None
@@ -54,10 +55,16 @@ class Compiled:
         if self.loaded and _digest(self.loaded[-1][0]) != _digest(traced):
             traced = self.loaded[-1][0]
         total = Report(cached=traced.graphs if self.loaded else 0)
-        for one in (traced, *self.lowered, *(lowered for _, lowered in self.loaded)):
+        for one in (traced, *self.lowered, *(lowered for _, lowered in self.loaded), self.checked):
             total.add(one)
         total.cut = list(self._cut(total.cut))
         return total
+
+    def discard(self) -> None:
+        """Nothing counts that was done to this graph: it is compiled again."""
+        self.traced, self.checked = Report(), Report()
+        self.lowered.clear()
+        self.loaded.clear()
 
     def _cut(self, sites: list[SiteReport]) -> Iterator[SiteReport]:
         """With Dynamo's reason. Without one it is the program that compiles its parts one by one."""

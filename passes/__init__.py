@@ -10,8 +10,10 @@ import contextlib
 import gc
 import logging
 import time
-from collections.abc import Callable, Collection
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar
 
 from torch import fx
 
@@ -26,6 +28,7 @@ from mhc_compile.passes import plan as planning
 from mhc_compile.passes import shadow as shadowing
 from mhc_compile.passes import share as sharing
 from mhc_compile.passes import sizes
+from mhc_compile.passes.alone import Alone, alone
 from mhc_compile.passes.called import called
 from mhc_compile.passes.cut import advice, cut
 from mhc_compile.passes.functional import functional
@@ -45,6 +48,7 @@ from mhc_compile.passes.plan import (
 from mhc_compile.passes.recognise import recognise
 from mhc_compile.passes.report import Location, Report, SiteReport, location
 from mhc_compile.passes.rewrite import SitesFailed, rewrite
+from mhc_compile.passes.rewrite.watched import watched
 from mhc_compile.passes.stages import Stages
 
 log = logging.getLogger(__name__)
@@ -55,12 +59,20 @@ compat.tell_if_untested()
 # Whether norms that read layer inputs are taken in where nobody says so. None: on GPUs, since on a CPU that costs more
 # than it saves.
 INPUT_NORMS: bool | None = None
+# Why sites are left alone, by their names.
+Left = Mapping[str, str]
 
 
 def run(
-    graph: fx.Graph, *, input_norms: bool | None = None, module: fx.GraphModule | None = None
+    graph: fx.Graph,
+    *,
+    input_norms: bool | None = None,
+    module: fx.GraphModule | None = None,
+    left: Left = MappingProxyType({}),
 ) -> tuple[fx.Graph | None, Report]:
     """Rewrite the hyper-connections of one Dynamo graph, with the norms that read layer inputs or without.
+
+    left holds why some sites are left alone, by their names (`site_name`).
 
     Returns the new graph, or None where there is nothing to rewrite, and the report. The new graph is put into the
     module, if one is given; the old graph is not changed. Whatever goes wrong inside is written into the report, never
@@ -69,12 +81,11 @@ def run(
     """
     begin = time.perf_counter()
     report = Report(graphs=1)
-    wanted = INPUT_NORMS if input_norms is None else input_norms
 
     failures: list[str] = []
 
     def change() -> fx.Graph | None:
-        new = _rewritten(graph, wanted, report, failures)
+        new = _rewritten(graph, input_norms, left, report, failures)
         if new is not None and module is not None:
             put(module, new)
         return new
@@ -97,22 +108,12 @@ def run(
     return new, report
 
 
-def _rewritten(graph: fx.Graph, input_norms: bool | None, report: Report, failures: list[str]) -> fx.Graph | None:
+def _rewritten(
+    graph: fx.Graph, input_norms: bool | None, left: Left, report: Report, failures: list[str]
+) -> fx.Graph | None:
     """The new graph, if any. What goes wrong with the graph is added to `failures`, with the report to its errors."""
-    shadow: shadowing.Shadow | None = None
     stages = Stages()
-    compat.float_watch.clear()
-    collecting = gc.isenabled()
-    gc.disable()  # looking for cycles takes a third of the time, and those of the record are taken apart in the end
-    try:
-        compat.settle_sizes(compat.common_fake_mode(map(compat.example, graph.nodes)))
-        with compat.without_fake_tracebacks():
-            shadow = shadowing.trace(sizes.from_inputs(functional(graph)), failures)
-        stages.done("record")
-        findings = recognise(shadow, failures)
-        stages.done("recognise")
-        plan = planning.plan(shadow, findings, failures, input_norms=input_norms)
-        stages.done("plan")
+    with _planned(graph, input_norms, left, failures, stages) as (shadow, plan):
         report.errors += plan.untold
         new = _rewrite(shadow, plan, failures) if plan.sites else None
         stages.done("rewrite")
@@ -123,11 +124,100 @@ def _rewritten(graph: fx.Graph, input_norms: bool | None, report: Report, failur
         with guard("sites are told without their places", report.errors):
             report.sites = _sites(shadow, plan)
         return new
+
+
+@contextlib.contextmanager
+def _planned(
+    graph: fx.Graph, input_norms: bool | None, left: Left, failures: list[str], stages: Stages
+) -> Iterator[tuple[shadowing.Shadow, Plan]]:
+    """A graph's record, which lasts for the context, and the plan for it."""
+    wanted = INPUT_NORMS if input_norms is None else input_norms
+    shadow: shadowing.Shadow | None = None
+    compat.float_watch.clear()
+    collecting = gc.isenabled()
+    gc.disable()  # looking for cycles takes a third of the time, and those of the record are taken apart in the end
+    try:
+        compat.settle_sizes(compat.common_fake_mode(map(compat.example, graph.nodes)))
+        with compat.without_fake_tracebacks():
+            shadow = shadowing.trace(sizes.from_inputs(functional(graph)), failures)
+        stages.done("record")
+        findings = recognise(shadow, failures)
+        stages.done("recognise")
+        plan = planning.plan(shadow, findings, failures, input_norms=wanted)
+        _leave_alone(plan, left)
+        stages.done("plan")
+        yield shadow, plan
     finally:
         if shadow is not None:
             shadow.release()
         if collecting:
             gc.enable()
+
+
+def site_name(site: Site) -> str:
+    """What tells a site from others of its graph, in each compilation of one program."""
+    return f"{site.op} {_node(site).name}"
+
+
+def _leave_alone(plan: Plan, left: Left) -> None:
+    for site in [site for site in plan.sites if site_name(site) in left]:
+        plan.sites.remove(site)
+        plan.declined.append(Declined(site.op, left[site_name(site)], _node(site)))
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass
+class Apart(Generic[F]):
+    """A program in which each site is a call of a function; whole are the sites that stay code, with the reasons."""
+
+    graph: fx.Graph
+    functions: list[F]
+    whole: list[SiteReport]
+
+
+def apart(
+    graph: fx.Graph,
+    function_of: Callable[[Alone], F],
+    errors: list[str],
+    *,
+    input_norms: bool | None = None,
+    left: Left = MappingProxyType({}),
+) -> Apart[F] | None:
+    """The sites that `run` would rewrite, each by itself, and the program that calls a function for each.
+
+    None where there is no site.
+    """
+    with _planned(graph, input_norms, left, errors, Stages()) as (shadow, plan):
+        if not plan.sites or _rewrite(shadow, plan, errors) is None:
+            return None
+        compat.float_watch.settle()
+        parts: dict[int, tuple[Alone, F]] = {}
+        whole: list[SiteReport] = []
+
+        def leave(site: Site, error: Exception) -> None:
+            reason = str(error) if isinstance(error, Decline) else told(error, "a site is not looked at alone", errors)
+            whole.append(SiteReport(site.op, location(_node(site)), "", reason))
+
+        for site in plan.sites:
+            try:
+                part = alone(shadow, site)
+                parts[id(site)] = part, function_of(part)
+            except SitesFailed as failed:
+                leave(site, failed.failures[id(site)])
+            except Exception as error:
+                leave(site, error)
+        while True:
+            try:
+                new = watched(shadow, parts)
+                return Apart(new, [function for _, function in parts.values()], whole)
+            except SitesFailed as failed:
+                failures = failed.failures
+            except Decline as declined:
+                failures = {id(declined.site): declined}
+            for number, why in failures.items():
+                leave(parts.pop(number)[0].site, why)
 
 
 def fuse(
@@ -234,18 +324,23 @@ def _in_place(
     report.seconds = time.perf_counter() - begin
 
 
-def run_recursively(module: fx.GraphModule, *, input_norms: bool | None = None) -> Report:
+def run_recursively(
+    module: fx.GraphModule, *, input_norms: bool | None = None, left_of: Callable[[fx.Graph], Left] = lambda graph: {}
+) -> Report:
     """Rewrite a graph module in place, with the bodies of its checkpoint regions and other nested graphs.
+
+    left_of tells for each graph which sites are left alone, and why.
 
     A graph comes before its bodies: an `autograd.Function` that computes a gate is recognised by what its bodies
     compute, as their author wrote them, and disappears with them.
     """
     total = Report()
-    total.add(run(module.graph, input_norms=input_norms, module=module)[1])
+    left = left_of(module.graph)
+    total.add(run(module.graph, input_norms=input_norms, module=module, left=left)[1])
     for name in sorted({str(node.target) for node in module.graph.nodes if node.op == "get_attr" and node.users}):
         body = getattr(module, name, None)
         if isinstance(body, fx.GraphModule):
-            total.add(run_recursively(body, input_norms=input_norms))
+            total.add(run_recursively(body, input_norms=input_norms, left_of=left_of))
     return total
 
 

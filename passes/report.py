@@ -64,8 +64,8 @@ class SiteReport:
         return self.reason is None
 
 
-_SITES = ("sites", "called", "cut")
-_COUNTS = ("fusions", "shared", "lowered")
+_SITES = ("sites", "called", "cut", "unchecked")
+_COUNTS = ("checked", "fusions", "shared", "lowered")
 
 
 @dataclass
@@ -75,6 +75,7 @@ class Report:
     - sites: every site in program order; rewritten are the accepted, declined the refused ones;
     - called: the operators that the program calls itself, which are no sites;
     - cut: the sites that Dynamo tore apart or did not compile, and why; detail says which;
+    - checked: how many sites, by operator, `mhc.check` compared with the program; unchecked: those that it could not;
     - advice: what would keep graphs whole that Dynamo may give up;
     - graphs: how many were looked at, and cached how many of them came from a cache;
     - errors: internal failures, after which a site or a graph was left as it was, or something beside the graph was not
@@ -93,6 +94,8 @@ class Report:
     cached: int = 0
     seconds: float = 0.0
     errors: list[str] = field(default_factory=list)
+    checked: Counter[str] = field(default_factory=Counter)
+    unchecked: list[SiteReport] = field(default_factory=list)
     fusions: Counter[str] = field(default_factory=Counter)
     shared: Counter[str] = field(default_factory=Counter)
     lowered: Counter[str] = field(default_factory=Counter)
@@ -115,6 +118,8 @@ class Report:
         self.cached += other.cached
         self.seconds += other.seconds
         self.errors += other.errors
+        self.checked += other.checked
+        self.unchecked += other.unchecked
         self.fusions += other.fusions
         self.shared += other.shared
         self.lowered += other.lowered
@@ -130,6 +135,7 @@ class Report:
             total.cached = max(total.cached, one.cached)
             total.seconds += one.seconds
             total.errors += [error for error in one.errors if error not in total.errors]
+            total.checked |= one.checked
             total.fusions |= one.fusions
             total.shared |= one.shared
             total.lowered |= one.lowered
@@ -209,7 +215,12 @@ def _lines(report: Report, most: int | None) -> list[str]:
     for group in called[:most]:
         lines += _site("  called by the program: {count} x {op} at {place}", group)[:1]
     lines += _more(len(called), most, "kinds of operators that the program calls")
-    for what, counts in (("fused", report.fusions), ("compiled once", report.shared), ("lowered", report.lowered)):
+    unchecked = _groups(report.unchecked, whole)
+    for group in unchecked[:most]:
+        lines += _site("  not checked: {count} x {op} at {place}", group)
+    lines += _more(len(unchecked), most, "kinds of sites that were not checked")
+    counted = {"checked in the first calls": report.checked, "fused": report.fusions}
+    for what, counts in (counted | {"compiled once": report.shared, "lowered": report.lowered}).items():
         if counts:
             lines.append(f"  {what}: " + ", ".join(f"{count} x {name}" for name, count in counts.items()))
     errors = list(dict.fromkeys(report.errors))

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 
-from mhc_compile import agreement, backend, passes, records
+from mhc_compile import agreement, backend, checking, passes, records
 from tests.passes.fused import program
 from tests.zoo.near import Sublayer
 
@@ -87,7 +87,7 @@ def _one_after_the_other(first: int) -> Iterator[None]:
 
 
 def _combine_fails(on: Callable[[int], bool]) -> Any:
-    return _failing(rewriting._Rewriter, "_combine", on)
+    return _failing(rewriting.Rewriter, "_combine", on)
 
 
 SCENARIOS: dict[str, Callable[[], Any]] = {
@@ -196,6 +196,33 @@ def _with_inductor() -> dict[str, Any]:
     }
 
 
+def _checked(planted: Callable[[int], bool]) -> dict[str, Any]:
+    """Training steps with `mhc.check`, in which the combine of two streams is wrong on some ranks."""
+    torch._dynamo.reset()
+    checking.forget()
+    model = Summed()
+    module = importlib.import_module("mhc_compile.ops.expand_combine")
+    original, wrong = module.mix_streams, planted(dist.get_rank())
+
+    def mix(weights: Tensor, x: Tensor) -> Tensor:
+        return original(weights, x) * (1.01 if wrong else 1.0)
+
+    def rewrite(mode: Any, options: Any, patches: Any) -> Any:
+        return lambda gm, inputs: (patches["pre_grad_custom_pass"](gm.graph), gm.forward)[1]
+
+    rewritten, distances = [], []
+    with mock.patch.object(module, "mix_streams", mix), mock.patch.object(backend.compat, "inductor_compiler", rewrite):
+        compiled = torch.compile(model, backend="mhc", options={"mhc.check": True})
+        for _ in range(2 * checking.CALLS + 4):
+            x = torch.randn(2, 3, 4, 6)
+            out = compiled(x)
+            out.square().sum().backward()
+            distances.append(float((out - model(x)).abs().max()))
+            rewritten.append(sorted(site.op for site in records.report().rewritten))
+    reasons = [site.reason for site in records.report().declined]
+    return {"rewritten": rewritten, "reasons": reasons, "distance": max(distances)}
+
+
 def main(rank: int, ranks: int, file: str, names: list[str]) -> None:
     """Print a line of JSON for each scenario."""
     warnings.simplefilter("ignore")
@@ -211,6 +238,9 @@ def main(rank: int, ranks: int, file: str, names: list[str]) -> None:
         "different programs": _others_are_not_waited_for,
         "only one compiles": _only_one_compiles,
         "inductor": _with_inductor,
+        "wrong on all": lambda: _checked(lambda rank: True),
+        "wrong on one": lambda: _checked(lambda rank: rank == FAILING),
+        "wrong on none": lambda: _checked(lambda rank: False),
     }
     for name in names:
         if name in special:

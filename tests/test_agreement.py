@@ -63,6 +63,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, An
         2,
         *("nothing", "plan", "one site", "one site on all", "fusing", "describing sites"),
         *("late failure", "early failure", "different programs", "only one compiles"),
+        *("wrong on none", "wrong on all", "wrong on one"),
     )
 
 
@@ -120,6 +121,20 @@ def test_a_rank_follows_one_that_failed_before(two: Seen) -> None:
 def test_ranks_that_compile_something_else_are_not_waited_for(two: Seen) -> None:
     assert [seen["counts"] for seen in two["different programs"]] == [[2], [4, 0, 4]]
     assert [seen["rewritten"] for seen in two["only one compiles"]] == [[], [MIX, COMBINE]]
+
+
+@pytest.mark.parametrize("scenario", ["wrong on none", "wrong on all", "wrong on one"])
+def test_all_ranks_leave_a_site_alone_at_one_call(two: Seen, scenario: str) -> None:
+    """`mhc.check`, where an operator is wrong on some ranks; results are those of eager code before and after."""
+    first, second = two[scenario]
+    assert first["rewritten"] == second["rewritten"]
+    assert first["reasons"] == second["reasons"]
+    assert max(first["distance"], second["distance"]) < CLOSE
+    left = scenario != "wrong on none"
+    assert first["rewritten"][0] == sorted(ALL)
+    assert first["rewritten"][-1] == ([MIX, MIX] if left else sorted(ALL))
+    if scenario == "wrong on one":
+        assert all(reason.startswith("on rank 1, when checked, its operator was less") for reason in first["reasons"])
 
 
 def test_four_ranks(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_modes_and_options(stack: Stack, kwargs: dict[str, Any]) -> None:
     [
         (
             {"options": {"mhc.no_such": 1}},
-            r"unknown option 'mhc.no_such'; expected one of mhc.fuse.accumulate, .*mhc.strict",
+            r"unknown option 'mhc.no_such'; expected one of mhc.check, mhc.fuse.accumulate, .*mhc.strict",
         ),
         ({"options": {"mhc.strict": 1}}, "'mhc.strict' is 1; expected True or False"),
         ({"options": {"mhc.fuse.input_norm": "yes"}}, "'mhc.fuse.input_norm' is 'yes'; expected True, False or None"),

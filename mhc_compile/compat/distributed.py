@@ -40,9 +40,14 @@ def ranks() -> int:
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
+Whole = Callable[[fx.GraphModule, str, dict[str, Any]], AbstractContextManager[Callable[[Any], Any]]]
+
+
 @functools.cache
-def before_ddp_splits(whole: Callable[[fx.GraphModule, str, dict[str, Any]], AbstractContextManager[None]]) -> None:
+def before_ddp_splits(whole: Whole) -> None:
     """Have `whole(module, backend, options)` entered while Dynamo splits a graph at the buckets of gradients.
+
+    It yields what makes of the compiled form the one that Dynamo calls.
 
     The optimizer of Dynamo for `DistributedDataParallel` gives each part to the backend (torch 2.11 to 2.14). backend
     and options are those that `torch.compile` was given.
@@ -56,8 +61,8 @@ def before_ddp_splits(whole: Callable[[fx.GraphModule, str, dict[str, Any]], Abs
 
         @functools.wraps(split)
         def split_whole(self: Any, gm: fx.GraphModule, example_inputs: Any, **configs: Any) -> Any:
-            with whole(gm, *_backend(self.backend_compile_fn)):
-                return split(self, gm, example_inputs, **configs)
+            with whole(gm, *_backend(self.backend_compile_fn)) as called:
+                return called(split(self, gm, example_inputs, **configs))
 
         DDPOptimizer.compile_fn = split_whole  # type: ignore[method-assign]
 

@@ -30,6 +30,15 @@ def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     return new, copies
 
 
+def module_of(graph: fx.Graph, root: torch.nn.Module | None) -> fx.GraphModule:
+    """A module that runs a graph with the attributes of another; the graphs nested in it are copies."""
+    made = fx.GraphModule(root if root is not None else {}, graph)
+    for name, body in list(made.named_children()):
+        if isinstance(body, fx.GraphModule):
+            setattr(made, name, module_of(copy_graph(body.graph)[0], body))
+    return made
+
+
 class Snapshot:
     """A graph as it is now, to which it can be put back after edits in place; taking one copies no nodes."""
 
@@ -147,6 +156,31 @@ def compile_id() -> tuple[Any, Any, Any]:
     if trace is None:
         return None, None, None
     return trace.compile_id.frame_id, trace.compile_id.frame_compile_id, trace.attempt
+
+
+def compilation_again() -> Callable[[], bool]:
+    """What makes Dynamo compile the frame that it is compiling anew, the next time that it is called.
+
+    The function drops the compiled code, which may be running, from those that Dynamo has for the frame. It returns
+    whether it has found it.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._guards import CompileContext
+
+    code = InstructionTranslator.current_tx().output.root_tx.f_code
+    current = CompileContext.current_compile_id()
+
+    def drop() -> bool:
+        from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+        from torch._dynamo.guards import DeletedGuardManagerWrapper
+
+        found = [entry for entry in _debug_get_cache_entry_list(code) if entry.compile_id == current]
+        for entry in found:
+            state: Any = entry.guard_manager.extra_state
+            state.invalidate(entry, DeletedGuardManagerWrapper("a site is left alone"))
+        return bool(found)
+
+    return drop
 
 
 def trace_artifact(name: str, payload: Callable[[], str]) -> None:

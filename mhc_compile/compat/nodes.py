@@ -148,10 +148,36 @@ def called_operator(node: fx.Node) -> OpOverload | None:
 
 def bodies(node: fx.Node) -> list[fx.GraphModule]:
     """The graphs that a higher-order operator runs."""
-    owner = node.graph.owning_module
+    return [getattr(node.graph.owning_module, name) for name in names_of_bodies(node)]
+
+
+def names_of_bodies(node: fx.Node) -> list[str]:
+    """The names, in the module of its graph, of the graphs that a higher-order operator runs."""
     names = [str(n.target) for n in node.all_input_nodes if n.op == "get_attr"]
-    found = [getattr(owner, name, None) for name in names]
-    return [body for body in found if isinstance(body, fx.GraphModule)]
+    found = names if is_higher_order(node) else []
+    return [name for name in found if isinstance(getattr(node.graph.owning_module, name, None), fx.GraphModule)]
+
+
+def call_regions(graph: fx.Graph) -> set[str]:
+    """Call the bodies of regions that are compiled once as modules: eager code cannot differentiate such an operator.
+
+    Returns the names of all bodies that run as the code around them does, those of checkpoint regions included.
+    """
+    found: set[str] = set()
+    for node in list(graph.nodes):
+        if not is_higher_order(node) or str(node.target) not in _REGIONS:
+            continue
+        names = names_of_bodies(node)
+        found.update(names)
+        if str(node.target) == "invoke_subgraph":
+            with graph.inserting_before(node):
+                call = graph.call_module(names[0], node.args[2:])
+            node.replace_all_uses_with(call)
+            graph.erase_node(node)
+    return found
+
+
+_REGIONS = ("invoke_subgraph", "tag_activation_checkpoint")
 
 
 class AutogradFunction:

@@ -27,7 +27,7 @@ def check_surroundings(shadow: Shadow, site: Site) -> None:
             raise Decline(f"a tensor of {value.dtype} takes part; the operators take float32, bfloat16 and float16")
         if type(value.meta).__name__ not in ("FakeTensor", "Parameter", "Tensor"):
             raise Decline(f"a {type(value.meta).__name__} takes part, a tensor subclass")
-    nodes, showing = _extent(site)
+    nodes, showing = extent(site)
     doubles = sorted(nodes & shadow.doubles, key=shadow.position.__getitem__)
     if doubles:
         raise Decline(f"{said(doubles[0])} computes in float64; the operators would compute that in float32")
@@ -59,7 +59,7 @@ def _refuse_writes(shadow: Shadow, memory: set[Any], what: str, after: int, befo
             raise Decline(f"{said(node)} writes in place into {what}")
 
 
-def _extent(site: Site) -> tuple[set[fx.Node], set[fx.Node]]:
+def extent(site: Site) -> tuple[set[fx.Node], set[fx.Node]]:
     """The Dynamo nodes between a site's sources and its targets; and of these, those that only show what they made."""
     stop = set(site.sources())
     seen: set[Value] = set()

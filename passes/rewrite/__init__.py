@@ -32,11 +32,16 @@ def rewrite(shadow: Shadow, plan: Plan) -> fx.Graph:
 
     Raises SitesFailed if sites cannot be expressed after all, or something goes wrong at them.
     """
-    targets = {node for site in plan.sites for value in _replaced(site) for node in value.nodes}
+    return rewritten(shadow, plan).graph
+
+
+def rewritten(shadow: Shadow, plan: Plan) -> Copies:
+    """`rewrite`, with what stands for each node of the old graph."""
+    targets = {node for site in plan.sites for value in replaced(site) for node in value.nodes}
     copies = Copies(shadow, targets, (node for site in plan.sites for value in site.sources() for node in value.nodes))
-    _Rewriter(copies, shadow).run(plan.sites)
+    Rewriter(copies, shadow).run(plan.sites)
     copies.graph.lint()
-    return copies.graph
+    return copies
 
 
 class SitesFailed(Exception):
@@ -48,7 +53,9 @@ class SitesFailed(Exception):
         self.failures = failures
 
 
-class _Rewriter(Vectors):
+class Rewriter(Vectors):
+    """Puts the sites of a plan into a copy of the graph, as operator calls."""
+
     def __init__(self, copies: Copies, shadow: Shadow) -> None:
         super().__init__(copies, shadow)
         self.gates: dict[Value, tuple[fx.Node, bool]] = {}
@@ -197,7 +204,7 @@ class _Rewriter(Vectors):
         return {} if target.dtype == compat.example(x).dtype else {"out_dtype": target.dtype}
 
 
-def _replaced(site: Site) -> Iterator[Value]:
+def replaced(site: Site) -> Iterator[Value]:
     """All values in whose place a site's results go."""
     if isinstance(site, MixSite):
         if site.layer_input is not None:

@@ -67,7 +67,7 @@ def test_the_other_sites_are_rewritten(monkeypatch: pytest.MonkeyPatch, kind: ty
             seen.append(site)
         return isinstance(site, kind) and seen.index(site) == which
 
-    _fails(monkeypatch, rewriting._Rewriter, "_insert", at)
+    _fails(monkeypatch, rewriting.Rewriter, "_insert", at)
     report = fused_like_eager(_stack(), (_x(),)).report
     assert len(report.rewritten) == 3, str(report)
     (declined,) = report.declined
@@ -80,7 +80,7 @@ def test_layers_that_fail_alike_are_told_once_and_tried_once(monkeypatch: pytest
     tries = []
     original = passes.rewrite
     monkeypatch.setattr(passes, "rewrite", lambda *given: (tries.append(1), original(*given))[1])
-    _fails(monkeypatch, rewriting._Rewriter, "_combine", lambda rewriter, site: True)
+    _fails(monkeypatch, rewriting.Rewriter, "_combine", lambda rewriter, site: True)
     report = fused_like_eager(_stack(5), (_x(),)).report
     assert _operators(report) == ["generate_mix_and_aggregate"] * 5, str(report)
     assert len(report.declined) == 5
@@ -256,14 +256,14 @@ def test_what_fails_when_it_is_run_again_is_told(monkeypatch: pytest.MonkeyPatch
 
 def test_an_operators_own_checks_are_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is wrong with arguments is no failure of ours; it declines the site with what the operator says."""
-    original = rewriting._Rewriter._call
+    original = rewriting.Rewriter._call
 
     def refusing(self: Any, target: Any, /, *args: Any, **kwargs: Any) -> Any:
         if target is torch.ops.mhc.expand_combine.default:
             raise ValueError("x: 17 streams are too many")
         return original(self, target, *args, **kwargs)
 
-    monkeypatch.setattr(rewriting._Rewriter, "_call", refusing)
+    monkeypatch.setattr(rewriting.Rewriter, "_call", refusing)
     report = fused_like_eager(_stack(1), (_x(),)).report
     assert not report.errors
     assert [site.reason for site in report.declined] == ["x: 17 streams are too many"]

@@ -1,0 +1,362 @@
+"""`options={"mhc.check": True}`: in the first calls of a compiled graph each of its sites is checked alone.
+
+In these calls the program itself runs, as it was written, with each site a function that also computes what the
+site's operator makes of the same values, and what is exact: the program's code in float64. The backward pass does so
+with the gradients that arrive. `testing.judge` compares the errors, as in `verify`. Results and gradients of these
+calls are those of the program's own code, whatever the operators do.
+
+A site whose operator is worse is left alone from then on in this process: its name is noted, and Dynamo compiles the
+graph again, without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from mhc_compile import compat, passes, records
+from mhc_compile.agreement import Ballot, attempt, structure
+from mhc_compile.guard import described, guard
+from mhc_compile.passes.alone import Alone
+from mhc_compile.passes.report import SiteReport, location
+from mhc_compile.passes.widened import widened
+from mhc_compile.testing.judging import Errors, judge
+
+log = logging.getLogger(__name__)
+
+# So many calls are checked, with their gradients if their results have any.
+CALLS = 3
+# After so many the check ends, even if gradients have not arrived or other ranks have not said what they found.
+MOST_CALLS = 16
+
+# Why sites are left alone, by their names, by the structure of their graph.
+_left: dict[str, dict[str, str]] = {}
+
+
+def left_alone(graph: fx.Graph) -> dict[str, str]:
+    """Why sites of a graph of this structure are left alone, by their names."""
+    return _left.get(structure(graph), {}) if _left else {}
+
+
+def all_left_alone() -> tuple[tuple[str, str], ...]:
+    """Every site that is left alone, for the keys of caches."""
+    return tuple(sorted((graph, name) for graph, sites in _left.items() for name in sites))
+
+
+def forget() -> None:
+    """Leave no site alone any longer."""
+    _left.clear()
+
+
+class Check:
+    """One site: a function that the program calls in its place, and what has been found out about its operator."""
+
+    def __init__(self, part: Alone, graph: fx.Graph, calls: FirstCalls) -> None:
+        self.name = passes.site_name(part.site)
+        self.report = SiteReport(part.site.op, location(part.outputs[0]), "")
+        self.structure = structure(graph)
+        self._calls = calls
+        self._program, self._operator, self._exact = part.program, part.operator, widened(part.program)
+        self._inputs = [node.name for node in part.inputs]
+        self._outputs = [f"output {node.name}" for node in part.outputs]
+        self.differentiable = [compat.example(node).requires_grad for node in part.outputs]
+        self._trusted, self._found = Errors(), Errors()
+        self.failure: str | None = None
+        self._raised: str | None = None
+        # fx writes the names of functions into its code.
+        self.__name__ = self.__qualname__ = f"check_{part.outputs[0].name}"
+
+    def __call__(self, *inputs: Any) -> Any:
+        return _Watched.apply(self, *inputs)  # type: ignore[no-untyped-call]
+
+    def forward(self, inputs: Sequence[Any]) -> tuple[Tensor, ...]:
+        """What the program makes of these inputs, and a comparison of the operator with it."""
+        found: tuple[Tensor, ...] = self._program(*inputs)
+        if self._calls.checking and self.failure is None:
+            with self._telling():
+                self._compare(self._outputs, found, lambda module, values: module(*values), inputs)
+        return found
+
+    def backward(
+        self, inputs: Sequence[Any], needs: Sequence[bool], gradients: Sequence[Any], call: _Call
+    ) -> list[Tensor | None]:
+        """The program's gradients of those inputs that need one, and a comparison of the operator's with them."""
+        found = _gradients(self._program, inputs, needs, gradients)
+        if self._calls.checking and self.failure is None:
+            names = [f"gradient of {name}" for name, need in zip(self._inputs, needs, strict=True) if need]
+            leaves = [value for value, need in zip(inputs, needs, strict=True) if need]
+
+            def evaluate(module: Any, values: Sequence[Any]) -> list[Tensor]:
+                given = [None if g is None else g.double() if module is self._exact else g for g in gradients]
+                return _filled(_gradients(module, values, needs, given), leaves)
+
+            with self._telling():
+                call.arrived |= self._compare(names, _filled(found, leaves), evaluate, inputs)
+        call.arrived |= self.failure is not None
+        return found
+
+    def _compare(
+        self,
+        names: Sequence[str],
+        program: Sequence[Tensor],
+        evaluate: Callable[[Any, Sequence[Any]], Sequence[Tensor]],
+        inputs: Sequence[Any],
+    ) -> bool:
+        """Returns whether there was something to compare."""
+        exact = evaluate(self._exact, [_double(value) for value in inputs])
+        if not all(bool(value.isfinite().all()) for value in (*program, *exact)):
+            return False  # a loss that was scaled too far, say
+        try:
+            ours = evaluate(self._operator, inputs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self._raised = f"when checked, its operator raised {described(error)}"
+            return True
+        reference = dict(zip(names, exact, strict=True))
+        with self._calls.lock:
+            self._trusted.add(dict(zip(names, program, strict=True)), reference)
+            self._found.add(dict(zip(names, ours, strict=True)), reference)
+        return True
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """What raises while an operator is compared ends the check of its site, and is told in the report."""
+        try:
+            yield
+        except Exception as error:
+            self.failure = described(error)
+            log.debug("where this failed", exc_info=error)
+
+    def verdict(self) -> str | None:
+        """Why the site is to be left alone; None if its operator is as accurate as the program."""
+        if self._raised is not None:
+            return self._raised
+        names = list(self._found.numbers)
+        outputs = [name for name in names if name in self._outputs]
+        gradients = [name for name in names if name not in self._outputs]
+        findings = []
+        for group, members in (("outputs", outputs), ("gradients", gradients)):
+            if members:
+                findings += judge(self._trusted, self._found, members, group, vanishing=group == "gradients")
+        failed = [finding for finding in findings if not finding.ok]
+        # Of a tensor rather than of several together.
+        worst = max(failed, key=lambda f: (len(f.names) == 1, f.error / f.limit), default=None)
+        return None if worst is None else f"when checked, its operator was less accurate than this code: {worst}"
+
+    @property
+    def compared(self) -> bool:
+        """Whether there was anything to compare."""
+        return self.failure is None and bool(self._found.numbers or self._raised)
+
+
+class _Watched(torch.autograd.Function):
+    """A site of the program, which keeps its inputs alone for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, check: Check, *inputs: Any) -> Any:
+        outputs = check.forward(inputs)
+        ctx.set_materialize_grads(False)
+        ctx.check, ctx.call, ctx.autocasts = check, check._calls.call, compat.autocast_state()
+        ctx.save_for_backward(*(value if isinstance(value, Tensor) else None for value in inputs))
+        ctx.others = [None if isinstance(value, Tensor) else value for value in inputs]
+        fixed = [out for out, has in zip(outputs, check.differentiable, strict=True) if not has]
+        ctx.mark_non_differentiable(*fixed)
+        return outputs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        inputs = [other if saved is None else saved for saved, other in zip(ctx.saved_tensors, ctx.others, strict=True)]
+        needs = ctx.needs_input_grad[1:]
+        with contextlib.ExitStack() as autocasts:
+            for device, dtype in ctx.autocasts:
+                autocasts.enter_context(torch.autocast(device, dtype, cache_enabled=False))
+            found = iter(ctx.check.backward(inputs, needs, gradients, ctx.call))
+        return (None, *(next(found) if need else None for need in needs))
+
+
+def _gradients(
+    module: Any, inputs: Sequence[Any], needs: Sequence[bool], gradients: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    given = [v.detach().requires_grad_(n) if isinstance(v, Tensor) else v for v, n in zip(inputs, needs, strict=True)]
+    with torch.enable_grad():
+        outputs = module(*given)
+    arrived = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
+    leaves = [value for value, need in zip(given, needs, strict=True) if need]
+    if not arrived or not leaves:
+        return [None] * len(leaves)
+    made, sent = zip(*arrived, strict=True)
+    return list(torch.autograd.grad(made, leaves, sent, allow_unused=True))
+
+
+def _filled(gradients: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(gradients, leaves, strict=True)]
+
+
+def _double(value: Any) -> Any:
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+class _Call:
+    """One call of a graph: whether its results have gradients, and whether these have come."""
+
+    waits = arrived = False
+
+    @property
+    def is_done(self) -> bool:
+        return self.arrived or not self.waits
+
+
+class FirstCalls:
+    """What Dynamo calls for a graph: the program with its checks at first, later the compiled graph."""
+
+    def __init__(self) -> None:
+        self.checks: list[Check] = []
+        self.unchecked: list[SiteReport] = []
+        self.errors: list[str] = []
+        self.call = _Call()
+        self.checking = True
+        self.lock = threading.RLock()
+        self._calls: list[_Call] = []
+        self._run: Callable[..., Any] = self._first
+
+    def start(
+        self, program: fx.GraphModule, ballot: Ballot, compiled: Callable[..., Any], entry: records.Compiled
+    ) -> Callable[..., Any]:
+        """The program with its checks, and what is called if these find nothing, with its entry in the records.
+
+        The latter has just been compiled.
+        """
+        with guard("sites are not checked", entry.traced.errors):
+            self._program, self._compiled, self._ballot = program, compiled, ballot
+            self._compile_again, self._entry = compat.compilation_again(), entry
+            entry.traced.errors += [error for error in self.errors if error not in entry.traced.errors]
+            return self
+        return compiled
+
+    def __call__(self, *args: Any) -> Any:
+        return self._run(*args)
+
+    def _first(self, *args: Any) -> Any:
+        with self.lock:
+            if self._run == self._first:
+                with guard("the program runs once more as it was written"):
+                    self._decide()
+            run, first, call = self._run, self._run == self._first, _Call()
+            if first:
+                run = self._program
+                self.call = call
+                self._calls.append(call)
+        outputs = run(*args)
+        call.waits = first and any(isinstance(out, Tensor) and out.requires_grad for out in outputs)
+        return outputs
+
+    def _decide(self) -> None:
+        """Before a call: whether enough was seen, here and on other ranks."""
+        if self.checking and self._has_seen_enough():
+            self.checking = False
+            self._ballot.post(self._verdicts())
+        found = self._ballot.outcome(len(self._calls), MOST_CALLS)
+        if found is not None:
+            self._settle(found)
+
+    def _has_seen_enough(self) -> bool:
+        return sum(call.is_done for call in self._calls) >= CALLS or len(self._calls) >= MOST_CALLS
+
+    def _verdicts(self) -> dict[int, str]:
+        found = ((index, check.verdict()) for index, check in enumerate(self.checks))
+        return {index: reason for index, reason in found if reason is not None}
+
+    def _settle(self, found: dict[int, str]) -> None:
+        """Go over to the compiled graph, or let it be compiled again without the sites that were found."""
+        for index, reason in found.items():
+            check = self.checks[index]
+            _left.setdefault(check.structure, {})[check.name] = reason
+            log.warning("%s at %s is left alone: %s", check.report.op, check.report.location, reason)
+        if found:
+            self._run = self._program
+            self._entry.discard()
+            if not self._compile_again():
+                log.warning("a graph with sites that are left alone stays uncompiled: it cannot be compiled again")
+        else:
+            with guard("the check is not in the report"):
+                self._tell()
+            self._run = self._compiled
+            del self._program, self.checks
+
+    def _tell(self) -> None:
+        report = self._entry.checked
+        report.checked.update(check.report.op for check in self.checks if check.compared)
+        for check in self.checks:
+            if not check.compared:
+                reason = check.failure or "its values were not finite in any call"
+                report.unchecked.append(SiteReport(check.report.op, check.report.location, "", reason))
+        report.unchecked += self.unchecked
+
+
+# What makes of a graph's compiled form, and its entry in the records, the one that Dynamo calls.
+Instead = Callable[[Callable[..., Any], records.Compiled], Callable[..., Any]]
+
+
+def nothing(compiled: Callable[..., Any], entry: records.Compiled) -> Callable[..., Any]:
+    """The compiled graph itself."""
+    return compiled
+
+
+def prepare(module: fx.GraphModule, *, input_norms: bool | None) -> Instead:
+    """What makes of a Dynamo graph's compiled form one whose sites are checked in its first calls.
+
+    It is made of the graph as it is now, and so before it is compiled. Where there is no site to check it returns the
+    compiled graph itself.
+    """
+    first = FirstCalls()
+
+    def change() -> fx.GraphModule | None:
+        program = _watched(module, first, first.errors, input_norms)
+        return program if first.checks else None
+
+    program = attempt("checking", module.graph, first.errors, change, lambda: None)
+    if program is None:
+        return nothing
+    return partial(first.start, program, Ballot(module.graph, len(first.checks)))
+
+
+def _watched(module: fx.GraphModule, first: FirstCalls, errors: list[str], input_norms: bool | None) -> fx.GraphModule:
+    """A copy of a graph and of those nested in it, in which every site is a check."""
+
+    def check(part: Alone) -> Check:
+        return Check(part, module.graph, first)
+
+    graph, left = module.graph, left_alone(module.graph)
+    apart = passes.apart(graph, check, errors, input_norms=input_norms, left=left)
+    if apart is None:
+        graph, _ = compat.copy_graph(graph)
+    else:
+        graph = apart.graph
+        first.checks += apart.functions
+        first.unchecked += apart.whole
+    regions = compat.call_regions(graph)
+    made = compat.module_of(graph, module)
+    for name in sorted(regions):
+        setattr(made, name, _watched(getattr(module, name), first, errors, input_norms))
+    for name in sorted({name for node in graph.nodes for name in compat.names_of_bodies(node)} - regions):
+        first.unchecked += _unchecked(getattr(module, name), errors, input_norms)
+    return made
+
+
+def _unchecked(body: fx.GraphModule, errors: list[str], input_norms: bool | None) -> list[SiteReport]:
+    """The sites of a nested graph that only its operator runs, such as a branch of `torch.cond`."""
+    apart = passes.apart(
+        body.graph, partial(Check, graph=body.graph, calls=FirstCalls()), errors, input_norms=input_norms
+    )
+    checks = apart.functions if apart is not None else []
+    return [replace(check.report, reason="it is in a nested graph that runs as a whole") for check in checks]

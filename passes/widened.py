@@ -1,0 +1,38 @@
+"""The float64 form of a module that a graph runs: every type in it that is narrower is float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from mhc_compile import compat
+
+_NARROWER = (torch.float32, torch.bfloat16, torch.float16)
+_CASTS = ("float", "bfloat16", "half")
+
+
+def widened(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a module, given float64 for its floating point inputs, that computes in float64 throughout.
+
+    Nested graphs are widened as well, those of an autograd.Function's backward among them, which torch runs with
+    every mode off.
+    """
+    graph, _ = compat.copy_graph(module.graph)
+    for node in graph.nodes:
+        if compat.changes_global_state(node):
+            continue  # autocast leaves float64 alone, and has no such type
+        if node.op == "call_method" and node.target in _CASTS:
+            node.target = "double"
+        node.args = fx.node.map_aggregate(node.args, _wide)
+        node.kwargs = fx.node.map_aggregate(node.kwargs, _wide)
+    made = compat.module_of(graph, module)
+    for name, body in list(made.named_children()):
+        if isinstance(body, fx.GraphModule):
+            setattr(made, name, widened(body))
+    return made
+
+
+def _wide(leaf: Any) -> Any:
+    return torch.float64 if isinstance(leaf, torch.dtype) and leaf in _NARROWER else leaf
