@@ -7,6 +7,10 @@ The rule: the L2 error of a gradient against float64 is at most the largest of
 - 4 roundings of the exact values;
 - 1e-12 of the gradient that arrives.
 
+Eager's error is the largest of those for `_DRAWS` inputs that are nearly the same. Around a logit of -60 one token may
+be as large as all others together. The rounding of its logit, |logit| * 2^-24, decides the error then, in one program
+by chance less than in another.
+
 Sizes at which float32 has no gradient, because exp(-|logit|) underflows for all tokens, are not among the cases.
 """
 
@@ -24,6 +28,8 @@ N, TOKENS = 4, 256
 SIZES = [(1e-3, 0.0), (1.0, 0.0), (30.0, 0.0), (1e3, 0.0), (1e4, 0.0)]
 SIZES += [(1.0, middle) for middle in (-60.0, -30.0, -10.0, 10.0, 14.0)]
 GATES = [Gates(), Gates(1e-6, 1.5, 1e-3)]
+# Of so many roundings of one number the largest is next to the largest possible.
+_DRAWS = 8
 
 Gradients = tuple[Tensor, ...]
 
@@ -47,6 +53,22 @@ def _gradients(inputs: list[Tensor], arriving: list[Tensor], gates: Gates) -> Gr
     return torch.autograd.grad([h_pre, h_post], leaves, arriving)
 
 
+def _exact(inputs: list[Tensor], arriving: list[Tensor], gates: Gates) -> Gradients:
+    return _gradients([value.double() for value in inputs], [value.double() for value in arriving], gates)
+
+
+def _errors_of_eager(inputs: list[Tensor], arriving: list[Tensor], gates: Gates) -> list[float]:
+    """Of each gradient the largest, over inputs whose projections are moved by many of their roundings."""
+    generator = torch.Generator().manual_seed(1)
+    h, *rest = inputs
+    errors = []
+    for _ in range(_DRAWS):
+        moved = [h * (1 + 2.0**-16 * torch.randn(h.shape, generator=generator).to(h.device)), *rest]
+        pairs = zip(_gradients(moved, arriving, gates), _exact(moved, arriving, gates), strict=True)
+        errors.append([(found.double() - truth).norm().item() for found, truth in pairs])
+    return [max(of_gradient) for of_gradient in zip(*errors, strict=True)]
+
+
 def complaints(
     gates: Gates, evaluate: Callable[[list[Tensor], list[Tensor]], dict[str, Tensor]], device: str = "cpu"
 ) -> list[str]:
@@ -55,13 +77,12 @@ def complaints(
     for size, middle in SIZES:
         inputs, arriving = ([value.to(device) for value in values] for values in given(size, middle))
         found = evaluate(inputs, arriving)
-        eager = _gradients(inputs, arriving, gates)
-        exact = _gradients([v.double() for v in inputs], [v.double() for v in arriving], gates)
+        eager, exact = _errors_of_eager(inputs, arriving, gates), _exact(inputs, arriving, gates)
         nothing = 1e-12 * torch.stack([v.double().norm() for v in arriving]).norm().item()
-        for name, theirs, truth in zip(("h", "ms", "scale", "bias"), eager, exact, strict=True):
+        for name, trusted, truth in zip(("h", "ms", "scale", "bias"), eager, exact, strict=True):
             if name not in found:
                 continue
-            error, trusted = ((value.double() - truth).norm().item() for value in (found[name], theirs))
+            error = (found[name].double() - truth).norm().item()
             slack = 4.0 if name in ("scale", "bias") else 1.1 + 5 / truth.numel() ** 0.5
             rounding = 4 * torch.finfo(torch.float32).eps * truth.norm().item()
             if not error <= max(slack * trusted, rounding, nothing):
