@@ -14,7 +14,7 @@ import torch._dynamo
 from torch import Tensor, nn
 from torch.fx.experimental import _config as shapes
 
-import mhc_compile
+import mhc_compile.entry  # makes "mhc" known where the package is run from its sources
 from mhc_compile.testing.float64 import Float64Reference
 from tests.fuzz.evaluation import Evaluation, Results, difference, evaluate
 from tests.fuzz.program import Program
