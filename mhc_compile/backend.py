@@ -23,7 +23,7 @@ from torch import fx
 
 import mhc_compile.ops  # noqa: F401  (registers the operators that the passes insert)
 from mhc_compile import checking, compat, kernels, passes, records
-from mhc_compile.guard import Deliberate, guard, told
+from mhc_compile.guard import Deliberate, described, guard, told
 from mhc_compile.passes.fuse import FUSIONS, check_layers
 from mhc_compile.passes.report import Report
 
@@ -100,27 +100,32 @@ class MhcPass(_Configured):
     def __call__(self, graph: fx.Graph) -> None:
         module = graph.owning_module
         compiled = _compiled()
+        compiled.loaded.clear()  # a cache that had one graph and not the other is of no use
         if _is_rewritten.get():
             compiled.traced.graphs += 1
             return
-        compiled.loaded.clear()  # a cache that had one graph and not the other is of no use
         compiled.say("Dynamo has traced it")
         new, report = None, Report(graphs=1)
         with guard("this graph is compiled as it was", report.errors):
             norms, left = self.options[_INPUT_NORM], checking.left_alone(graph)
             new, report = passes.run(graph, input_norms=norms, module=module, left=left)
         compiled.traced.add(report)
-        if new is not None and module is not None:
-            with guard("C++ is compiled when Inductor comes to it", compiled.traced.errors):
-                if _is_for_cpu(graph):
-                    compat.compile_beside()
-            with guard("the trace has no graph", compiled.traced.errors):
-                compat.trace_artifact("mhc_rewritten_graph", lambda: compat.readable(module))
-        with guard("the trace has no report", compiled.traced.errors):
-            compat.trace_artifact("mhc_report", lambda: str(report))
+        _tell(compiled, report, module if new is not None else None)
+        with guard("C++ is compiled when Inductor comes to it", compiled.traced.errors):
+            if new is not None and _is_for_cpu(graph):
+                compat.compile_beside()
 
     def _identity(self) -> tuple[Any, ...]:
         return (*super()._identity(), checking.all_left_alone())
+
+
+def _tell(compiled: records.Compiled, report: Report, rewritten: fx.GraphModule | None) -> None:
+    """Put what was done to a graph, and the graph, into the structured trace."""
+    if rewritten is not None:
+        with guard("the trace has no graph", compiled.traced.errors):
+            compat.trace_artifact("mhc_rewritten_graph", lambda: compat.readable(rewritten))
+    with guard("the trace has no report", compiled.traced.errors):
+        compat.trace_artifact("mhc_report", lambda: str(report))
 
 
 # Whether the graphs that Inductor compiles are parts of one that was rewritten as a whole.
@@ -149,6 +154,7 @@ def whole(module: fx.GraphModule, backend: str, options: dict[str, Any]) -> Iter
         report = passes.run_recursively(module, input_norms=norms, left_of=checking.left_alone)
         report.graphs = 0  # the parts are counted
         compiled.traced.add(report)
+        _tell(compiled, report, module if report.rewritten else None)
         rewriting._be_strict(compiled)
     token = _is_rewritten.set(True)
     try:
@@ -314,7 +320,7 @@ def mhc(
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise OptionError(str(error)) from error
     checked = _checked(gm, own)
-    with records.graph() as entry:
+    with _compiling(own) as entry:
         compiled: Callable[..., Any] = compiler(gm, example_inputs)
     return checked(compiled, entry)
 
@@ -325,6 +331,27 @@ def _checked(gm: fx.GraphModule, own: dict[str, Any]) -> checking.Instead:
         with guard("sites are not checked"):
             return checking.prepare(gm, input_norms=(OPTIONS | own)[_INPUT_NORM])
     return checking.nothing
+
+
+@contextlib.contextmanager
+def _compiling(options: dict[str, Any]) -> Iterator[records.Compiled]:
+    """Around the compilation of one graph: its report is kept, and strict options are not content with eager code."""
+    with records.graph() as compiled:
+        compiled.strict = bool(options.get("mhc.strict"))
+        try:
+            yield compiled
+        except Exception as error:
+            expected = isinstance(error, Deliberate) or compat.asks_to_trace_again(error)
+            if compiled.strict and compiled.traced.sites and not expected:
+                sites = f"{len(compiled.traced.sites)} hyper-connection sites"
+                raise StrictError(f"a graph with {sites} is not compiled: {described(error)}") from error
+            raise
+
+
+def _left_eager(frame: Any) -> None:
+    """Raise where a function with hyper-connections is not compiled any more, and strict options ask for it to be."""
+    if records.is_strict(frame):
+        raise StrictError(str(records.report()))
 
 
 def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -390,7 +417,7 @@ class enable:
             raise ValueError(f"options: {names} is not an option of mhc; expected names that begin with mhc.")
         with _switch:
             _enabled.append(self)
-            compat.set_while_compiling(_settings, records.graph)
+            compat.set_while_compiling(_settings, lambda: _compiling(_enabled[-1]._options if _enabled else {}))
 
     def __enter__(self) -> None:
         return None
@@ -447,4 +474,5 @@ def _settings() -> dict[str, Any]:
     return settings
 
 
+compat.watched.at_limit = _left_eager
 importlib.import_module("mhc_compile.entry")  # which registers the backend, once, and has Dynamo watched

@@ -31,7 +31,8 @@ class Compiled:
     traced is of the graph before autograd and of its joint graph. lowered has a report for each graph that Inductor
     makes of these: of the forward, and of the backward, which may follow much later. loaded has both reports of each
     of these graphs that a cache had. checked is what `mhc.check` did in its first calls. before and after are the
-    breaks by which the graph began, and ended. failure says why there is no compiled graph.
+    breaks by which the graph began, and ended. failure says why there is no compiled graph, strict whether options ask
+    for errors.
     """
 
     traced: Report = field(default_factory=Report)
@@ -41,6 +42,7 @@ class Compiled:
     before: compat.GraphBreak | None = None
     after: compat.GraphBreak | None = None
     failure: str | None = None
+    strict: bool = False
     begun: float = field(default_factory=time.perf_counter)
 
     def say(self, what: str) -> None:
@@ -233,6 +235,11 @@ class Ledger:
                     lost = Report.joined([lost, Report(cut=told)])
         return lost.cut
 
+    def is_strict(self, frame: Any) -> bool:
+        """Whether a frame has sites, and strict options."""
+        graphs = [graph for one in self._frames.get(frame, {}).values() for graph in one.graphs]
+        return any(graph.strict for graph in graphs) and any(graph.report().sites for graph in graphs)
+
     def progress(self) -> str:
         """How many graphs there are so far, those that Dynamo may throw away included."""
         graphs = [graph for all in list(self._frames.values()) for one in list(all.values()) for graph in one.graphs]
@@ -270,7 +277,7 @@ class _Forgetful:
 _forgetful = _Forgetful()
 _process = Ledger()
 # Of the process: around the compilation of one graph, the graph that is being compiled, and the last compilation.
-graph, current, last = _process.graph, _process.current, _process.last
+graph, current, last, is_strict = _process.graph, _process.current, _process.last, _process.is_strict
 
 
 def forget() -> None:

@@ -31,6 +31,8 @@ _FORMS |= {"unflatten", "to", "float", "type", "expand", "mT", "view_as", "type_
 
 def cut(graph: fx.Graph) -> list[SiteReport]:
     """The operators of a rewritten graph of which a gate comes from another graph, or is read in another one only."""
+    if compat.is_called(graph):  # the calling graph makes its gates, or reads them
+        return []
     found = [(node, MADE_ELSEWHERE) for node in calls(graph, *_READ) if any(map(_is_given, _gates_read(node)))]
     found += [(node, READ_ELSEWHERE) for node in calls(graph, *_MADE) if any(map(_only_leaves, _gates_made(node)))]
     return [SiteReport(str(node.target._opname), location(node), CUT, why) for node, why in found]  # type: ignore[union-attr]

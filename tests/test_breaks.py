@@ -7,6 +7,7 @@ import inspect
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import mhc_compile
 from mhc_compile import records
@@ -92,6 +93,23 @@ def test_functions_of_a_function_that_is_not_compiled_are_cut() -> None:
     assert all("User-inserted graph break" in (site.reason or "") for site in report.cut)
 
 
+def test_a_region_that_gets_its_gates_is_not_cut() -> None:
+    """A checkpoint region is a graph of its own, that another calls, whatever Dynamo breaks beside it."""
+
+    class Region(Sublayer):
+        def write(self, x: Tensor, f: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
+            out: Tensor = checkpoint(super().write, x, f, h_post, h_res, use_reentrant=False)
+            return out
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = super().forward(x)
+            torch._dynamo.graph_break()
+            return out + 1.0
+
+    report = mhc_compile.explain(Region(4, 6, 3, 2), torch.randn(X))
+    assert (sorted(_names(report.rewritten)), report.cut) == (sorted(BOTH), [])
+
+
 def test_parts_that_the_program_compiles_one_by_one_are_not_cut() -> None:
     model = Sublayer(4, 6, 3, 2)
     x = torch.randn(X)
@@ -168,6 +186,25 @@ def test_a_function_that_is_not_compiled_any_more() -> None:
     assert site.location.name == "tests/zoo/near.py"
     words = "Dynamo compiled it 2 times (torch._dynamo.config.recompile_limit), and runs it eagerly for anything new"
     assert site.reason == f"{words}; what changed last: self.iterations == 2"
+
+
+def test_strict_options_do_not_put_up_with_eager_code() -> None:
+    model, strict = NoBackward(4, 6, 3, 2), {"mhc.strict": True}
+    words = "a graph with 2 hyper-connection sites is not compiled: .*_local_scalar_dense"
+    with pytest.raises(mhc_compile.StrictError, match=words):
+        torch.compile(model, backend="mhc", options=strict)(torch.randn(X))
+
+
+@pytest.mark.usefixtures("passes_only")
+def test_strict_options_do_not_put_up_with_the_recompile_limit() -> None:
+    model = Annealed(4, 6, 3, 2)
+    compiled = torch.compile(model, backend="mhc", options={"mhc.strict": True})
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1):
+        model.iterations = 1
+        compiled(torch.randn(X))
+        model.iterations = 2
+        with pytest.raises(mhc_compile.StrictError, match=r"what changed last: self\.iterations == 1"):
+            compiled(torch.randn(X))
 
 
 def test_explaining_again_and_again() -> None:

@@ -95,6 +95,12 @@ def copy_source(old: fx.Node, new: fx.Node) -> None:
         new._dynamo_source = old._dynamo_source
 
 
+def is_called(graph: fx.Graph) -> bool:
+    """Whether another graph calls this one: Dynamo's notes of where values come from are on the calling graph's."""
+    given = graph.find_nodes(op="placeholder")
+    return bool(given) and not any(hasattr(node, "_dynamo_source") for node in given)
+
+
 def tensor_metadata(value: torch.Tensor) -> Any:
     """What tracing notes about a tensor under "tensor_meta"."""
     from torch.fx.passes.shape_prop import _extract_tensor_metadata

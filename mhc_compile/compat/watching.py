@@ -11,7 +11,7 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
@@ -53,11 +53,15 @@ class RecompileLimit:
 
 @dataclass
 class Watched:
-    """What Dynamo did since it was reset. kept has the compilations whose code it keeps, limits are by frame."""
+    """What Dynamo did since it was reset. kept has the compilations whose code it keeps, limits are by frame.
+
+    at_limit is called with a frame that has reached a limit, and may raise.
+    """
 
     kept: set[tuple[Any, Any]] = field(default_factory=set)
     breaks: dict[GraphBreak, None] = field(default_factory=dict)
     limits: dict[Any, RecompileLimit] = field(default_factory=dict)
+    at_limit: Callable[[Any], None] = lambda frame: None
 
     def clear(self) -> None:
         """Forget all: Dynamo numbers its frames anew."""
@@ -139,9 +143,11 @@ def _note_limit(record: logging.LogRecord) -> bool:
             limit, number, function, reason = map(str, record.args[:4])
             name, file, line = (_FUNCTION.fullmatch(function) or re.match("()()(0?)", "")).groups()  # type: ignore[union-attr]
             changed = _GUARD.fullmatch(reason.strip().partition("\n")[0])
-            watched.limits[compile_id()[0]] = RecompileLimit(
+            frame = compile_id()[0]
+            watched.limits[frame] = RecompileLimit(
                 limit, int(number), name or function, file, int(line or 0), changed.group(1) if changed else reason
             )
+            watched.at_limit(frame)
     return True
 
 

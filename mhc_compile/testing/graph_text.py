@@ -52,7 +52,7 @@ def capture(model: Callable[..., Any], *args: Any, allow_empty: bool = False, **
     """
     graphs, report = Graphs(), Report()
 
-    def look(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    def mhc(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         report.add(passes.run_recursively(gm))
         graphs.dynamo.append(gm.graph)
         compiled: Callable[..., Any] = compat.compile_without_inductor(gm, example_inputs, fuse)
@@ -63,7 +63,7 @@ def capture(model: Callable[..., Any], *args: Any, allow_empty: bool = False, **
         graphs.joint.append(joint.graph)
 
     with compat.for_these_sizes():
-        torch.compile(model, backend=look)(*args, **kwargs)
+        torch.compile(model, backend=mhc)(*args, **kwargs)
     if not (allow_empty or report.rewritten or report.called):
         raise EmptyCaptureError(report)
     return graphs
