@@ -37,6 +37,8 @@ CALLS = 3
 # After so many the check ends, even if gradients have not arrived or other ranks have not said what they found.
 MOST_CALLS = 16
 
+_NOT_YET = "the first calls are not over, in which the program's own code runs"
+
 # Why sites are left alone, by their names, by the structure of their graph.
 _left: dict[str, dict[str, str]] = {}
 
@@ -240,6 +242,7 @@ class FirstCalls:
             self._program, self._compiled, self._ballot = program, compiled, ballot
             self._compile_again, self._entry = compat.compilation_again(), entry
             entry.traced.errors += [error for error in self.errors if error not in entry.traced.errors]
+            entry.checked.unchecked = [replace(check.report, reason=_NOT_YET) for check in self.checks]
             return self
         return compiled
 
@@ -295,6 +298,7 @@ class FirstCalls:
 
     def _tell(self) -> None:
         report = self._entry.checked
+        report.unchecked.clear()
         report.checked.update(check.report.op for check in self.checks if check.compared)
         for check in self.checks:
             if not check.compared:

@@ -139,7 +139,10 @@ def test_operators_that_are_right() -> None:
     for seed in range(checking.CALLS):
         _step(compiled, model, seed, _same)
         assert _reported()[2] == {}
+        reasons = {site.reason for site in mhc_compile.report().unchecked}
+        assert reasons == {"the first calls are not over, in which the program's own code runs"}
     _step(compiled, model, checking.CALLS, _close)
+    assert mhc_compile.report().unchecked == []
     assert _reported() == ([MIX, COMBINE] * 2 + ["head"], [], {MIX: 2, COMBINE: 2, "head": 1})
     told = "  checked in the first calls: 2 x generate_mix_and_aggregate, 1 x head, 2 x expand_combine\n"
     assert told in f"{mhc_compile.report()}\n"
