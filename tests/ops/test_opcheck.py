@@ -12,10 +12,6 @@ from torch.library import opcheck
 import mhc_compile.ops  # noqa: F401
 from tests.ops.eager import combine_arguments, mix_arguments
 
-# torch 2.14 checks copies of the arguments, which are no leaves, and asks each for its gradient. It keeps the warning
-# from being shown, which does not help where a warning is an error.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-
 Sample = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 _LOG = {"sinkhorn_eps": 0.0, "sinkhorn_start_eps": 0.0, "sinkhorn_steps": 3}
