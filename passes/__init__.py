@@ -41,6 +41,7 @@ from mhc_compile.passes.plan import (
     Declined,
     MixSite,
     Plan,
+    ProjectionSite,
     SinkhornSite,
     Site,
     outputs,
@@ -398,7 +399,8 @@ def _sites(shadow: shadowing.Shadow, plan: Plan) -> list[SiteReport]:
     entries: list[tuple[int, SiteReport]] = []
     for site in plan.sites:
         node = _node(site)
-        entries.append((shadow.position[node], SiteReport(site.op, location(node), _detail(site))))
+        own = site.own if isinstance(site, (CombineSite, AggregateSite, ProjectionSite)) else ""
+        entries.append((shadow.position[node], SiteReport(site.op, location(node), _detail(site), own=own)))
     for declined in plan.declined:
         at = shadow.position[declined.node] if declined.node is not None else 0
         entries.append((at, SiteReport(declined.what, location(declined.node), "", declined.reason)))
@@ -414,17 +416,24 @@ def _detail(site: Site) -> str:
     if isinstance(site, CombineSite):
         c = site.combine
         kind = "x" if c.mix is None else "h_res^T x" if c.mix.is_transposed else "h_res x"
+        if not c.is_plain and (c.mix is None or len(c.mixes) > 1):
+            kind = "a diagonal h_res x" if c.mix is None else f"{kind} + a diagonal h_res x"
         return (
             f"n = {c.streams.n}, C = {c.streams.channels}, {str(c.x.dtype).removeprefix('torch.')}, h_post f + {kind}"
         )
     if isinstance(site, AggregateSite):
-        return f"n = {site.aggregate.streams.n}, C = {site.aggregate.streams.channels}, a gate of its own"
+        return f"n = {site.aggregate.streams.n}, C = {site.aggregate.streams.channels}"
     if isinstance(site, SinkhornSite):
         return _sinkhorn(site.matrices.kind.form)
+    if isinstance(site, ProjectionSite):
+        rows = sum(product.projection.rows for product in site.products)
+        return f"n = {site.streams.n}, C = {site.streams.channels}, {rows} logits"
     parts = [f"n = {site.streams.n}, C = {site.streams.channels}, {str(site.x.dtype).removeprefix('torch.')}"]
     parts.append(f"rms eps {site.normed.rms.eps:g} {site.normed.rms.mode}")
     if site.res is not None:
         parts.append(_sinkhorn(site.sinkhorn))
+    if site.logits is not None:
+        parts.append("all its logits go out")
     if site.norm is not None:
         parts.append(f"input norm eps {site.norm.eps:g}")
     if site.norm_apart:

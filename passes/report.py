@@ -52,16 +52,25 @@ class Location:
 
 @dataclass(frozen=True)
 class SiteReport:
-    """One piece of hyper-connection code. op is the operator it became, or would have become; reason is why not."""
+    """One piece of hyper-connection code. op is the operator it became, or would have become; reason is why not.
+
+    own says which of its gates stay the program's code, and why; where it is empty, operators make all of them.
+    """
 
     op: str
     location: Location
     detail: str
     reason: str | None = None
+    own: str = ""
 
     @property
     def rewritten(self) -> bool:
         return self.reason is None
+
+    @property
+    def told(self) -> str:
+        """What a report says below the line of the program."""
+        return self.reason or self.detail + (f"; its own: {self.own}" if self.own else "")
 
 
 _SITES = ("sites", "called", "cut", "unchecked")
@@ -107,6 +116,11 @@ class Report:
     @property
     def declined(self) -> list[SiteReport]:
         return [site for site in self.sites if not site.rewritten]
+
+    @property
+    def with_own_gates(self) -> list[SiteReport]:
+        """The rewritten sites some of whose gates stay the program's code."""
+        return [site for site in self.rewritten if site.own]
 
     def add(self, other: Report) -> None:
         """Add what was done to other graphs, or by other passes to the same."""
@@ -166,8 +180,9 @@ class Report:
         graphs = f"{self.graphs} graph{'s' if self.graphs != 1 else ''}"
         if self.cached:
             graphs += " from the cache" if self.cached == self.graphs else f", {self.cached} of them from the cache"
+        own = f", {len(self.with_own_gates)} with gates of their own," if self.with_own_gates else ""
         return (
-            f"mhc: {len(self.rewritten)} of {len(self.sites)} hyper-connection sites rewritten "
+            f"mhc: {len(self.rewritten)} of {len(self.sites)} hyper-connection sites rewritten{own} "
             f"in {graphs} ({self.seconds:.2f} s)" + (f"; {len(self.cut)} cut or not compiled" if self.cut else "")
         )
 
@@ -233,7 +248,7 @@ def _groups(sites: list[SiteReport], whole: bool) -> list[list[SiteReport]]:
     groups: dict[Any, list[SiteReport]] = {}
     for site in sites:
         line = (str(site.location), site.location.code) if whole else None
-        groups.setdefault((site.op, line, site.reason or site.detail), []).append(site)
+        groups.setdefault((site.op, line, site.told), []).append(site)
     return list(groups.values())
 
 
@@ -242,7 +257,7 @@ def _site(words: str, group: list[SiteReport]) -> list[str]:
     others = len({str(site.location) for site in group}) - 1
     place = str(first.location) + (f" and {others} other line{'s' if others > 1 else ''}" if others else "")
     line = words.format(count=len(group), op=first.op, place=f"{place}  {first.location.code}")
-    return [line[:_WIDTH], f"      {first.reason or first.detail}"]
+    return [line[:_WIDTH], f"      {first.told}"]
 
 
 def _more(count: int, most: int | None, what: str) -> list[str]:
@@ -263,3 +278,9 @@ def location(node: fx.Node | None) -> Location:
 
 def _spells(file: str) -> bool:
     return file.startswith(_WRAPPERS) or any(part in file for part in _SPELLERS)
+
+
+def said(node: fx.Node) -> str:
+    """A node by the line of the program that made it."""
+    at = location(node)
+    return f"line {at.line} of {at.name} ({at.code})" if at.file else f"{node.name}, which no line is known of,"

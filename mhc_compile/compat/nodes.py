@@ -69,8 +69,9 @@ def may_mutate(node: fx.Node) -> bool:
     if _named_as_mutating(node.op, node.target):
         return True
     if node.op == "call_function" and is_higher_order(node):
-        inner = bodies(node)
-        return not inner or any(may_mutate(each) for body in inner for each in body.graph.nodes)
+        inner = [each for body in bodies(node) for each in body.graph.nodes]
+        # A backward that takes gradients itself makes leaves of its own for that, which writes no memory.
+        return not inner or any(may_mutate(each) for each in inner if each.target != "requires_grad_")
     if node.op == "call_method":
         return "out" in node.kwargs
     if node.op != "call_function":

@@ -238,9 +238,20 @@ def has_hint(size: Any) -> bool:
     return not isinstance(size, torch.SymInt) or bool(size.node.has_hint())
 
 
+# What stands for the first size that depends on data, and how far the next one is: odd, and no number of streams.
+_STAND_IN = 37
+
+
 def hint(size: Any) -> Any:
-    """The value that a size had when the graph was captured."""
-    return size.node.hint if isinstance(size, torch.SymInt) else size
+    """The value that a size had when the graph was captured; for one that depends on data, a number in its place."""
+    if not isinstance(size, torch.SymInt) or has_hint(size):
+        return size.node.hint if isinstance(size, torch.SymInt) else size
+    expression = symbolic_expression(size)
+    shape_env = size.node.shape_env
+    backed = shape_env.backed_var_to_val if hasattr(shape_env, "backed_var_to_val") else shape_env.var_to_val
+    numbers = {symbol: backed.get(symbol, _STAND_IN + 4 * int("".join(filter(str.isdigit, str(symbol))) or 0))
+               for symbol in expression.free_symbols}  # fmt: skip
+    return int(expression.subs(numbers))
 
 
 def settled(size: Any) -> Any:

@@ -123,6 +123,9 @@ def stream_products(a: Tensor, b: Tensor) -> Tensor:
     """out[m, i, o] = <a[m, i], b[m, o]>, accumulated in float32 (float64); [M, i, C], [M, o, C]."""
     dtype = accumulation_dtype(a)
     a, b = upcast(a, dtype), upcast(b, dtype)
+    if b.shape[1] == 1:
+        # BLAS may add up equal rows in different orders, and the gradients of equal streams have to cancel.
+        return (a * b).sum(-1, keepdim=True)
     if _matmul_is_exact(a):
         # A batch of one goes to another routine, which sums in another order than that for many tokens.
         pair = a.shape[0] == 1

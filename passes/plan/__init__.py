@@ -19,14 +19,11 @@ from mhc_compile.passes.plan.gradients import (
     reached_by_gradients,
     takes_forward_derivatives,
 )
+from mhc_compile.passes.plan.misses import misses
 from mhc_compile.passes.plan.mix import mix_site
-from mhc_compile.passes.plan.reasons import (
-    broken_iterations,
-    iteration_under_vmap,
-    near_misses,
-    unread_gates,
-    unused_rows,
-)
+from mhc_compile.passes.plan.outside import came_in, remember
+from mhc_compile.passes.plan.own import name_own_gates
+from mhc_compile.passes.plan.projections import projection_sites
 from mhc_compile.passes.plan.roles import connections
 from mhc_compile.passes.plan.sites import (
     INTERNAL,
@@ -35,12 +32,13 @@ from mhc_compile.passes.plan.sites import (
     Decline,
     Declined,
     MixSite,
+    Product,
+    ProjectionSite,
     Rows,
     SinkhornSite,
     Site,
     Vector,
     outputs,
-    said,
     surface,
     visible,
 )
@@ -48,10 +46,12 @@ from mhc_compile.passes.plan.surroundings import check_surroundings
 from mhc_compile.passes.recognise import Findings, Mixture, Weight
 from mhc_compile.passes.recognise.aggregate import Aggregate
 from mhc_compile.passes.recognise.combine import Combine
-from mhc_compile.passes.recognise.gates import Mixing
+from mhc_compile.passes.recognise.contraction import StreamsView
+from mhc_compile.passes.recognise.gates import Matrices, Mixing, Sigmoid
 from mhc_compile.passes.recognise.input_norm import InputNorm, input_norm
 from mhc_compile.passes.recognise.layout import is_movement
 from mhc_compile.passes.recognise.pieces import TOGETHER
+from mhc_compile.passes.recognise.projection import streams_by_rows
 from mhc_compile.passes.shadow import Shadow, Value
 
 
@@ -73,7 +73,7 @@ def plan(shadow: Shadow, findings: Findings, errors: list[str] | None = None, *,
     errors = [] if errors is None else errors
     sites: list[Site] = []
     declined: list[Declined] = []
-    reached = reached_by_gradients(shadow) if findings.mixtures else set()
+    reached = reached_by_gradients(shadow) if findings.readings else set()
     beyond = _derivatives_beyond(shadow)
 
     def consider(what: str, node: fx.Node, *makers: Callable[[], Site]) -> bool:
@@ -100,12 +100,16 @@ def plan(shadow: Shadow, findings: Findings, errors: list[str] | None = None, *,
     for mixtures in _by_streams(findings.mixtures):
         with guard("gates are left as they are", errors):
             _consider_gates(mixtures, findings, consider)
-    known = {value for site in sites if isinstance(site, MixSite) for value in site.targets()}
+    known = {value for site in sites if isinstance(site, MixSite) for value in site.made()}
+    known |= {value for value, found in findings.matrices.items() if isinstance(found, Matrices)}
+    connections = findings.connections
     claimed: set[Value] = set()
+    evident: set[Value] = set()
     for readings in _last_first(findings.combines):
-        readings = [c for c in readings if c.mix is not None or c.outer.post in known]
+        readings = [c for c in readings if not known.isdisjoint(c.gates()) or connections.is_write(c)]
         if not readings or readings[0].out in claimed:
             continue
+        evident |= {read.out for read in connections.reads_before(readings[0])}
         made = [lambda c=combine: CombineSite(c) for combine in readings]
         if consider("expand_combine", readings[0].op.node, *made):
             accepted = sites[-1]
@@ -113,14 +117,20 @@ def plan(shadow: Shadow, findings: Findings, errors: list[str] | None = None, *,
             claimed |= _within(accepted.combine)
     free = [a for a in findings.aggregates if a.out not in claimed]
     with guard("single operators are not looked for", errors):
-        _single_operators(findings, free, sites, consider)
-    misses: list[Declined] = []
+        _single_operators(findings, free, sites, known, evident, consider)
+    views = _views(sites)
+    with guard("projections are not looked for", errors):
+        for projected in list(projection_sites(shadow, findings, sites, views, reached)):
+            node = projected.products[0].projection.out.op.node  # type: ignore[union-attr]
+            consider("projection", node, lambda site=projected: site)  # type: ignore[misc]
+    remember(sites)
     untold: list[str] = []
     with guard("what else there is of hyper-connections is not told", untold):
-        misses += _misses(shadow, findings, free, sites, declined)
+        name_own_gates(sites, findings)
+        declined += list(misses(shadow, findings, sites, declined, views))
     if input_norms is not False:
         sites = [_with_norm(shadow, findings, site, input_norms, errors) for site in sites]
-    return Plan(sites, declined + misses, untold)
+    return Plan(sites, declined, untold)
 
 
 def _consider_gates(mixtures: list[Mixture], findings: Findings, consider: Callable[..., bool]) -> None:
@@ -135,18 +145,6 @@ def _consider_gates(mixtures: list[Mixture], findings: Findings, consider: Calla
             lambda roles=roles: mix_site(roles, findings, read=False),
             lambda roles=roles: mix_site(roles.without_pre(), findings),
         )
-
-
-def _misses(
-    shadow: Shadow, findings: Findings, free: list[Aggregate], sites: list[Site], declined: list[Declined]
-) -> list[Declined]:
-    """What was seen of hyper-connections and is in no site."""
-    misses = list(near_misses(findings, free, sites))
-    misses += unread_gates(findings, sites, declined)
-    misses += broken_iterations(sites)
-    if not sites and not misses:
-        misses += iteration_under_vmap(shadow)
-    return misses or unused_rows([site for site in sites if isinstance(site, MixSite)])
 
 
 def _derivatives_beyond(shadow: Shadow) -> str:
@@ -182,15 +180,22 @@ def _with_norm(shadow: Shadow, findings: Findings, site: Site, wanted: bool | No
 
 
 def _single_operators(
-    findings: Findings, aggregates: list[Aggregate], sites: list[Site], consider: Callable[..., bool]
+    findings: Findings,
+    aggregates: list[Aggregate],
+    sites: list[Site],
+    known: set[Value],
+    evident: set[Value],
+    consider: Callable[..., bool],
 ) -> None:
-    """What no larger operator has taken: sums over streams that are mixed elsewhere, and the matrices that mix them."""
+    """What no larger operator has taken: sums over streams that are mixed elsewhere, and the matrices that mix them.
+
+    evident: reads by which writes were known to be those of streams.
+    """
     taken = {value for site in sites for value in site.targets()}
-    combined = [site.combine for site in sites if isinstance(site, CombineSite)]
-    streams = {c.x for c in combined if c.mix is not None} | {c.out for c in combined if c.mix is not None}
-    streams |= {site.x for site in sites if isinstance(site, MixSite)}
+    views = _views(sites)
     for a in aggregates:
-        if a.out in taken or a.x not in streams or a.const != 1.0:
+        is_view = a.x in views and (a.streams.n, a.streams.stream) == (views[a.x].n, views[a.x].stream)
+        if a.out in taken or not (is_view or a.out in evident or a.gate in known or came_in(a)):
             continue
         if consider("aggregate", a.op.node, lambda a=a: AggregateSite(a)):
             taken.add(a.out)
@@ -199,6 +204,20 @@ def _single_operators(
             assert found.out.op is not None
             if consider("sinkhorn", found.out.op.node, lambda m=found: SinkhornSite(m)):
                 taken.add(found.out)
+
+
+def _views(sites: list[Site]) -> dict[Value, StreamsView]:
+    """Where the streams lie in the tensors that are streams."""
+    found: dict[Value, StreamsView] = {}
+    for site in sites:
+        if isinstance(site, CombineSite):
+            c = site.combine
+            found |= {c.out: c.out_view, c.x: c.streams}
+        elif isinstance(site, AggregateSite):
+            found[site.aggregate.x] = site.aggregate.streams
+        elif isinstance(site, MixSite):
+            found[site.x] = site.streams
+    return found
 
 
 def _last_first(combines: list[Combine]) -> list[list[Combine]]:
@@ -214,9 +233,7 @@ _SUMMING = {*TOGETHER, "add", "sub", "addcmul", "mul", "sum", "mean", "neg", "di
 
 def _within(combine: Combine) -> set[Value]:
     """The result of a combine, and the partial sums and products behind it that serve it alone."""
-    leaves = {combine.x, combine.outer.f, combine.outer.post, combine.layer_bias}
-    if combine.mix is not None:
-        leaves.add(combine.mix.res)
+    leaves = {combine.x, combine.outer.f, combine.layer_bias, *combine.gates()}
     found, pending = {combine.out}, [combine.out]
     while pending:
         op = pending.pop().op
@@ -236,7 +253,15 @@ def _is_hyper_connection(mixtures: list[Mixture], findings: Findings) -> bool:
         any(a.x is x and a.gate in gates and a.gate_layout.is_identity() for a in findings.aggregates)
         or any(c.x is x and c.outer.post in gates for c in findings.combines)
         or any(isinstance(gate.kind, Mixing) for mixture in mixtures for gate in mixture.gates.values())
+        or any(map(_splits_as_gates, mixtures))
     )
+
+
+def _splits_as_gates(mixture: Mixture) -> bool:
+    """Whether the rows of a projection are those of h_pre, h_post and h_res: in a graph that was cut, all go out."""
+    n = streams_by_rows(mixture.projection)
+    sigmoids = {gate.rows for gate in mixture.gates.values() if isinstance(gate.kind, Sigmoid)}
+    return n is not None and {tuple(range(n)), tuple(range(n, 2 * n))} <= sigmoids
 
 
 def _by_streams(mixtures: list[Mixture]) -> list[list[Mixture]]:
@@ -256,13 +281,14 @@ __all__ = [
     "Declined",
     "MixSite",
     "Plan",
+    "Product",
+    "ProjectionSite",
     "Rows",
     "SinkhornSite",
     "Site",
     "Vector",
     "outputs",
     "plan",
-    "said",
     "surface",
     "visible",
 ]

@@ -48,16 +48,21 @@ def reached_by_gradients(shadow: Shadow) -> set[fx.Node]:
     return found
 
 
+def is_reached(reached: set[fx.Node], value: Value) -> bool:
+    """Whether a gradient can come back to a value."""
+    return not reached.isdisjoint(_nodes(value))
+
+
 def check_gradients(reached: set[fx.Node], site: MixSite) -> None:
     """Refuse a site that would give zeros to parameters that have no gradient."""
     gates = [("h_pre", site.pre), ("h_post", site.post), ("h_res", site.res)]
     groups = [(name, gate, rows) for (name, gate), rows in zip(gates, site.groups, strict=False) if gate is not None]
-    moved = {name: not reached.isdisjoint(_nodes(gate.value)) for name, gate, _ in groups}
+    moved = {name: is_reached(reached, gate.value) for name, gate, _ in groups}
     if len(set(moved.values())) < 2:
         return
     shared = {value for name, _, rows in groups if moved[name] for value in _parameters(rows)}
     for name, _, rows in groups:
-        if not moved[name] and any(_requires_gradient(value) for value in _parameters(rows) - shared):
+        if not moved[name] and any(requires_gradient(value) for value in _parameters(rows) - shared):
             others = " and ".join(other for other in moved if moved[other])
             raise Decline(
                 f"no gradient comes back to {name} (it, or all that is made of it, is detached), but to {others}; "
@@ -71,7 +76,8 @@ def _parameters(rows: Rows) -> set[Value]:
     return {rows.projection.out, *(vector.base for vector in vectors if vector.base is not None)}
 
 
-def _requires_gradient(value: Value) -> bool:
+def requires_gradient(value: Value) -> bool:
+    """Whether a value has a gradient, as far as the graph says."""
     return any(tensor.requires_grad for node in _nodes(value) for tensor in tensors_of(node))
 
 

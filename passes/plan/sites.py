@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from mhc_compile.forms import Gates, Sinkhorn
-from mhc_compile.passes.recognise import Matrices, Normed
+from mhc_compile.forms import Gates, Rms, Sinkhorn
+from mhc_compile.passes.recognise import Matrices, Normed, Weight
 from mhc_compile.passes.recognise.aggregate import Aggregate
 from mhc_compile.passes.recognise.combine import Combine
 from mhc_compile.passes.recognise.contraction import StreamsView
@@ -20,15 +20,7 @@ from mhc_compile.passes.recognise.gates import Gate
 from mhc_compile.passes.recognise.input_norm import InputNorm
 from mhc_compile.passes.recognise.layout import keeps_order
 from mhc_compile.passes.recognise.projection import Projection
-from mhc_compile.passes.report import location
 from mhc_compile.passes.shadow import Value
-
-
-def said(node: fx.Node) -> str:
-    """A node by the line of the program that made it."""
-    at = location(node)
-    return f"line {at.line} of {at.name} ({at.code})" if at.file else f"{node.name}, which no line is known of,"
-
 
 # How reasons begin that are failures of ours, and not something that a user can act on.
 INTERNAL = "an internal failure"
@@ -66,7 +58,7 @@ class MixSite:
 
     groups are the rows for pre, post and res, as far as the form has them. Where one is not used by the program,
     others stand in its place, because the operator wants it. norm is the one that reads the aggregate, norm_apart why
-    there is one that is not taken in.
+    there is one that is not taken in. logits is the projection as a whole, if the program reads other rows of it.
     """
 
     op: str
@@ -82,6 +74,7 @@ class MixSite:
     aggregate: Aggregate | None
     norm: InputNorm | None = None
     norm_apart: str | None = None
+    logits: ProjectionSite | None = None
 
     @property
     def layer_input(self) -> Value | None:
@@ -90,10 +83,16 @@ class MixSite:
             return None
         return self.aggregate.out if self.norm is None else self.norm.out
 
+    def made(self) -> Iterator[Value]:
+        """The gates that the operator makes."""
+        yield from (gate.value for gate in (self.pre, self.post, self.res) if gate is not None)
+
     def targets(self) -> Iterator[Value]:
         if self.layer_input is not None:
             yield self.layer_input
-        yield from (gate.value for gate in (self.pre, self.post, self.res) if gate is not None)
+        yield from self.made()
+        if self.logits is not None:
+            yield from self.logits.targets()
 
     def sources(self) -> Iterator[Value]:
         yield self.x
@@ -105,22 +104,26 @@ class MixSite:
             yield self.normed.weight.value
         if self.norm is not None and self.norm.weight is not None:
             yield self.norm.weight
+        if self.logits is not None:
+            yield from self.logits.sources()
 
 
 @dataclass
 class CombineSite:
-    """expand_combine; post and res are the values whose gate outputs of a MixSite are used where there is one."""
+    """expand_combine; post and res are the values whose gate outputs of a MixSite are used where there is one.
+
+    own says which of its gates are the program's own, and why; it is empty where operators make all of them.
+    """
 
     combine: Combine
+    own: str = ""
     op: str = "expand_combine"
 
     def targets(self) -> Iterator[Value]:
         yield self.combine.out
 
     def gates(self) -> Iterator[Value]:
-        yield self.combine.outer.post
-        if self.combine.mix is not None:
-            yield self.combine.mix.res
+        return self.combine.gates()
 
     def sources(self) -> Iterator[Value]:
         c = self.combine
@@ -132,9 +135,10 @@ class CombineSite:
 
 @dataclass
 class AggregateSite:
-    """aggregate, with a gate that comes from elsewhere."""
+    """aggregate, with a gate that comes from elsewhere; own says why, if it is the program's."""
 
     aggregate: Aggregate
+    own: str = ""
     op: str = "aggregate"
 
     def targets(self) -> Iterator[Value]:
@@ -161,7 +165,50 @@ class SinkhornSite:
         yield self.matrices.logits
 
 
-Site = MixSite | CombineSite | AggregateSite | SinkhornSite
+@dataclass(frozen=True)
+class Product:
+    """out = const * r * the factors' product * (phi . (x * weight)) + addend of one reading of a projection.
+
+    factors are values of one number a token, each with whether it divides; r is the factor of rms.
+    """
+
+    projection: Projection
+    factors: tuple[tuple[Value, bool], ...]
+    rms: Rms | None
+    weight: Weight | None
+    const: float
+
+
+@dataclass
+class ProjectionSite:
+    """projection, of which the logits go out: products of one tensor, and the squares that it is normalised by.
+
+    squares are the program's sums of squares, each with what the mean square is times, or None for the root of the sum.
+    """
+
+    x: Value
+    streams: StreamsView
+    products: list[Product]
+    squares: dict[Value, float | None]
+    own: str = "what is made of the logits"
+    op: str = "projection"
+
+    def targets(self) -> Iterator[Value]:
+        yield from (product.projection.out for product in self.products)
+        yield from self.squares
+
+    def sources(self) -> Iterator[Value]:
+        yield self.x
+        for product in self.products:
+            yield from (part.phi for part in product.projection.parts)
+            yield from (factor for factor, _ in product.factors)
+            if product.weight is not None:
+                yield product.weight.value
+            if product.projection.addend is not None:
+                yield product.projection.addend
+
+
+Site = MixSite | CombineSite | AggregateSite | SinkhornSite | ProjectionSite
 
 
 @dataclass(frozen=True)
@@ -204,9 +251,13 @@ def outputs(site: Site) -> list[Value]:
     """The results of a site that are values of the program, by which it is placed; raises Decline without any."""
     if isinstance(site, (CombineSite, AggregateSite, SinkhornSite)):
         return [surface(next(site.targets()))]
+    if isinstance(site, ProjectionSite):
+        return [*(surface(product.projection.out) for product in site.products), *site.squares]
     first = site.layer_input
     found = [surface(first)] if first is not None else []
-    found += [v for v in site.targets() if v.nodes and v is not first]
+    found += [v for v in site.made() if v.nodes and v is not first]
+    if site.logits is not None:
+        found += outputs(site.logits)
     if not found:
         raise Decline("none of its gates is a value of its own in the program")
     return found

@@ -13,8 +13,9 @@ import torch
 from torch import fx
 
 from mhc_compile import compat
-from mhc_compile.passes.plan.sites import Decline, MixSite, Site, outputs, said, visible
+from mhc_compile.passes.plan.sites import Decline, MixSite, Site, outputs, visible
 from mhc_compile.passes.recognise.layout import is_movement
+from mhc_compile.passes.report import said
 from mhc_compile.passes.shadow import Shadow, Value, tensors_of
 
 

@@ -10,18 +10,27 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field, replace
 
+from mhc_compile import compat
 from mhc_compile.forms import Rms
 from mhc_compile.guard import guard
 from mhc_compile.passes.recognise import aggregate, combine, free, gates, rms
 from mhc_compile.passes.recognise.affine import AffineWalk
-from mhc_compile.passes.recognise.aggregate import Aggregate
+from mhc_compile.passes.recognise.aggregate import Aggregate, Reading
 from mhc_compile.passes.recognise.combine import Combine
 from mhc_compile.passes.recognise.contraction import StreamsView
 from mhc_compile.passes.recognise.gates import Gate, Matrices, NotAGate
 from mhc_compile.passes.recognise.layout import Layout, NotALayout, any_view, is_movement, origin, tidy
 from mhc_compile.passes.recognise.pieces import TOGETHER
-from mhc_compile.passes.recognise.projection import Projection, projections, token_factor, weight_axes
+from mhc_compile.passes.recognise.projection import (
+    Projection,
+    Scaling,
+    projections,
+    streams_by_rows,
+    token_factor,
+    weight_axes,
+)
 from mhc_compile.passes.recognise.reader import Reader
+from mhc_compile.passes.recognise.streams import Connections
 from mhc_compile.passes.shadow import Op, Shadow, Value
 
 # What may complete a sum of products.
@@ -44,6 +53,7 @@ _WIDE = {
 }
 # Of these, what holds a product only if what it reads does, and what may hold one.
 _OF_ONE = {"sum", "mean", "select", "slice", "split_with_sizes", "split", "unbind"}
+_READING = {"sum", "mean"}
 _ELEMENTWISE = {"add", "sub", "mul", "div"}
 # What may spread a gate over the channels.
 _WIDENING = {"mul", "addcmul", "mm", "bmm", "addmm", "baddbmm"}
@@ -79,6 +89,8 @@ class Mixture:
 class Findings:
     """Everything recognised in one record, not yet composed: misses are values that resisted.
 
+    readings are all products that may be projections of streams, whatever their rows make.
+
     reader is what read the record, for who asks why something is not among the findings.
     """
 
@@ -88,6 +100,8 @@ class Findings:
     misses: list[NotAGate]
     matrices: dict[Value, Matrices | str]
     reader: Reader
+    connections: Connections
+    readings: dict[Value, list[Projection]]
 
 
 def recognise(shadow: Shadow, errors: list[str] | None = None) -> Findings:
@@ -99,17 +113,24 @@ def recognise(shadow: Shadow, errors: list[str] | None = None) -> Findings:
     reader = Reader()
     aggregates: list[Aggregate] = []
     combines: list[Combine] = []
+    others: list[Reading] = []
     readings: dict[Value, list[Projection]] = {}
     for op in shadow.ops:
         if op.name in _WIDE and op.outs:
             with guard("an operation is not looked into", errors):
-                _read_wide(op, reader, readings, combines, aggregates)
+                _read_wide(op, reader, readings, combines, aggregates, others)
     aggregates = _final(aggregates)
     weighing = _weighing(aggregates, combines)
     mixtures: list[Mixture] = []
     known: gates.Known = {}
     misses: dict[Value, NotAGate] = {}
+    acted_on = {a.x for a in aggregates} | {c.x for c in combines}
+    may_mix = free.has_square_exponentials(shadow.ops)
     for found in readings.values():
+        # Of gates that act on nothing here, those of a Sinkhorn alone tell streams from what other models project.
+        acts = any(reading.x in acted_on for reading in found)
+        if not (acts or may_mix or streams_by_rows(found[0]) is not None):
+            continue
         cone = _cone(found[0].out)
         candidates = _candidates(cone, weighing)
         if not candidates:
@@ -124,14 +145,14 @@ def recognise(shadow: Shadow, errors: list[str] | None = None) -> Findings:
             misses.setdefault(miss.value, replace(miss, streams=streams))
     understood = {value for mixture in mixtures for value in mixture.gates}
     with guard("combines without mixing are not looked for", errors):
-        combines += _residuals(shadow, reader, mixtures, aggregates)
+        combines += _residuals(shadow, reader, mixtures, [*others, *aggregates])
     matrices: dict[Value, Matrices | str] = {}
-    for c in combines:
-        if c.mix is not None and c.mix.res not in understood and c.mix.res not in matrices:
+    for res in dict.fromkeys(mix.res for c in combines for mix in c.mixes if mix.is_matrix and mix.res is not None):
+        if res not in understood:
             with guard("a matrix is not looked into", errors):
-                answer = gates.matrices(c.mix.res, known)
+                answer = gates.matrices(res, known)
                 if answer is not None:
-                    matrices[c.mix.res] = answer
+                    matrices[res] = answer
     explained: list[Gate | Matrices] = [gate for mixture in mixtures for gate in mixture.gates.values()]
     explained += [found for found in matrices.values() if not isinstance(found, str)]
     for value, answer in free.others(shadow.ops, explained, known, errors):
@@ -146,7 +167,8 @@ def recognise(shadow: Shadow, errors: list[str] | None = None) -> Findings:
             matrices[value] = answer
     matrices |= dict(free.with_tokens_last(shadow.ops, errors))
     left = [m for value, m in misses.items() if not understood.intersection((value, _before_factor(value, understood)))]
-    return Findings(mixtures, aggregates, combines, left, matrices, reader)
+    connections = Connections(shadow.ops, [*aggregates, *others])
+    return Findings(mixtures, aggregates, combines, left, matrices, reader, connections, readings)
 
 
 def _read_wide(
@@ -155,8 +177,11 @@ def _read_wide(
     readings: dict[Value, list[Projection]],
     combines: list[Combine],
     aggregates: list[Aggregate],
+    others: list[Reading],
 ) -> None:
     """Add what one operator makes to what was found."""
+    if op.name in _READING and not free.is_square(op.args[0]):  # a Sinkhorn has dozens of sums
+        others += aggregate.other_readings(reader, op.out)
     if not _may_hold_products(op, reader):
         return
     terms = reader.terms(op.out)
@@ -167,9 +192,9 @@ def _read_wide(
         if found:
             readings[op.out] = found
     if op.name in _SUMS and len(terms) > 1:
-        combines += combine.combines(reader, op.out)
+        combines += (c for c in combine.combines(reader, op.out) if isinstance(c, Combine))
     for out in op.outs:
-        aggregates += aggregate.aggregates(reader, out)
+        aggregates += (a for a in aggregate.aggregates(reader, out) if isinstance(a, Aggregate))
 
 
 def _may_hold_products(op: Op, reader: Reader) -> bool:
@@ -251,9 +276,8 @@ def _weighing(aggregates: list[Aggregate], combines: list[Combine]) -> dict[Valu
     for a in aggregates:
         found.setdefault(a.gate, len(found))
     for c in combines:
-        found.setdefault(c.outer.post, len(found))
-        if c.mix is not None:
-            found.setdefault(c.mix.res, len(found))
+        for gate in c.gates():
+            found.setdefault(gate, len(found))
     return found
 
 
@@ -267,7 +291,9 @@ def _candidates(cone: dict[Value, None], weighing: dict[Value, int]) -> list[Val
         for op in value.users:
             # Gates of some tokens may be put together with those of others first.
             gathered = op.name in TOGETHER and op.out in weighing
-            if gathered or (op.name in _WIDENING and op.out.numel > size):
+            # And what a nested function reads is as good as written out.
+            closed = op.target is None or isinstance(op.target, compat.AutogradFunction)
+            if gathered or closed or (op.name in _WIDENING and op.out.numel > size):
                 found[origin(value)[0]] = None
     return [value for value in found if value in cone]
 
@@ -283,7 +309,7 @@ def _understand(
     missed: list[NotAGate] = []
     affine: AffineWalk | None = None
     for reading in readings:
-        before = _normalised_before(reading, reader)
+        before = normalised_before(reading, reader)
         if isinstance(before, str):
             missed += [NotAGate(value, before) for value in candidates]
             continue
@@ -305,7 +331,7 @@ def _understand(
                 continue
             normed = before
             if normed is None and after is not None:
-                normed = Normed(after.rms, reading.const, _weight(reading))
+                normed = Normed(after.rms, reading.const, _only_weight(reading))
             assert normed is not None
             found.setdefault(normed, Mixture(reading, normed)).gates[gate.value] = gate
         if found:
@@ -322,10 +348,10 @@ def _before_factor(value: Value, cone: Container[Value]) -> Value | None:
     return inner[0] if len(inner) == 1 and inner[0].numel == value.numel else None
 
 
-def _normalised_before(reading: Projection, reader: Reader) -> Normed | str | None:
+def normalised_before(reading: Projection, reader: Reader) -> Normed | str | None:
     """The normalisation that the factors in front of the matmul make, if any, or why they are not understood."""
     factor: rms.RmsFactor | None = None
-    weights = 0
+    weights: list[Weight | None] = []
     for scaling in reading.scalings:
         found = None
         if token_factor(scaling, reading):
@@ -334,27 +360,32 @@ def _normalised_before(reading: Projection, reader: Reader) -> Normed | str | No
             return found
         if found is not None and factor is None:
             factor = found
-        elif weight_axes(scaling, reading) is not None:
-            weights += 1
         else:
-            weights = 2
-    if weights > 1:
+            weights.append(weight_of(scaling, reading))
+    if len(weights) > 1 or None in weights:
         return "comes from streams that are scaled before the projection in a way that is no RMS norm"
-    return None if factor is None else Normed(factor.rms, factor.const * reading.const, _weight(reading))
+    weight = weights[0] if weights else None
+    return None if factor is None else Normed(factor.rms, factor.const * reading.const, weight)
 
 
-def _weight(reading: Projection) -> Weight | None:
-    for scaling in reading.scalings:
-        axes = weight_axes(scaling, reading)
-        if axes is not None:
-            return Weight(origin(scaling.factor)[0], axes)
-    return None
+def weight_of(scaling: Scaling, reading: Projection) -> Weight | None:
+    """The affine weight that streams are scaled by, if it is the same for all tokens."""
+    axes = weight_axes(scaling, reading)
+    return None if axes is None else Weight(origin(scaling.factor)[0], axes)
 
 
-def _residuals(shadow: Shadow, reader: Reader, mixtures: list[Mixture], aggregates: list[Aggregate]) -> list[Combine]:
-    """Combines without mixing: too common a shape to be believed unless gate and streams are ones identified."""
+def _only_weight(reading: Projection) -> Weight | None:
+    """The weight of a reading whose scalings are nothing else."""
+    return next((weight for s in reading.scalings if (weight := weight_of(s, reading)) is not None), None)
+
+
+def _residuals(
+    shadow: Shadow, reader: Reader, mixtures: list[Mixture], reads: list[Reading | Aggregate]
+) -> list[Combine]:
+    """Combines that do not mix the streams: too common a shape to be read where nothing says what is streams."""
     known = {value for mixture in mixtures for value in mixture.gates}
-    streams = {a.x: a.streams for a in aggregates if a.gate in known}
+    streams = {read.x: read.streams for read in reads}
+    streams |= {read.x: read.streams for read in reads if isinstance(read, Aggregate) and read.gate in known}
     for mixture in mixtures:
         sizes = {gate.size for gate in mixture.gates.values() if isinstance(gate.kind, gates.Sigmoid)}
         if mixture.projection.x not in streams and len(sizes) == 1:
@@ -364,9 +395,12 @@ def _residuals(shadow: Shadow, reader: Reader, mixtures: list[Mixture], aggregat
     found: list[Combine] = []
     products = {x for x in streams if reader.is_product(x)}
     reader = Reader(whole=products) if products else reader
+    # Programs read what they have normalised, and write to what it was before: a tensor of the same shape.
+    alike = {x.shape: view for x, view in streams.items()}
     for op in shadow.ops if streams else ():
         if op.name in _SUMS:
-            found += [c for c in combine.residuals(reader, op.out, streams) if c.outer.post in known]
+            written = combine.residuals(reader, op.out, lambda x: streams.get(x) or alike.get(x.shape))
+            found += (c for c in written if isinstance(c, Combine))
     return found
 
 

@@ -1,22 +1,45 @@
-"""The weighted sum of the streams: layer_input = sum_i gate[i] * x[i]."""
+"""Reading: the weighted sum of the streams, layer_input = sum_i gate[i] * x[i]."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
-from mhc_compile.passes.recognise.contraction import Contraction, StreamsView, by_stride, contractions, joined
-from mhc_compile.passes.recognise.layout import Layout, tidy, tiles
-from mhc_compile.passes.recognise.projection import MAX_ROWS
+from mhc_compile.passes.recognise.contraction import (
+    Contraction,
+    StreamsView,
+    axes_of,
+    by_stride,
+    contractions,
+    exact,
+    is_innermost,
+    is_stream_count,
+    joined,
+    split,
+)
+from mhc_compile.passes.recognise.layout import Layout, tidy
+from mhc_compile.passes.recognise.misses import Miss
 from mhc_compile.passes.recognise.reader import Reader
 from mhc_compile.passes.shadow import Op, Value
+
+
+@dataclass(frozen=True)
+class Reading:
+    """out is made of one token of the streams x, and by_channel says whether with a gate for each channel."""
+
+    out: Value
+    x: Value
+    streams: StreamsView
+    by_channel: bool = False
 
 
 @dataclass(frozen=True)
 class Aggregate:
     """out[token] = const * the sum over the streams of gate[token, i] * x[token, i].
 
-    gate_layout is indexed [token, i] over the gate, out_layout [token, channel] over the result.
+    gate_layout is indexed [token, i] over the gate, out_layout [token, channel] over the result. A gate may be a part
+    of a tensor, and one for several tokens.
     """
 
     out: Value
@@ -33,73 +56,62 @@ class Aggregate:
         return self.out.op
 
 
-def aggregates(reader: Reader, out: Value) -> Iterator[Aggregate]:
-    """The readings of a value as a sum of streams weighted per token."""
-    terms = reader.terms(out)
-    if len(terms) != 1 or terms[0].summed == 0:
-        return
-    for c in contractions(terms[0], out):
-        found = _read(c)
-        if found is not None:
-            yield found
-
-
-def why_none(reader: Reader, out: Value, gate: Value) -> str:
-    """Why a value computed from a gate and streams is not read as their weighted sum."""
+def aggregates(reader: Reader, out: Value) -> Iterator[Aggregate | Miss]:
+    """The readings of a value as a weighted sum of streams, and where each of the others ends."""
     terms = reader.terms(out)
     if len(terms) != 1 or len(terms[0].factors) != 2:
-        return "is not the sum of a gate times streams alone"
+        yield Miss(out, None, "is not the sum of a gate times streams alone", 0)
+        return
     if not terms[0].summed:
-        return "does not sum over the streams in a way that is followed"
-    for c in contractions(terms[0], out):
-        summed = [a for a in c.axes if a.summed]
-        if c.left is gate and len(summed) == 1 and summed[0].right and not _has_inner_channels(c):
-            return "reads streams whose channels do not lie side by side in memory"
-    return "is not the sum over i of h_pre[i] x[i] for streams [..., n, C]"
+        yield Miss(out, None, "does not sum over the streams in a way that is followed", 0)
+        return
+    for c in contractions(terms[0], out, parts=True):
+        found = _read(c)
+        yield Miss(out, c.left, found[0], found[1]) if isinstance(found, tuple) else found
 
 
-def _has_inner_channels(c: Contraction) -> bool:
-    least = min((a.right for a in c.axes if a.right), default=1)
-    return any(a.right == least and (a.left == 0 or a.summed) for a in c.axes)
+def other_readings(reader: Reader, out: Value) -> Iterator[Reading]:
+    """Reads of streams that no operator makes: their mean or sum, or one with a gate for each channel."""
+    terms = reader.terms(out)
+    if len(terms) != 1 or not terms[0].summed or len(terms[0].factors) > 2:
+        return
+    factors = terms[0].factors
+    bases = [{source.base for source in factor} for factor in factors]
+    if len(factors) == 2 and bases[0] & bases[1]:  # the squares of a norm
+        return
+    for factor in factors:
+        for source in exact(factor):
+            axes = axes_of(terms[0], out, source)
+            summed = [a for a in axes if a.summed]
+            if len(summed) != 1 or not summed[0].size > 1 or not is_stream_count(summed[0].size):
+                continue
+            stream = (summed[0].size, summed[0].right)
+            if any(a.right == 0 for a in axes) or stream[1] == 1:  # a mean over what may be the channels
+                continue
+            for tokens, channels in islice(split([a for a in axes if not a.summed], source.base, stream), 1, None):
+                token, channel = (joined(by_stride(some, "right")) for some in (tokens, channels))
+                at = StreamsView(
+                    tidy([(a.size, a.right) for a in token]), stream, tidy([(a.size, a.right) for a in channel])
+                )
+                if is_innermost(at, source.base):
+                    yield Reading(out, source.base, at, len(factors) == 2)
 
 
-def _read(c: Contraction) -> Aggregate | None:
+def _read(c: Contraction) -> Aggregate | tuple[str, int]:
     summed = joined(by_stride([a for a in c.axes if a.summed], "left"))
-    channel = joined(by_stride([a for a in c.axes if not a.summed and a.left == 0], "right"))
-    token = joined(by_stride([a for a in c.axes if not a.summed and a.left != 0], "right"))
     if len(summed) != 1 or not summed[0].left or not summed[0].right or c.left is c.right:
-        return None
-    if not is_stream_count(summed[0].size):
-        return None
-    if any(a.right == 0 for a in (*token, *channel)):
-        return None
-    streams = StreamsView(
-        tidy([(a.size, a.right) for a in token]),
-        (summed[0].size, summed[0].right),
-        tidy([(a.size, a.right) for a in channel]),
-    )
-    gate = Layout((tidy([(a.size, a.left) for a in token]), ((summed[0].size, summed[0].left),)))
-    out = Layout((tidy([(a.size, a.out) for a in token]), tidy([(a.size, a.out) for a in channel])))
-    if not is_innermost(streams, c.right) or not tiles([f for dim in gate.dims for f in dim], c.left.numel):
-        return None
-    return Aggregate(c.out, c.left, gate, c.right, streams, out, c.const)
-
-
-def is_stream_count(n: int) -> bool:
-    """Whether the operators take so many streams."""
-    return n * n + 2 * n <= MAX_ROWS
-
-
-def is_innermost(streams: StreamsView, x: Value) -> bool:
-    """Whether the channels of a stream lie together, as far as streams between them allow.
-
-    What the gates do not depend on would otherwise pass for channels: all tokens, where there is one gate for all.
-    """
-    if not streams.tokens and x.shape[-1] not in (streams.channels, streams.n, streams.n * streams.channels):
-        return False
-    expected = streams.n if streams.channels_first else 1
-    for size, stride in reversed(streams.channel):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+        return "is not the sum over i of h_pre[i] x[i] for streams [..., n, C]", 1
+    stream = (summed[0].size, summed[0].right)
+    if not is_stream_count(stream[0]) or any(a.right == 0 for a in c.axes):
+        return f"sums over {stream[0]} streams, or reads what has not a row for each token", 1
+    for tokens, channels in split([a for a in c.axes if not a.summed], c.right, stream):
+        token, channel = (joined(by_stride(axes, "right")) for axes in (tokens, channels))
+        streams = StreamsView(
+            tidy([(a.size, a.right) for a in token]), stream, tidy([(a.size, a.right) for a in channel])
+        )
+        if not is_innermost(streams, c.right):
+            continue
+        gate = Layout((tidy([(a.size, a.left) for a in token]), ((stream[0], summed[0].left),)), c.left_offset)
+        out = Layout((tidy([(a.size, a.out) for a in token]), tidy([(a.size, a.out) for a in channel])))
+        return Aggregate(c.out, c.left, gate, c.right, streams, out, c.const)
+    return "reads streams whose channels do not lie side by side in memory", 2

@@ -1,11 +1,10 @@
-"""The combine: x'[o] = post[o] * f + sum_i res[i, o] * x[i], or with the residual added as it is."""
+"""Writing: x'[o] = post[o] * f + sum_i res[i, o] * x[i], where the matrix may be a sum of matrices."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from mhc_compile.passes.recognise.aggregate import is_innermost, is_stream_count
 from mhc_compile.passes.recognise.contraction import (
     Axis,
     Contraction,
@@ -13,9 +12,13 @@ from mhc_compile.passes.recognise.contraction import (
     by_stride,
     contractions,
     exact,
+    is_innermost,
+    is_stream_count,
     joined,
+    split,
 )
-from mhc_compile.passes.recognise.layout import Layout, NotALayout, Steps, merged, origin, refine, tidy, tiles
+from mhc_compile.passes.recognise.layout import Layout, NotALayout, Steps, merged, origin, refine, tidy
+from mhc_compile.passes.recognise.misses import Miss
 from mhc_compile.passes.recognise.reader import Reader
 from mhc_compile.passes.recognise.terms import Term
 from mhc_compile.passes.shadow import Op, Value, spelled
@@ -23,14 +26,19 @@ from mhc_compile.passes.shadow import Op, Value, spelled
 
 @dataclass(frozen=True)
 class Mix:
-    """const * sum_i res[i, o] * x[i]; res_layout is indexed [token, i, o], out_view says how it is written."""
+    """const * the streams times a matrix.
 
-    res: Value
+    The matrix is res with a layout indexed [token, i, o], or the diagonal one of res with a layout indexed [token, o],
+    or the identity where res is None. A gate may be a part of a tensor, and one for several tokens.
+    """
+
+    res: Value | None
     res_layout: Layout
-    x: Value
-    streams: StreamsView
-    out_view: StreamsView
     const: float
+
+    @property
+    def is_matrix(self) -> bool:
+        return len(self.res_layout.dims) == 3
 
     @property
     def is_transposed(self) -> bool:
@@ -47,19 +55,19 @@ class Outer:
     post_layout: Layout
     f: Value
     f_layout: Layout
-    out_view: StreamsView
     const: float
 
 
 @dataclass(frozen=True)
 class Combine:
-    """out = post f + post layer_bias + mix; mix None: the streams x as they are."""
+    """out = post f + post layer_bias + the sum of the mixes, all of x; out_view says where the streams are written."""
 
     out: Value
     outer: Outer
-    mix: Mix | None
+    mixes: tuple[Mix, ...]
     x: Value
     streams: StreamsView
+    out_view: StreamsView
     layer_bias: Value | None
 
     @property
@@ -67,70 +75,154 @@ class Combine:
         assert self.out.op is not None
         return self.out.op
 
+    @property
+    def mix(self) -> Mix | None:
+        """What is mixed with a matrix of the program, if anything is."""
+        return next((mix for mix in self.mixes if mix.is_matrix), None)
 
-def combines(reader: Reader, out: Value) -> Iterator[Combine]:
-    """The readings of a value as the combine with a mixed residual."""
+    @property
+    def is_plain(self) -> bool:
+        """Whether the streams are added as they are."""
+        return len(self.mixes) == 1 and self.mixes[0].res is None and self.mixes[0].const == 1.0
+
+    def gates(self) -> Iterator[Value]:
+        yield self.outer.post
+        yield from (mix.res for mix in self.mixes if mix.res is not None)
+
+
+# Where the streams lie in a tensor, if it is known to have any.
+Views = Callable[[Value], StreamsView | None]
+
+# Products added to the mixed streams: those of f and of its bias; and matrices that are added.
+_MAX_TERMS = 5
+
+
+def combines(reader: Reader, out: Value) -> Iterator[Combine | Miss]:
+    """The readings of a value as streams that are mixed by a matrix, and written; and where each of the others ends."""
     terms = reader.terms(out)
-    if not 2 <= len(terms) <= 3:
+    if len(terms) > _MAX_TERMS:
+        yield Miss(out, None, f"adds {len(terms)} products; at most {_MAX_TERMS} are followed", 0)
         return
     for i, term in enumerate(terms):
         if not term.summed:
             continue
-        others = terms[:i] + terms[i + 1 :]
-        for c in contractions(term, out):
-            mix = _read_mix(c)
-            if mix is None:
-                continue
-            for outer, bias in _outer_sums(others, out, mix.out_view):
-                if outer.f.numel == mix.x.numel // mix.streams.n:
-                    yield Combine(out, outer, mix, mix.x, mix.streams, bias)
+        for c in contractions(term, out, parts=True):
+            found = _read_mix(c)
+            if isinstance(found, Miss):
+                yield found
+            else:
+                mix, streams, written = found
+                yield from _written_with(terms[:i] + terms[i + 1 :], out, c.right, streams, written, (mix,))
 
 
-def residuals(reader: Reader, out: Value, streams: dict[Value, StreamsView]) -> Iterator[Combine]:
-    """The readings of a value as outer + x, for forms that do not mix the residual: x is one of `streams`."""
+def residuals(reader: Reader, out: Value, streams: Views) -> Iterator[Combine | Miss]:
+    """The readings of a value as outer + x, each stream by itself: x is what `streams` knows the streams of."""
     terms = reader.terms(out)
-    if not 2 <= len(terms) <= 3:
+    if len(terms) > _MAX_TERMS:
+        return
+    found = False
+    for x, view in _own_streams(terms, out, streams):
+        for i, term in enumerate(terms):
+            mix = _alone(term, out, x, view)
+            if mix is not None:
+                found = True
+                yield from _written_with(terms[:i] + terms[i + 1 :], out, x, view, mix[1], (mix[0],))
+                break
+    if not found:
+        yield from _unmixed(terms, out)
+
+
+def _unmixed(terms: tuple[Term, ...], out: Value) -> Iterator[Miss]:
+    """Products that are written without streams, by each of the values that may be their gates."""
+    for term in terms:
+        if term.summed or len(term.factors) != 2:
+            continue
+        others = tuple(other for other in terms if other is not term)
+        reason = f"writes h_post f without adding the streams to that in one sum{_goes_into(out)}"
+        if others:
+            reason = f"adds to h_post f what was not recognised as streams, mixed or as they are{_made_by(others)}"
+        for base in dict.fromkeys(source.base for factor in term.factors for source in factor):
+            yield Miss(out, base, reason, 1)
+
+
+def _own_streams(terms: tuple[Term, ...], out: Value, streams: Views) -> Iterator[tuple[Value, StreamsView]]:
+    """The streams among the factors of terms that are not summed."""
+    factors = (factor for term in terms if not term.summed and len(term.factors) <= 2 for factor in term.factors)
+    bases = dict.fromkeys(source.base for factor in factors for source in exact(factor))
+    known = ((x, streams(x)) for x in bases if x.numel == out.numel)
+    return ((x, view) for x, view in known if view is not None)
+
+
+def _written_with(
+    terms: tuple[Term, ...], out: Value, x: Value, streams: StreamsView, written: StreamsView, mixes: tuple[Mix, ...]
+) -> Iterator[Combine | Miss]:
+    """The readings of the other terms as what is written, and as more of the same streams."""
+    gate = mixes[0].res
+    if not terms:
+        reason = f"mixes the streams, but what h_post adds is not added to that in one sum{_goes_into(out)}"
+        yield Miss(out, gate, reason, 2)
         return
     for i, term in enumerate(terms):
-        if term.summed or len(term.factors) != 1 or term.const != 1.0:
+        more = _again(term, out, x, streams, written)
+        if more is not None:
+            yield from _written_with(terms[:i] + terms[i + 1 :], out, x, streams, written, (*mixes, more))
+            return
+    if len(terms) > 2:
+        reason = f"adds {len(terms)} products to the mixed streams; the operator adds h_post f and h_post bias"
+        yield Miss(out, gate, reason, 3)
+        return
+    reason = f"adds something else to the mixed streams than h_post times one tensor [..., C]{_made_by(terms)}"
+    for outer, bias in _outer_sums(terms, out, written):
+        if outer.f.numel == x.numel // streams.n:
+            yield Combine(out, outer, mixes, x, streams, written, bias)
+        reason = "adds to the mixed streams what is not of one token's width"
+    yield Miss(out, gate, reason, 3)
+
+
+def _again(term: Term, out: Value, x: Value, streams: StreamsView, written: StreamsView) -> Mix | None:
+    """A term as the same streams times another matrix."""
+    if not term.summed:
+        alone = _alone(term, out, x, streams)
+        return alone[0] if alone is not None and alone[1] == written else None
+    for c in contractions(term, out, parts=True):
+        found = _read_mix(c) if c.right is x else None
+        if isinstance(found, tuple) and found[1:] == (streams, written):
+            return found[0]
+    return None
+
+
+def _alone(term: Term, out: Value, x: Value, view: StreamsView) -> tuple[Mix, StreamsView] | None:
+    """A term as each of the streams by itself, times a number or a gate; and where they are written."""
+    if term.summed or len(term.factors) > 2:
+        return None
+    if len(term.factors) == 1:
+        layout = next((s.layout for s in exact(term.factors[0]) if s.base is x), None)
+        written = _written(layout, out, view) if layout is not None else None
+        return written and (Mix(None, Layout(((), ())), term.const), written)
+    for c in contractions(term, out, parts=True):
+        if c.right is not x:
             continue
-        for source in exact(term.factors[0]):
-            view = streams.get(source.base)
-            written = view and _written(source.layout, out, view)
-            if view is None or written is None or source.base.numel != out.numel:
-                continue
-            for outer, bias in _outer_sums(terms[:i] + terms[i + 1 :], out, written):
-                yield Combine(out, outer, None, source.base, view, bias)
+        try:
+            layout = Layout(tuple(tidy(dim) for dim in _translated(c, view)))
+            written = _written(_layout_of(c, out), out, view)
+        except NotALayout:
+            continue
+        token, stream, channel = layout.dims
+        if written is not None and not any(stride for _, stride in channel):
+            return Mix(c.left, Layout((token, stream), c.left_offset), c.const), written
+    return None
 
 
-def why_none(reader: Reader, out: Value, gate: Value, *, mixes: bool) -> str:
-    """Why a value made with a gate, h_res if `mixes` and h_post otherwise, is not read as a combine."""
-    terms = reader.terms(out)
-    own = next((t for t in terms if any(s.base is gate for factor in t.factors for s in factor)), None)
-    if own is None or len(own.factors) != 2:
-        return "does not multiply it by one tensor"
-    others = tuple(term for term in terms if term is not own)
-    if mixes:
-        if not own.summed:
-            return "does not sum over the streams that it reads"
-        readings = [c for c in contractions(own, out) if c.left is gate]
-        if len(gate.shape) == 2:
-            return "has one matrix for all tokens; the operator takes one for each, such as h_res.expand(*tokens, n, n)"
-        mix = next((mix for mix in map(_read_mix, readings) if mix is not None), None)
-        if mix is None:
-            if any(c.right.numel != out.numel for c in readings):
-                return "multiplies it by what has not as many elements as the streams that it writes"
-            return "multiplies it by streams whose channels do not lie side by side in memory, or not all of them"
-        if not others:
-            return f"mixes the streams, but what h_post adds is not added to that in one sum{_goes_into(out)}"
-        if len(others) > 2:
-            return f"adds {len(others)} products to the mixed streams; the operator adds h_post f and h_post bias"
-        if not any(True for _ in _outer_sums(others, out, mix.out_view)):
-            return f"adds something else to the mixed streams than h_post times one tensor [..., C]{_made_by(others)}"
-        return "adds to the mixed streams what is not of one token's width"
-    if not others:
-        return f"writes h_post f without adding the streams to that in one sum{_goes_into(out)}"
-    return f"adds to h_post f what was not recognised as streams, mixed or as they are{_made_by(others)}"
+def _translated(c: Contraction, view: StreamsView) -> Iterator[tuple[tuple[int, int], ...]]:
+    """The gate's steps along the tokens, streams and channels of what it multiplies."""
+    steps = Steps([(a.size, a.right, a.left) for a in c.axes])
+    return (steps.translate(_flat_rows(dim)) for dim in (view.tokens, (view.stream,), view.channel))
+
+
+def _layout_of(c: Contraction, out: Value) -> Layout:
+    """The right operand laid out over the result, element by element."""
+    steps = Steps([(a.size, a.out, a.right) for a in c.axes])
+    return Layout(tuple(steps.translate(dim) for dim in Layout.contiguous(out.shape).dims))
 
 
 def _goes_into(value: Value) -> str:
@@ -163,7 +255,7 @@ def _outer_sums(terms: tuple[Term, ...], out: Value, written: StreamsView) -> It
     """The terms as post f, or as post f + post layer_bias, laid out as `written`."""
     if len(terms) == 1:
         for outer in _outers(terms[0], out, written):
-            apart = _without_bias(outer)
+            apart = _without_bias(outer, written)
             if apart is not None:
                 yield apart
             yield outer, None
@@ -175,7 +267,7 @@ def _outer_sums(terms: tuple[Term, ...], out: Value, written: StreamsView) -> It
                         yield outer, other.f
 
 
-def _without_bias(outer: Outer) -> tuple[Outer, Value] | None:
+def _without_bias(outer: Outer, written: StreamsView) -> tuple[Outer, Value] | None:
     """post (f + layer_bias) with the layer's bias apart, if f is such a sum."""
     op = outer.f.op
     if (
@@ -187,7 +279,7 @@ def _without_bias(outer: Outer) -> tuple[Outer, Value] | None:
         or (outer.f_layout.dims[1] and outer.f_layout.dims[1][0][1] != 1)
     ):
         return None
-    channels = outer.out_view.channels
+    channels = written.channels
     for f, bias in (op.args[:2], op.args[1::-1]):
         vector, layout = origin(bias)
         wide, order = origin(f)
@@ -200,33 +292,36 @@ def _without_bias(outer: Outer) -> tuple[Outer, Value] | None:
 def _outers(term: Term, out: Value, written: StreamsView, *, bias: bool = False) -> Iterator[Outer]:
     if term.summed:
         return
-    for c in contractions(term, out):
+    for c in contractions(term, out, parts=True):
         outer = _read_outer(c, written, bias=bias)
         if outer is not None:
             yield outer
 
 
-def _read_mix(c: Contraction) -> Mix | None:
+def _read_mix(c: Contraction) -> tuple[Mix, StreamsView, StreamsView] | Miss:
+    """The matrix, and where the streams are read and written."""
     summed = joined(by_stride([a for a in c.axes if a.summed], "right"))
-    stream = [a for a in c.axes if not a.summed and a.right == 0]
-    channel = joined(by_stride([a for a in c.axes if not a.summed and a.left == 0], "right"))
-    token = joined(by_stride([a for a in c.axes if not a.summed and a.left != 0 and a.right != 0], "right"))
+    stream = joined(by_stride([a for a in c.axes if not a.summed and a.right == 0], "out"))
     if len(summed) != 1 or len(stream) != 1 or summed[0].size != stream[0].size:
-        return None
+        return Miss(c.out, c.left, "does not sum over the streams that it reads", 1)
     n = summed[0].size
-    if not is_stream_count(n) or c.left is c.right:
-        return None
-    if not all((summed[0].left, summed[0].right, stream[0].left)) or any(a.right == 0 for a in channel):
-        return None
-    tokens = tidy([(a.size, a.right) for a in token])
-    streams = StreamsView(tokens, (n, summed[0].right), tidy([(a.size, a.right) for a in channel]))
-    written = _view(token, (n, stream[0].out), channel)
-    res = Layout((tidy([(a.size, a.left) for a in token]), ((n, summed[0].left),), ((n, stream[0].left),)))
-    if not is_innermost(streams, c.right) or not tiles([f for dim in res.dims for f in dim], c.left.numel):
-        return None
     if c.right.numel != c.out.numel:
-        return None
-    return Mix(c.left, res, c.right, streams, written, c.const)
+        return Miss(c.out, c.left, "multiplies it by what has not as many elements as the streams that it writes", 1)
+    if not is_stream_count(n) or c.left is c.right or not all((summed[0].left, summed[0].right, stream[0].left)):
+        return Miss(c.out, c.left, f"does not multiply streams by a matrix of {n} times {n} numbers", 1)
+    shared = [a for a in c.axes if not a.summed and a.right != 0]
+    for tokens, channels in split(shared, c.right, (n, summed[0].right)):
+        token, channel = (joined(by_stride(axes, "right")) for axes in (tokens, channels))
+        streams = StreamsView(
+            tidy([(a.size, a.right) for a in token]), (n, summed[0].right), tidy([(a.size, a.right) for a in channel])
+        )
+        if not is_innermost(streams, c.right):
+            continue
+        written = _view(token, (n, stream[0].out), channel)
+        dims = (tidy([(a.size, a.left) for a in token]), ((n, summed[0].left),), ((n, stream[0].left),))
+        return Mix(c.left, Layout(dims, c.left_offset), c.const), streams, written
+    reason = "multiplies it by streams whose channels do not lie side by side in memory, or not all of them"
+    return Miss(c.out, c.left, reason, 2)
 
 
 def _view(token: list[Axis], stream: tuple[int, int], channel: list[Axis]) -> StreamsView:
@@ -255,15 +350,15 @@ def _read_outer(c: Contraction, written: StreamsView, *, bias: bool) -> Outer | 
         f[names[d]].append((size, right))
     if any(s for _, s in post["channel"]) or any(s for _, s in f["stream"]) or not all(s for _, s in post["stream"]):
         return None
-    if not all(s for _, s in post["token"]) or not all(s for _, s in f["channel"]):
+    if not all(s for _, s in f["channel"]):
         return None
     if any(s for _, s in f["token"]) if bias else not all(s for _, s in f["token"]):
         return None
     if bias and (len(tidy(f["channel"])) > 1 or (f["channel"] and tidy(f["channel"])[0][1] != 1)):
         return None
-    post_layout = Layout((tidy(post["token"]), tidy(post["stream"])))
+    post_layout = Layout((tidy(post["token"]), tidy(post["stream"])), c.left_offset)
     f_layout = Layout((() if bias else tidy(f["token"]), tidy(f["channel"])))
-    return Outer(c.left, post_layout, c.right, f_layout, written, c.const)
+    return Outer(c.left, post_layout, c.right, f_layout, c.const)
 
 
 def _flat_rows(dim: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:

@@ -14,6 +14,9 @@ from mhc_compile.passes.recognise.layout import Layout, NotALayout, merged, refi
 from mhc_compile.passes.recognise.terms import Factor, Source, Term
 from mhc_compile.passes.shadow import Value
 
+# The rows of the widest projection that the operators take.
+MAX_ROWS = 1024
+
 
 class Axis(NamedTuple):
     """One factor of the iteration space; out is its stride in the result, unused where it is summed."""
@@ -26,32 +29,51 @@ class Axis(NamedTuple):
 
 
 class Contraction(NamedTuple):
-    """out = const * sum over the summed axes of left * right, where every element of left and right is reached."""
+    """out = const * sum over the summed axes of left * right.
+
+    Every element of right is reached, and of left unless it is a part, whose first element is at left_offset.
+    """
 
     const: float
     out: Value
     left: Value
     right: Value
     axes: tuple[Axis, ...]
+    left_offset: int = 0
 
     def swapped(self) -> Contraction:
         axes = tuple(Axis(a.size, a.right, a.left, a.out, a.summed) for a in self.axes)
         return Contraction(self.const, self.out, self.right, self.left, axes)
 
 
-def contractions(term: Term, out: Value) -> Iterator[Contraction]:
-    """The readings of a term of `out`: operands may be taken before or after a broadcast, and either way round."""
+def contractions(term: Term, out: Value, *, parts: bool = False) -> Iterator[Contraction]:
+    """The readings of a term of `out`: operands may be taken before or after a broadcast, and either way round.
+
+    parts: left may be a part of a tensor, such as some columns of a matrix of gates.
+    """
     if len(term.factors) != 2:
         return
-    for left in exact(term.factors[0]):
-        for right in exact(term.factors[1]):
-            try:
-                axes = _axes(term, out, left, right)
-            except NotALayout:
-                continue
-            reading = Contraction(term.const, out, left.base, right.base, axes)
-            yield reading
-            yield reading.swapped()
+    whole = [list(exact(factor)) for factor in term.factors]
+    for left in whole[0]:
+        for right in whole[1]:
+            reading = _reading(term, out, left, right)
+            if reading is not None:
+                yield reading
+                yield reading.swapped()
+    for one, other in ((0, 1), (1, 0)) if parts else ():
+        held = [source for source in term.factors[one] if source.base.nodes]
+        for left in [] if whole[one] else held[:1]:
+            for right in whole[other]:
+                reading = _reading(term, out, left, right)
+                if reading is not None:
+                    yield reading
+
+
+def _reading(term: Term, out: Value, left: Source, right: Source) -> Contraction | None:
+    try:
+        return Contraction(term.const, out, left.base, right.base, _axes(term, out, left, right), left.layout.offset)
+    except NotALayout:
+        return None
 
 
 def exact(factor: Factor) -> Iterator[Source]:
@@ -63,6 +85,12 @@ def exact(factor: Factor) -> Iterator[Source]:
             continue
         sizes.add(source.base.numel)
         yield source
+
+
+def axes_of(term: Term, out: Value, source: Source) -> tuple[Axis, ...]:
+    """How one factor of a term is stepped through, beside the result; left is nothing."""
+    nothing = Layout(tuple(((size, 0),) if size > 1 else () for size in source.layout.shape))
+    return _axes(term, out, Source(source.base, nothing), source)
 
 
 def _axes(term: Term, out: Value, left: Source, right: Source) -> tuple[Axis, ...]:
@@ -122,3 +150,52 @@ def joined(axes: Sequence[Axis]) -> list[Axis]:
         else:
             found.append(axis)
     return found
+
+
+def split(axes: Sequence[Axis], x: Value, streams_at: Step) -> Iterator[tuple[list[Axis], list[Axis]]]:
+    """The axes that x and the result share as (tokens, channels), for a gate on the left.
+
+    A gate for each token goes with the tokens and not with the channels. Where it has tokens in common as well, the
+    channels are what lies innermost in x.
+    """
+    fixed = [a for a in axes if a.left == 0]
+    yield [a for a in axes if a.left != 0], fixed
+    bound = 1
+    for size in reversed(x.shape):
+        bound *= size
+        inner = [part for axis in fixed for part in _cut(axis, bound)]
+        channels = [a for a in inner if a.right < bound]
+        if channels and (streams_at[1] == 1 or bound <= streams_at[1] or streams_at[1] * streams_at[0] <= bound):
+            yield [a for a in axes if a.left != 0] + [a for a in inner if a.right >= bound], channels
+            return
+
+
+def _cut(axis: Axis, bound: int) -> list[Axis]:
+    """An axis in two parts where it steps over a bound in the right operand."""
+    inner = bound // axis.right
+    if axis.right >= bound or axis.right * axis.size <= bound or bound % axis.right or axis.size % inner:
+        return [axis]
+    outer = Axis(axis.size // inner, axis.left * inner, axis.right * inner, axis.out * inner, axis.summed)
+    return [outer, Axis(inner, axis.left, axis.right, axis.out, axis.summed)]
+
+
+def is_innermost(streams: StreamsView, x: Value) -> bool:
+    """Whether the channels of a stream lie together, as far as streams between them allow.
+
+    What the gates do not depend on would otherwise pass for channels: all tokens, where there is one gate for all.
+    """
+    if not streams.tokens and x.shape[-1] not in (streams.channels, streams.n, streams.n * streams.channels):
+        return False
+    if streams.channels == 1 and any(stride < streams.stream[1] for _, stride in streams.tokens):
+        return False  # a gate for each channel: all elements would be tokens
+    expected = streams.n if streams.channels_first else 1
+    for size, stride in reversed(streams.channel):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def is_stream_count(n: int) -> bool:
+    """Whether the operators take so many streams."""
+    return n * n + 2 * n <= MAX_ROWS

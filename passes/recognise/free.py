@@ -8,9 +8,9 @@ import torch
 
 from mhc_compile.guard import guard
 from mhc_compile.passes.recognise import sinkhorn
+from mhc_compile.passes.recognise.contraction import is_stream_count
 from mhc_compile.passes.recognise.gates import EXPONENTIALS, Gate, Known, Matrices, matrices
 from mhc_compile.passes.recognise.layout import is_movement
-from mhc_compile.passes.recognise.projection import MAX_ROWS
 from mhc_compile.passes.recognise.region import Region, region
 from mhc_compile.passes.shadow import Op, Value
 
@@ -27,14 +27,14 @@ def others(
     values = {found.out if isinstance(found, Matrices) else found.value for found in explained}
     behind = {op for found in explained for op in found.ops}
     for op in ops:
-        if op.name not in EXPONENTIALS or op in behind or not op.outs or not _is_square(op.out) or op.out in seen:
+        if op.name not in EXPONENTIALS or op in behind or not op.outs or not is_square(op.out) or op.out in seen:
             continue
         cone, sums = _made_of(op)
         seen.update(cone)
         if sums + sinkhorn.is_reduction(op) < 2 or any(value in values for value in cone):
             continue
         nearly: tuple[Value, str] | None = None
-        for value in filter(_is_square, _ends(cone)):
+        for value in filter(is_square, _ends(cone)):
             found: Matrices | str | None = None
             with guard("a matrix is not looked into", errors):
                 found = matrices(value, known)
@@ -80,6 +80,11 @@ def _is_doubly_stochastic(found: Region) -> bool:
     return all(bool(((result.sum(axis) - 1.0).abs() < 0.1).all()) for axis in (0, 1))
 
 
+def has_square_exponentials(ops: Iterable[Op]) -> bool:
+    """Whether anything could be the beginning of a Sinkhorn projection."""
+    return any(op.name in EXPONENTIALS and bool(op.outs) and is_square(op.out) for op in ops)
+
+
 def _made_of(op: Op) -> tuple[dict[Value, None], int]:
     """The values made of what op makes that are not larger, and how many half-steps of a Sinkhorn these can hold."""
     cone = {op.out: None}
@@ -109,15 +114,16 @@ def _leaves(value: Value, cone: Collection[Value]) -> bool:
     return value.is_output
 
 
-def _is_square(value: Value) -> bool:
+def is_square(value: Value) -> bool:
+    """Whether a value holds matrices that may mix streams."""
     return _are_sides(value.shape[-2:])
 
 
 def _is_square_first(value: Value) -> bool:
-    return _are_sides(value.shape[:2]) and not _is_square(value)
+    return _are_sides(value.shape[:2]) and not is_square(value)
 
 
 def _are_sides(sizes: tuple[int, ...]) -> bool:
     """Whether these are the sides of a matrix that mixes streams."""
     side = sizes[0] if len(sizes) == 2 else 0
-    return sizes == (side, side) and side > 1 and side * side + 2 * side <= MAX_ROWS
+    return sizes == (side, side) and side > 1 and is_stream_count(side)

@@ -33,6 +33,8 @@ _RESHAPES = {
 _COPIES = {"clone", "_to_copy", "alias", "contiguous", "lift_fresh", "lift_fresh_copy"}
 _PARTS = {"select", "slice", "split", "split_with_sizes", "unbind"}
 _MOVEMENTS = _RESHAPES | _COPIES | _PARTS | {"permute", "transpose", "t", "expand"}
+# Over dimensions of size 1 they only view their input.
+_REDUCTIONS = {"sum", "mean", "amax", "amin", "prod"}
 _FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 
 
@@ -296,6 +298,8 @@ def is_movement(op: Op) -> bool:
     """Whether the operator only views or copies its input, a cast between float types included."""
     if not (op.args and isinstance(op.args[0], Value)):
         return False
+    if op.name in _REDUCTIONS:
+        return op.out.numel == op.args[0].numel > 0 and _is_float_cast(op)
     return op.name in _MOVEMENTS and (op.name != "_to_copy" or _is_float_cast(op))
 
 
@@ -319,7 +323,7 @@ def move(op: Op, out: Value, layout: Layout) -> Layout:
     name, rank = op.name, len(layout.dims)
     if name in _COPIES:
         return layout
-    if name in _RESHAPES:
+    if name in _RESHAPES or name in _REDUCTIONS:
         return layout.reshape(out.shape)
     if name == "expand":
         return layout.expand(out.shape)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import isqrt
 from typing import Any
 
 import torch
 
 from mhc_compile import compat
-from mhc_compile.passes.recognise.contraction import Contraction, by_stride, contractions, exact
+from mhc_compile.passes.recognise.contraction import MAX_ROWS, Contraction, by_stride, contractions, exact
 from mhc_compile.passes.recognise.layout import Dim, Layout, NotALayout, Steps, merged, origin, refine, tidy, tiles
 from mhc_compile.passes.recognise.pieces import put_together
 from mhc_compile.passes.recognise.reader import Reader
 from mhc_compile.passes.shadow import Op, Value
 
-MAX_ROWS = 1024
 # A norm, its weight, and what the model does to its streams before.
 _MAX_SCALINGS = 4
 
@@ -66,6 +66,12 @@ class Projection:
         return self.x.numel // self.width
 
 
+def streams_by_rows(projection: Projection) -> int | None:
+    """The number of streams n whose h_pre, h_post and h_res have n*n + 2*n rows together, if there is one."""
+    n = isqrt(projection.rows + 1) - 1
+    return n if n > 1 and n * n + 2 * n == projection.rows and projection.width % n == 0 else None
+
+
 def projections(reader: Reader, op: Op, before: dict[Value, list[Projection]]) -> list[Projection]:
     """The readings of an ATen call's result as the projection of the streams, from the operand backwards.
 
@@ -105,6 +111,8 @@ def _readings(reader: Reader, c: Contraction, addend: Value | None) -> Iterator[
     if len(row_axes) + len(token_axes) + len(inner) != len(c.axes) or not 1 <= rows <= MAX_ROWS:
         return
     if width <= 1 or any(a.left == 0 or a.right == 0 for a in inner) or c.right.numel != rows * width:
+        return
+    if c.left is c.right:  # squares
         return
     if not tiles([(a.size, a.out) for a in row_axes], rows):
         return
@@ -189,17 +197,41 @@ def token_factor(scaling: Scaling, projection: Projection) -> bool:
 
 
 def weight_axes(scaling: Scaling, projection: Projection) -> tuple[tuple[int, int, int], ...] | None:
-    """The affine weight's steps as (size, stride in x, stride in the weight), if it has one number an element."""
+    """The affine weight's steps as (size, stride in x, stride in the weight), if it is the same for all tokens.
+
+    It may have a number for each element of a token, each channel, each stream, or one for all.
+    """
     base, layout = origin(scaling.factor)
-    if scaling.divides or base.numel != projection.width or not _along(scaling, projection, inner=True):
+    if scaling.divides or base.numel > projection.width or not _along(scaling, projection, inner=True):
         return None
     try:
         whole = scaling.layout.through(layout)
         rows = refine(Layout.contiguous((projection.x.numel,)), whole)
+        steps = Steps([(size, own, other) for _, size, (own, other) in rows])
+        found = [part for axis in projection.parts[0].inner for part in _followed(axis[0], axis[1], steps)]
     except NotALayout:
         return None
-    found = tuple((size, own, other) for _, size, (own, other) in rows if other)
-    return found if tiles([(size, other) for size, _, other in found], base.numel) else None
+    return _even(found) if tiles([(size, other) for size, _, other in found if other], base.numel) else None
+
+
+def _followed(size: int, own: int, steps: Steps) -> list[tuple[int, int, int]]:
+    """A step through x as steps (size, stride in x, stride in what goes with it)."""
+    found, minor = [], own
+    for count, other in reversed(steps.translate(((size, own),))):
+        found.append((count, minor, other))
+        minor *= count
+    return found[::-1]
+
+
+def _even(axes: list[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
+    """Steps with neighbours that make one even step joined."""
+    found: list[tuple[int, int, int]] = []
+    for size, own, other in axes:
+        if found and found[-1][1:] == (size * own, size * other):
+            found[-1] = (found[-1][0] * size, own, other)
+        else:
+            found.append((size, own, other))
+    return tuple(found)
 
 
 def _along(scaling: Scaling, projection: Projection, *, inner: bool) -> bool:

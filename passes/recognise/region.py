@@ -98,8 +98,6 @@ def region(out: Value, is_leaf: Callable[[Value], bool]) -> Region | None:
     if found is None or len(found[1]) != 1:
         return None
     ops, leaves = found
-    if not all(compat.has_hint(size) for value in (out, *leaves) for size in value.meta.shape):
-        return None
     leaf = next(iter(leaves))
     return Region(leaf, out, tuple(ops), sample_shape(leaf), tuple((op.args, op.kwargs) for op in ops))
 

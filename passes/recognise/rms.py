@@ -44,10 +44,10 @@ def identify(value: Value, projection: Projection, reader: Reader, *, divides: b
     base, _ = walk(value, _broadcast_of_tokens)
     if base.numel != projection.tokens:
         return None
-    found = region(base, lambda value: _squares(value, projection, reader) is not None)
+    found = region(base, lambda value: squares_of(value, projection, reader) is not None)
     if found is None or not _keeps_order(found):
         return None
-    squares = _squares(found.leaf, projection, reader)
+    squares = squares_of(found.leaf, projection, reader)
     assert squares is not None
     key = (found.signature, squares, projection.width, divides, base.dtype)
     if key not in reader.known:
@@ -73,15 +73,15 @@ def _broadcast_of_tokens(op: Op, value: Value) -> Value | None:
 
 
 @dataclass(frozen=True)
-class _Squares:
+class Squares:
     """const times the sum of each token's squares, or the root of that."""
 
     const: float
     root: bool = False
 
 
-def _squares(value: Value, projection: Projection, reader: Reader) -> _Squares | None:
-    """Whether a value holds the square sum of every token, in order."""
+def squares_of(value: Value, projection: Projection, reader: Reader) -> Squares | None:
+    """What a value is, if it holds the square sum of every token, in order."""
     op = value.op
     if op is None or value.numel != projection.tokens:
         return None
@@ -96,7 +96,7 @@ def _squares(value: Value, projection: Projection, reader: Reader) -> _Squares |
             rest = tuple(dim for d, dim in enumerate(layout.dims) if d not in axes)
             inner = [step for d in axes for step in layout.dims[d]]
             if seen.base is projection.x and _are_tokens(Layout(rest), inner, projection):
-                return _Squares(1.0, root=True)
+                return Squares(1.0, root=True)
         return None
     terms = reader.terms(value)
     if len(terms) != 1 or len(terms[0].factors) != 2 or not terms[0].summed or terms[0].const <= 0:
@@ -107,7 +107,7 @@ def _squares(value: Value, projection: Projection, reader: Reader) -> _Squares |
         return None
     rank = len(value.shape)
     inner = [step for dim in left[x].dims[rank:] for step in dim]
-    return _Squares(terms[0].const) if _are_tokens(Layout(left[x].dims[:rank]), inner, projection) else None
+    return Squares(terms[0].const) if _are_tokens(Layout(left[x].dims[:rank]), inner, projection) else None
 
 
 def _are_tokens(outer: Layout, inner: list[Step], projection: Projection) -> bool:
@@ -134,7 +134,7 @@ def _keeps_order(found: Region) -> bool:
     return True
 
 
-def _fit(found: Region, squares: _Squares, width: int, divides: bool) -> RmsFactor | str | None:
+def _fit(found: Region, squares: Squares, width: int, divides: bool) -> RmsFactor | str | None:
     mean = torch.cat([torch.zeros(1, dtype=torch.float64), torch.logspace(-46, 38, 421, dtype=torch.float64)])
     given = mean * (squares.const * width)
     given = given.sqrt() if squares.root else given
@@ -160,7 +160,7 @@ def _fit(found: Region, squares: _Squares, width: int, divides: bool) -> RmsFact
     return None
 
 
-def _same_gradient(found: Region, rms: Rms, squares: _Squares, width: int, const: float, divides: bool) -> bool:
+def _same_gradient(found: Region, rms: Rms, squares: Squares, width: int, const: float, divides: bool) -> bool:
     shape = found.shape
 
     def ours(leaf: torch.Tensor) -> torch.Tensor:

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import Any
 
 import torch
 from torch import fx
 
 from mhc_compile import compat
+from mhc_compile.forms import Rms
 from mhc_compile.passes.plan import (
     AggregateSite,
     CombineSite,
     Decline,
     MixSite,
     Plan,
+    Product,
+    ProjectionSite,
     SinkhornSite,
     Site,
     outputs,
     surface,
 )
-from mhc_compile.passes.recognise.layout import Layout, NotALayout
+from mhc_compile.passes.recognise.combine import Mix
+from mhc_compile.passes.recognise.contraction import StreamsView
+from mhc_compile.passes.recognise.layout import Layout, NotALayout, tiles
 from mhc_compile.passes.rewrite.copies import Copies
 from mhc_compile.passes.rewrite.order import erase_dead, sort
 from mhc_compile.passes.rewrite.vectors import Vectors
@@ -90,6 +96,8 @@ class Rewriter(Vectors):
             self._combine(site)
         elif isinstance(site, AggregateSite):
             self._aggregate(site)
+        elif isinstance(site, ProjectionSite):
+            self._projection(site)
         else:
             self._sinkhorn(site)
 
@@ -127,6 +135,8 @@ class Rewriter(Vectors):
         if site.res is not None:
             transposed = getattr(site.res.kind, "transposed", False)
             self._gate(site.res.value, self._item(call, 2), transposed)
+        if site.logits is not None:
+            self._logits(site.logits, self._item(call, 3), self._item(call, 4))
 
     def _gate(self, value: Value, node: fx.Node, transposed: bool) -> None:
         """Use an operator's gate output for the program's gate, wherever that is visible."""
@@ -143,33 +153,110 @@ class Rewriter(Vectors):
         x, dims = self._streams(c.x, c.streams)
         tokens, n = compat.example(x).shape[:-2], c.streams.n
         f = self._shaped(self._arranged(c.outer.f, c.outer.f_layout), (*tokens, c.streams.channels))
-        post = self._gate_operand(c.outer.post, c.outer.post_layout, (*tokens, n))
-        if c.outer.const != 1.0:
-            post = self._call("mul", self._call("float", post), c.outer.const)
-        res = None
-        if c.mix is not None:
-            res = self._gate_operand(c.mix.res, c.mix.res_layout, (*tokens, n, n))
-            if c.mix.const != 1.0:
-                res = self._call("mul", self._call("float", res), c.mix.const)
+        post = self._times(self._gate_operand(c.outer.post, c.outer.post_layout, dims, (*tokens, n)), c.outer.const)
+        res = None if c.is_plain else self._matrix([self._mixed(mix, dims, tokens, n) for mix in c.mixes])
         bias = None
         if c.layer_bias is not None:
             bias = self._shaped(self._visible(c.layer_bias), (c.streams.channels,))
         kwargs = self._out_dtype(target, x)
         new = self._operator(site.op, f, bias, post, x, res, **kwargs)
         self.calls.append((new, site))
-        written = c.outer.out_view
+        written = c.out_view
         if (target.dtype == c.out.dtype or target is not c.out) and not self.aliases.is_written(self._node(target)):
             self.streams[target] = (written, new, dims)
         self._replace(target, self._laid_out(new, dims, Layout((written.tokens, written.channel)), written.stream))
+
+    def _mixed(self, mix: Mix, dims: list[int], tokens: Sequence[Any], n: int) -> fx.Node:
+        """The matrices [*tokens, n, n] that streams are multiplied by."""
+        assert self.anchor is not None
+        if mix.res is None:
+            eye = self._call(torch.eye, n, dtype=torch.float32, device=compat.example(self.anchor).device)
+            sizes = [self._size_of(size) for size in tokens]
+            return self._call("expand", self._times(eye, mix.const), *sizes, n, n)
+        if mix.is_matrix:
+            return self._times(self._gate_operand(mix.res, mix.res_layout, dims, (*tokens, n, n)), mix.const)
+        diagonal = self._times(self._gate_operand(mix.res, mix.res_layout, dims, (*tokens, n)), mix.const)
+        return self._call(torch.diag_embed, diagonal)
+
+    def _matrix(self, parts: list[fx.Node]) -> fx.Node:
+        """The sum of matrices, in float32."""
+        total, *others = parts if len(parts) == 1 else [self._call("float", part) for part in parts]
+        for other in others:
+            total = self._call("add", total, other)
+        return total
+
+    def _times(self, node: fx.Node, const: float) -> fx.Node:
+        return node if const == 1.0 else self._call("mul", self._call("float", node), const)
 
     def _aggregate(self, site: AggregateSite) -> None:
         a, target = site.aggregate, surface(site.aggregate.out)
         self.anchor = self.copies[self._node(target)]
         x, dims = self._streams(a.x, a.streams)
-        gate = self._gate_operand(a.gate, a.gate_layout, (*compat.example(x).shape[:-2], a.streams.n))
-        new = self._operator(site.op, x, gate, **self._out_dtype(target, x))
+        gate = self._gate_operand(a.gate, a.gate_layout, dims, (*compat.example(x).shape[:-2], a.streams.n))
+        new = self._operator(site.op, x, self._times(gate, a.const), **self._out_dtype(target, x))
         self.calls.append((new, site))
         self._replace(target, self._laid_out(new, dims, a.out_layout, None))
+
+    def _projection(self, site: ProjectionSite) -> None:
+        """One operator call, and behind it for each product what the program has in front of it."""
+        targets = [*(surface(product.projection.out) for product in site.products), *site.squares]
+        self.anchor = self.copies[min(map(self._node, targets), key=self.shadow.position.__getitem__)]
+        x, _ = self._streams(site.x, site.streams)
+        weights = {product.weight for product in site.products}
+        weight = next(iter(weights)) if len(weights) == 1 else None
+        norm = self._norm_weight(weight, site.streams) if weight is not None else None
+        phis = [self._weighted_phi(product, site.streams, own=weight is None) for product in site.products]
+        call = self._operator(site.op, x, phis[0] if len(phis) == 1 else self._call(torch.cat, phis, 0), norm)
+        self.calls.append((call, site))
+        self._logits(site, self._item(call, 0), self._item(call, 1))
+
+    def _logits(self, site: ProjectionSite, h: fx.Node, ms: fx.Node) -> None:
+        """What an operator projects streams to, in the place of the program's products and squares."""
+        for value, times in site.squares.items():
+            self.anchor = self.copies[self._node(value)]
+            self._replace(value, self._root(ms, site) if times is None else self._times(ms, times))
+        start = 0
+        for product in site.products:
+            target = surface(product.projection.out)
+            self.anchor = self.copies[self._node(target)]
+            rows = product.projection.rows
+            part = h if len(site.products) == 1 else self._call("narrow", h, -1, start, rows)
+            start += rows
+            self._replace(target, self._scaled(product, part, ms))
+
+    def _weighted_phi(self, product: Product, streams: StreamsView, *, own: bool) -> fx.Node:
+        phi = self._phi_of(product.projection, streams)
+        if not own or product.weight is None:
+            return phi
+        return self._call("mul", self._call("float", phi), self._norm_weight(product.weight, streams))
+
+    def _root(self, ms: fx.Node, site: ProjectionSite) -> fx.Node:
+        return self._call("sqrt", self._call("mul", self._positive(ms), site.streams.n * site.streams.channels))
+
+    def _positive(self, ms: fx.Node) -> fx.Node:
+        """Where all streams are zero, the gradient of their norm is zero in eager code; that of a root is not."""
+        return self._call("clamp_min", ms, torch.finfo(torch.float32).tiny)
+
+    def _scaled(self, product: Product, part: fx.Node, ms: fx.Node) -> fx.Node:
+        """A product of the operator with its tokens' factors and what is added to it."""
+        shape = compat.example(part).shape
+        if product.rms is not None:
+            part = self._call("mul", part, self._call("unsqueeze", self._rms_factor(product.rms, ms), -1))
+        for factor, divides in product.factors:
+            given = self._shaped(self._visible(factor), (*shape[:-1], 1))
+            part = self._call("div" if divides else "mul", part, self._call("float", given))
+        part = self._times(part, product.const)
+        addend = product.projection.addend
+        if addend is None:
+            return part
+        return self._call("add", part, self._call("float", self._shaped(self._visible(addend), (shape[-1],))))
+
+    def _rms_factor(self, rms: Rms, ms: fx.Node) -> fx.Node:
+        if rms.mode == "inside":
+            return self._call("rsqrt", self._call("add", ms, rms.eps))
+        root = self._call("sqrt", self._positive(ms))
+        root = self._call("add", root, rms.eps) if rms.mode == "outside" else self._call("clamp_min", root, rms.eps)
+        return self._call("reciprocal", root)
 
     def _sinkhorn(self, site: SinkhornSite) -> None:
         m, target = site.matrices, site.matrices.out
@@ -185,12 +272,12 @@ class Rewriter(Vectors):
         if not target.nodes:
             self._replace(surface(target), self._call("transpose", new, -1, -2) if m.kind.transposed else new)
 
-    def _gate_operand(self, value: Value, layout: Layout, shape: Sequence[Any]) -> fx.Node:
+    def _gate_operand(self, value: Value, layout: Layout, tokens: Sequence[int], shape: Sequence[Any]) -> fx.Node:
         """A gate as [*tokens, n] or [*tokens, n, n], which `layout` says how to read from the value."""
         found = self.gates.get(value)
         if found is not None:
             node, flipped = found
-            swapped = Layout((layout.dims[0], *layout.dims[1:][::-1]))
+            swapped = Layout((layout.dims[0], *layout.dims[1:][::-1]), layout.offset)
             straight = layout.is_identity()
             if straight or swapped.is_identity():
                 node = self._shaped(node, shape)
@@ -198,7 +285,11 @@ class Rewriter(Vectors):
                 return self._call("transpose", node, -1, -2) if is_matrix and straight == flipped else node
             if not value.nodes:
                 raise Decline("a gate is read in an order that the operators do not make")
-        return self._shaped(self._arranged(value, layout), shape)
+        steps = [step for dim in layout.dims for step in dim]
+        each = value.numel == prod(tokens) * prod(shape[len(tokens) :])
+        if each and layout.offset == 0 and tiles(steps, value.numel):
+            return self._shaped(self._arranged(value, layout), shape)
+        return self._spread(value, layout, tokens, shape)
 
     def _out_dtype(self, target: Value, x: fx.Node) -> dict[str, torch.dtype]:
         return {} if target.dtype == compat.example(x).dtype else {"out_dtype": target.dtype}
@@ -212,6 +303,10 @@ def replaced(site: Site) -> Iterator[Value]:
         for gate in (site.pre if site.aggregate is None else None, site.post, site.res):
             if gate is not None:
                 yield gate.value
+        if site.logits is not None:
+            yield from outputs(site.logits)
+    elif isinstance(site, ProjectionSite):
+        yield from outputs(site)
     elif isinstance(site, SinkhornSite) and site.matrices.out.nodes:
         yield site.matrices.out
     else:

@@ -14,7 +14,8 @@ from typing import Any
 from torch import fx
 
 from mhc_compile import compat
-from mhc_compile.passes.plan import Decline, Site, said
+from mhc_compile.passes.plan import Decline, Site
+from mhc_compile.passes.report import said
 from mhc_compile.passes.rewrite.copies import Copies
 from mhc_compile.passes.shadow import Shadow, tensors_of
 

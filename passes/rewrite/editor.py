@@ -56,7 +56,7 @@ class Editor:
         have = compat.example(node).shape
         if len(have) == len(shape) and all(compat.same_size(a, b) for a, b in zip(have, shape, strict=True)):
             return node
-        return self._call("reshape", node, *self._sizes(shape))
+        return self._call("reshape", node, self._sizes(shape))
 
     def _sizes(self, shape: Sequence[Any]) -> list[Any]:
         """A shape as arguments of a call: symbolic sizes by nodes, but for one at most, which is left to be found."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from mhc_compile.passes.plan import Decline, Site, said
+from mhc_compile.passes.plan import Decline, Site
+from mhc_compile.passes.report import said
 from mhc_compile.passes.rewrite.copies import Copies
 
 Calls = list[tuple[fx.Node, Site]]

@@ -32,14 +32,16 @@ class Vectors(Views):
         return self._call(torch.cat, parts, 0)
 
     def _take(self, node: fx.Node, indices: Sequence[int], count: int) -> fx.Node:
-        """Elements of the first dimension, of `count`, in an order that views express."""
+        """Elements of the first dimension, of `count`, by views where these express the order."""
         if list(indices) == list(range(count)):
             return node
-        offset, steps = _steps(indices)
+        found = _steps(indices)
+        offset, steps = found or (0, [])
         real = sorted((step for step in steps if step[1]), key=lambda step: -step[1])
         length = prod(size for size, _ in real)
-        if not tiles(real, length):
-            raise Decline("the rows of the projection, or a scale or bias, are in an order that slices do not express")
+        if found is None or not tiles(real, length):
+            runs = [self._call("narrow", node, 0, start, size) for start, size in _runs(indices)]
+            return self._call(torch.cat, runs, 0)
         if length < count:
             if offset + length > compat.hint(compat.example(node).shape[0]):
                 raise Decline("a scale or bias of symbolic size is read from its end")
@@ -71,10 +73,15 @@ class Vectors(Views):
         return parts[0] if len(parts) == 1 else self._call(torch.cat, parts, 0)
 
     def _norm_weight(self, weight: Weight, streams: StreamsView) -> fx.Node:
+        """One number an element of a token; what has one a channel or a stream is repeated."""
+        n, channels = streams.n, streams.channels
         steps = Steps(weight.axes)
-        stream = (streams.stream,) if streams.n > 1 else ()
-        layout = Layout((steps.translate(stream), steps.translate(streams.channel)))
-        return self._shaped(self._arranged(weight.value, layout), (streams.n * streams.channels,))
+        stream = (streams.stream,) if n > 1 else ()
+        dims = (steps.translate(stream), steps.translate(streams.channel))
+        if weight.value.numel == n * channels:
+            return self._shaped(self._arranged(weight.value, Layout(dims)), (n * channels,))
+        node = self._spread(weight.value, Layout((dims[0], (), dims[1])), (n,), (n, 1, channels))
+        return self._shaped(node, (n * channels,))
 
     def _vectors(self, site: MixSite) -> tuple[fx.Node, fx.Node]:
         """scale, one number a group where the program has it so, and bias [K]."""
@@ -146,8 +153,19 @@ class Vectors(Views):
         return self._call(torch.full, (size,), number, dtype=torch.float32, device=device)
 
 
-def _steps(indices: Sequence[int]) -> tuple[int, list[tuple[int, int]]]:
-    """A list of indices as an offset and nested steps (size, stride), major to minor."""
+def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:
+    """A list of indices as runs (start, size) of such as follow one another."""
+    runs: list[tuple[int, int]] = []
+    for index in indices:
+        if runs and index == sum(runs[-1]):
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((index, 1))
+    return runs
+
+
+def _steps(indices: Sequence[int]) -> tuple[int, list[tuple[int, int]]] | None:
+    """A list of indices as an offset and nested steps (size, stride), major to minor; None where there are none."""
     found: list[tuple[int, int]] = []
     rest = list(indices)
     while len(rest) > 1:
@@ -160,7 +178,7 @@ def _steps(indices: Sequence[int]) -> tuple[int, list[tuple[int, int]]]:
             for i in range(0, len(rest), size)
         )
         if len(rest) % size or stride < 0 or not even:
-            raise Decline("the rows of the projection, or a scale or bias, are in an order that slices do not express")
+            return None
         found.append((size, stride))
         rest = rest[::size]
     return rest[0], found[::-1]

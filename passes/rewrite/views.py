@@ -17,6 +17,9 @@ from mhc_compile.passes.rewrite.copies import Copies
 from mhc_compile.passes.rewrite.editor import Editor
 from mhc_compile.passes.shadow import Shadow, Value
 
+# Of a tensor: those that the record knows, where symbolic ones are primes, and the actual ones.
+Sizes = tuple[Sequence[int], Sequence[Any]]
+
 
 class Views(Editor):
     """Tensors read by layouts."""
@@ -34,7 +37,8 @@ class Views(Editor):
             return known[1], known[2]
         held, node = self._held(value)
         self.operands = [node]
-        node, groups = self._split(held, node, (streams.tokens, (streams.stream,), streams.channel))
+        sizes = (held.shape, held.meta.shape)
+        node, groups = self._split(sizes, node, (streams.tokens, (streams.stream,), streams.channel))
         lead = len(groups[0])
         for at, group in ((lead, groups[1]), (lead + 1, groups[2])):
             if len(group) > 1:
@@ -55,17 +59,70 @@ class Views(Editor):
         order = [step for dim in layout.dims for step in dim]
         if order == sorted(order, key=lambda step: -step[1]):
             return node
-        return self._split(held, node, tuple(layout.dims))[0]
+        return self._split((held.shape, held.meta.shape), node, tuple(layout.dims))[0]
 
-    def _split(self, held: Value, node: fx.Node, dims: Sequence[Dim]) -> tuple[fx.Node, list[list[int]]]:
+    def _block(
+        self, shape: Sequence[int], actual: Sequence[Any], node: fx.Node, layout: Layout
+    ) -> tuple[Sizes, fx.Node, Layout]:
+        """The smallest block of a tensor in which a layout lies, its sizes, and the layout over it."""
+        bounds = [prod(shape[d:]) for d in range(len(shape) + 1)]
+        dims = tuple(tuple(part for step in dim for part in _cut(step, bounds)) for dim in layout.dims)
+        steps = {step for dim in dims for step in dim if step[1]}
+        lengths, kept = list(shape), list(actual)
+        rest = layout.offset
+        for d, (have, inner) in enumerate(zip(shape, bounds[1:], strict=True)):
+            start, rest = divmod(rest, inner)
+            within = [(size, stride // inner) for size, stride in steps if inner <= stride < inner * have]
+            last = start + sum((size - 1) * stride for size, stride in within)
+            if last >= have:
+                raise Decline("a gate is read across the dimensions of its tensor")
+            if last + 1 - start < have:
+                lengths[d] = kept[d] = last + 1 - start
+                node = self._call("narrow", node, d, start, lengths[d])
+        strides = {b: prod(lengths[d + 1 :]) for d, b in enumerate(bounds[1:])}
+
+        def moved(stride: int) -> int:
+            inner = next((b for b in bounds[1:] if b <= stride), 1)
+            return stride // inner * strides[inner] if stride else 0
+
+        return (lengths, kept), node, Layout(tuple(tuple((s, moved(t)) for s, t in dim) for dim in dims))
+
+    def _spread(self, value: Value, layout: Layout, tokens: Sequence[int], shape: Sequence[Any]) -> fx.Node:
+        """A gate in this shape: the tokens, of these sizes, and then its own dimensions.
+
+        What it has in common for several tokens is repeated by a view, in float32: its gradient is a sum over them.
+        """
+        held, node = self._held(value)
+        sizes, node, layout = self._block(held.shape, held.meta.shape, node, layout)
+        own = _follows(layout.dims[0], tokens)
+        own += [bool(dim and dim[0][1]) for dim in layout.dims[1:]]
+        if any(len({bool(stride) for _, stride in dim}) > 1 for dim in layout.dims[1:]):
+            raise Decline("a gate is repeated along a part of its own dimensions")
+        if not all(own):
+            node = self._call("float", node)
+        moving = [tuple(step for step in dim if step[1]) for dim in layout.dims]
+        if moving:
+            node = self._split(sizes, node, moving)[0]
+        node = self._shaped(node, [size if each else 1 for size, each in zip(shape, own, strict=True)])
+        return node if all(own) else self._call("expand", node, *self._sizes_of(shape, own))
+
+    def _sizes_of(self, shape: Sequence[Any], own: Sequence[bool]) -> list[Any]:
+        """A shape to expand to: dimensions that are there stay."""
+        return [-1 if there else self._size_of(size) for size, there in zip(shape, own, strict=True)]
+
+    def _size_of(self, size: Any) -> Any:
+        return size if isinstance(size, int) else self._size(size)
+
+    def _split(self, sizes_of: Sizes, node: fx.Node, dims: Sequence[Dim]) -> tuple[fx.Node, list[list[int]]]:
         """A view of one dimension for each step, ordered as in `dims`, and the sizes of these by dimension.
 
         A step that crosses dimensions of the tensor becomes several; dimensions of size 1 stay with the first group.
         """
+        shape, actual = sizes_of
         cuts = {stride for dim in dims for size, stride in dim if size > 1}
         sizes: list[tuple[int, int]] = []  # (size, stride) of each dimension after splitting
-        stride = prod(held.shape)
-        for d, have in enumerate(held.shape):
+        stride = prod(shape)
+        for d, have in enumerate(shape):
             stride //= have
             inner = sorted((cut // stride for cut in cuts if stride < cut < stride * have), reverse=True)
             bounds = [have, *inner, 1]
@@ -73,7 +130,7 @@ class Views(Editor):
                 raise Decline("the streams are not whole dimensions of their tensor")
             parts = [a // b for a, b in itertools.pairwise(bounds)]
             if len(parts) > 1:
-                node = self._call("unflatten", node, len(sizes), self._actual(held.meta.shape[d], parts))
+                node = self._call("unflatten", node, len(sizes), self._actual(actual[d], parts))
             for part, bound in zip(parts, bounds[1:], strict=True):
                 sizes.append((part, stride * bound))
         groups: list[list[int]] = [[] for _ in dims]
@@ -140,3 +197,39 @@ class Views(Editor):
 def _step_of(stride: int, dim: Dim) -> int:
     """Which of the steps of a dimension a finer step of this stride belongs to."""
     return next(k for k, (size, step) in enumerate(dim) if step <= stride < step * size)
+
+
+def _cut(step: tuple[int, int], bounds: Sequence[int]) -> list[tuple[int, int]]:
+    """A step as several, none of which crosses one of the bounds."""
+    size, stride = step
+    found: list[tuple[int, int]] = []
+    for bound in sorted(bounds):
+        if stride and stride < bound < stride * size and not bound % stride and not size % (bound // stride):
+            found.append((bound // stride, stride))
+            size, stride = size // (bound // stride), bound
+    return [(size, stride), *found[::-1]]
+
+
+def _follows(dim: Dim, tokens: Sequence[int]) -> list[bool]:
+    """Along which of the tokens' dimensions a gate has numbers of its own."""
+    rest = list(dim)[::-1]
+    found = []
+    for size in tokens:
+        parts: list[int] = []
+        have = 1
+        while have < size:
+            if not rest:
+                raise Decline("a gate is for fewer tokens than there are")
+            count, stride = rest.pop()
+            if count * have > size:
+                inner = count * have // size
+                if count % inner:
+                    raise Decline("a gate orders the tokens in a way that the operators do not take")
+                rest.append((inner, stride))
+                count, stride = count // inner, stride * inner
+            have *= count
+            parts.append(stride)
+        if have != size or len({bool(stride) for stride in parts}) > 1:
+            raise Decline("a gate is repeated along a part of a dimension of tokens")
+        found.append(not parts or bool(parts[0]))
+    return found

@@ -219,7 +219,7 @@ def test_a_gate_that_tells_tokens_apart_is_left(kind: type[Sublayer]) -> None:
 
 @pytest.mark.parametrize("kind", [_LateScaled, _CountedScaled])
 def test_a_norm_that_tells_tokens_apart_is_left(kind: type[Sublayer]) -> None:
-    assert _run(kind).operators == ["aggregate", "expand_combine", "sinkhorn"]
+    assert _run(kind).operators == ["aggregate", "expand_combine", "projection", "sinkhorn"]
 
 
 def test_a_region_without_tokens_is_left_alone() -> None:

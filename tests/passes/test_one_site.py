@@ -117,7 +117,7 @@ def test_tries_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     _fails(monkeypatch, rewriting, "sort", lambda copies, calls: len(calls) > 1)
     report = fused_like_eager(_stack(3), (_x(),)).report
     assert not report.rewritten
-    assert any("no end was found within 3 tries" in error for error in report.errors)
+    assert any("no end was found within" in error and "tries" in error for error in report.errors)
 
 
 def test_a_graph_in_which_nothing_works_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +165,7 @@ def program_report(model: nn.Module) -> Report:
 
 
 def test_a_failure_to_tell_of_sites_costs_no_site(monkeypatch: pytest.MonkeyPatch) -> None:
-    _fails(monkeypatch, planning, "near_misses", lambda *given: True)
+    _fails(monkeypatch, planning, "misses", lambda *given: True)
     report = fused_like_eager(_stack(1), (_x(),)).report
     assert _operators(report) == BOTH
     assert len(report.errors) == 1

@@ -62,10 +62,12 @@ ZOO: dict[str, Specimen] = {
     "einops": Specimen(Einops),
     "independent": Specimen(Independent),
     "hunyuan": Specimen(Hunyuan, once=("head",)),
-    "lucidrains": Specimen(Lucidrains, per_sublayer=("sinkhorn", "aggregate", WRITE)),
-    "lucidrains-log": Specimen(_with(Lucidrains, log_domain=True), per_sublayer=("sinkhorn", "aggregate", WRITE)),
-    "hyper-connections": Specimen(HyperConnectionsPackage, per_sublayer=("sinkhorn", "aggregate", WRITE)),
+    "lucidrains": Specimen(Lucidrains, per_sublayer=("projection", "sinkhorn", "aggregate", WRITE)),
+    "lucidrains-log": Specimen(
+        _with(Lucidrains, log_domain=True), per_sublayer=("projection", "sinkhorn", "aggregate", WRITE)
+    ),
+    "hyper-connections": Specimen(HyperConnectionsPackage, per_sublayer=("projection", "sinkhorn", "aggregate", WRITE)),
     "hyper-connections-log": Specimen(
-        _with(HyperConnectionsPackage, log_domain=True), per_sublayer=("sinkhorn", "aggregate", WRITE)
+        _with(HyperConnectionsPackage, log_domain=True), per_sublayer=("projection", "sinkhorn", "aggregate", WRITE)
     ),
 }

@@ -59,6 +59,11 @@ class Outcome:
         """The operators of the rewritten sites, sorted: block entry and exit, which are optional, left out."""
         return sorted(site.op for site in self.report.rewritten if site.op not in ("expand", "contract"))
 
+    @property
+    def reasons(self) -> list[str]:
+        """Why sites are left, and why gates of others stay the program's own."""
+        return [site.reason or site.own for site in self.report.sites if site.reason or site.own]
+
 
 def rewriting(model: Callable[..., Any], **options: Any) -> tuple[Callable[..., Any], Report]:
     """The model with its hyper-connections rewritten, and the report, which fills when the model is called."""

@@ -1,0 +1,168 @@
+"""What belongs to streams and is in no site: where the reading of it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from mhc_compile.passes.plan.sites import AggregateSite, CombineSite, Declined, MixSite, SinkhornSite, Site
+from mhc_compile.passes.recognise import Findings
+from mhc_compile.passes.recognise.aggregate import aggregates
+from mhc_compile.passes.recognise.combine import combines, residuals
+from mhc_compile.passes.recognise.contraction import StreamsView
+from mhc_compile.passes.recognise.iterations import broken, under_vmap
+from mhc_compile.passes.recognise.layout import is_movement
+from mhc_compile.passes.recognise.misses import Miss
+from mhc_compile.passes.recognise.pieces import TOGETHER
+from mhc_compile.passes.recognise.reader import Reader
+from mhc_compile.passes.shadow import Op, Shadow, Value
+
+# How far the use of a gate, and the source of logits, are followed through small values.
+_LIMIT = 200
+
+
+def misses(
+    shadow: Shadow, findings: Findings, sites: list[Site], declined: list[Declined], views: dict[Value, StreamsView]
+) -> Iterator[Declined]:
+    """What was seen of hyper-connections and is in no site, each with the reason of the furthest reading."""
+    told = {value for site in sites for value in site.targets()}
+    gates = {gate for site in sites if isinstance(site, (CombineSite, AggregateSite)) for gate in site.gates()}
+    for value, found in findings.matrices.items():
+        if isinstance(found, str) and value not in told and value not in gates and value.op is not None:
+            yield Declined("sinkhorn", f"the value {found}", value.op.node)
+    for read in findings.connections.of_channels([site.combine for site in sites if isinstance(site, CombineSite)]):
+        if read.out.op is not None and read.out not in told:
+            reason = "this reads streams with a gate for each channel; the operator has one for each stream"
+            yield Declined("aggregate", reason, read.out.op.node)
+    yield from _unread(findings, sites, declined, views)
+    yield from _unprojected(sites, gates, told)
+    for site in sites:
+        made = site.res.value if isinstance(site, MixSite) and site.res is not None else None
+        made = site.matrices.out if isinstance(site, SinkhornSite) else made
+        for miss in broken(made) if made is not None else ():
+            yield Declined("sinkhorn", miss.reason, _after(miss.value))
+    if not sites:
+        for node, reason in under_vmap(shadow):
+            yield Declined("sinkhorn", reason, node)
+
+
+def _after(value: Value) -> fx.Node:
+    return value.users[0].node
+
+
+def _unread(
+    findings: Findings, sites: list[Site], declined: list[Declined], views: dict[Value, StreamsView]
+) -> Iterator[Declined]:
+    """Gates that operators make and that something other than an operator reads."""
+    refused = {entry.node for entry in declined}
+    read = {gate for site in sites if isinstance(site, (CombineSite, AggregateSite)) for gate in site.gates()}
+    read |= {site.aggregate.gate for site in sites if isinstance(site, MixSite) and site.aggregate is not None}
+    told: set[Op] = set()
+    for role, gate, x in sorted(_known(sites), key=lambda known: known[0] == "h_post"):  # h_res tells more of a combine
+        use = _wide_use(gate, read)
+        if use is None:
+            continue
+        sums = list(_sums(use, gate, findings))
+        if use.node in refused or told.intersection(sums) or any(op.node in refused for op in sums):
+            continue
+        told.update(sums)
+        what = "aggregate" if role == "h_pre" else "expand_combine"
+        reason = f"this reads {role}, but {_furthest(role, gate, sums, findings, views)}"
+        if x is not None and x.op is not None and x.op.name in TOGETHER:
+            reason += "; the streams are a list that is put together for the projection alone: keep them as one tensor"
+        yield Declined(what, reason, use.node)
+
+
+def _known(sites: list[Site]) -> Iterator[tuple[str, Value, Value | None]]:
+    """The gates that operators make, with their roles, and the streams that they are made from."""
+    for site in sites:
+        if isinstance(site, MixSite):
+            roles = {"h_pre": site.pre, "h_post": site.post, "h_res": site.res}
+            yield from ((role, gate.value, site.x) for role, gate in roles.items() if gate is not None)
+        elif isinstance(site, SinkhornSite):
+            yield "h_res", site.matrices.out, None
+
+
+def _furthest(role: str, gate: Value, sums: list[Op], findings: Findings, views: dict[Value, StreamsView]) -> str:
+    """Where the furthest reading with a gate ended."""
+    if sums[-1].target is None:
+        return "is not looked into: it is a nested function, or writes into a tensor"
+    found: list[tuple[int, int, str]] = []
+    for at, op in enumerate(sums):
+        for miss in _readings(role, op.out, findings.reader, views):
+            if isinstance(miss, Miss) and miss.gate in (gate, None):
+                found.append((miss.depth, at, miss.reason))
+    if found:
+        return max(found)[2]
+    return "does not multiply it by one tensor" if role == "h_post" else "does not sum over the streams that it reads"
+
+
+def _readings(role: str, out: Value, reader: Reader, views: dict[Value, StreamsView]) -> Iterator[object]:
+    if role == "h_pre":
+        yield from aggregates(reader, out)
+        return
+    yield from combines(reader, out)
+    if role == "h_post":
+        yield from residuals(reader, out, views.get)
+
+
+def _wide_use(gate: Value, read: set[Value]) -> Op | None:
+    """The first operator that brings a gate together with something larger; None if one of ours reads the gate."""
+    seen = {gate}
+    pending = [gate]
+    for value in pending:
+        if value in read:
+            return None
+        for op in value.users:
+            # Gates of some tokens are put together with those of others.
+            gathered = op.name in TOGETHER
+            if not gathered and any(v.numel > value.numel for v in (*op.sources, *op.outs)):
+                return op
+            kept = gathered or is_movement(op)  # of a gate for each stream, a part is read at a time
+            fresh = [out for out in op.outs if out not in seen and (kept or out.numel == value.numel)]
+            seen.update(fresh)
+            pending += fresh
+        if len(seen) > _LIMIT:
+            break
+    return None
+
+
+def _sums(use: Op, gate: Value, findings: Findings) -> Iterator[Op]:
+    """The operator that reads a gate, and those after it in which the product is still a term."""
+    if use.target is None:
+        yield use
+        return
+    pending = [use]
+    for op in pending:
+        if any(source.base is gate for term in findings.reader.terms(op.out) for f in term.factors for source in f):
+            yield op
+            pending += [user for user in op.out.users if user.outs and user not in pending]
+        elif op is use:
+            yield op
+        if len(pending) > _LIMIT:
+            break
+
+
+def _unprojected(sites: list[Site], gates: set[Value], told: set[Value]) -> Iterator[Declined]:
+    """What makes the logits of a Sinkhorn projection that mixes streams, where that is no operator."""
+    for site in sites:
+        source = _wide_source(site.matrices.logits, told) if isinstance(site, SinkhornSite) else None
+        if source is None or site.matrices.out not in gates:  # type: ignore[union-attr]
+            continue
+        what = "is not recognised as the projection of a token's streams, all of them, by one matrix"
+        reason = "the logits of a Sinkhorn projection come from here, but this "
+        yield Declined("generate_mix", reason + ("is not looked into" if source.target is None else what), source.node)
+
+
+def _wide_source(logits: Value, told: set[Value]) -> Op | None:
+    """The operator that made logits out of something larger; None if there is none, or if it is one of ours."""
+    value = logits
+    for _ in range(_LIMIT):
+        op = value.op
+        if op is None or not op.sources or value in told:
+            return None
+        if op.target is None or (len(op.sources) > 1 and any(source.numel > value.numel for source in op.sources)):
+            return op
+        value = max(op.sources, key=lambda source: source.numel)
+    return None

@@ -1,0 +1,54 @@
+"""Which gates of a site are the program's own, and why no operator makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mhc_compile.passes.plan.sites import AggregateSite, CombineSite, MixSite, SinkhornSite, Site
+from mhc_compile.passes.recognise import Findings
+from mhc_compile.passes.recognise.iterations import is_under_vmap
+from mhc_compile.passes.report import location
+from mhc_compile.passes.shadow import Value, spelled
+
+
+def name_own_gates(sites: list[Site], findings: Findings) -> None:
+    """Say of each site which of its gates no operator makes."""
+    made = {value for site in sites if isinstance(site, MixSite) for value in site.made()}
+    made |= {site.matrices.out for site in sites if isinstance(site, SinkhornSite)}
+    because = {miss.value: miss for miss in findings.misses}
+    for site in sites:
+        if isinstance(site, (CombineSite, AggregateSite)):
+            own = []
+            for role, gate in _roles(site):
+                if gate not in made:
+                    reason = because[gate].reason if gate in because else _reason(gate, findings)
+                    own.append(f"{role}{_at(gate)}{reason and f', which {reason}'}")
+            site.own = "; ".join(own)
+
+
+def _at(gate: Value) -> str:
+    """The line of the program that makes a gate."""
+    at = location(gate.op.node) if gate.op is not None else None
+    return f" ({at})" if at is not None and at.file else ""
+
+
+def _roles(site: CombineSite | AggregateSite) -> Iterator[tuple[str, Value]]:
+    if isinstance(site, AggregateSite):
+        yield "h_pre", site.aggregate.gate
+        return
+    yield "h_post", site.combine.outer.post
+    yield from (("h_res", mix.res) for mix in site.combine.mixes if mix.res is not None)
+
+
+def _reason(gate: Value, findings: Findings) -> str:
+    """Why a gate is none that an operator makes, as far as anything says so."""
+    found = findings.matrices.get(gate)
+    if isinstance(found, str):
+        return found
+    if gate.op is None:
+        return "is given"
+    if gate.op.target is not None:
+        return ""
+    if is_under_vmap(gate.op.node):
+        return "is computed under vmap, which is not looked into: compute it from [..., n, C] at once"
+    return f"is made by {spelled(gate.op.node)}, which is not looked into"

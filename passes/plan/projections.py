@@ -1,0 +1,172 @@
+"""Projections whose logits go out: what is made of them stays the program's code.
+
+    out = (product of the tokens' factors) * (phi . (x * weight)) + addend
+
+The factors are one number a token, such as that of an RMS norm. They act on the product, which is the same and leaves x
+to be read once; the squares that the program sums over x for them come from the operator, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from torch import fx
+
+from mhc_compile.forms import Sinkhorn
+from mhc_compile.passes.plan.gradients import is_reached, requires_gradient
+from mhc_compile.passes.plan.sites import (
+    AggregateSite,
+    CombineSite,
+    Decline,
+    MixSite,
+    Product,
+    ProjectionSite,
+    Rows,
+    SinkhornSite,
+    Site,
+    Vector,
+    surface,
+    visible,
+)
+from mhc_compile.passes.recognise import Findings, default_view, normalised_before, weight_of
+from mhc_compile.passes.recognise.contraction import StreamsView
+from mhc_compile.passes.recognise.projection import Projection, token_factor
+from mhc_compile.passes.recognise.rms import squares_of
+from mhc_compile.passes.recognise.streams import behind
+from mhc_compile.passes.shadow import Shadow, Value
+
+_SUMMING = ("sum", "mean", "linalg_vector_norm")
+
+
+def projection_sites(
+    shadow: Shadow, findings: Findings, sites: list[Site], views: dict[Value, StreamsView], reached: set[fx.Node]
+) -> Iterator[ProjectionSite]:
+    """The projections of streams that make gates of `sites`; those of one tensor share an operator where they can.
+
+    views: where the streams lie in the tensors that are known to be streams.
+    """
+    wide = {x.numel for x in views}
+    used = _rows_of(sites)
+    groups: dict[tuple[object, ...], list[Product]] = {}
+    made = {value for site in sites for value in site.targets()}
+    gates = (gate for site in sites if isinstance(site, (CombineSite, AggregateSite)) for gate in site.gates())
+    read = [gate for gate in gates if gate not in made]
+    read += [site.matrices.logits for site in sites if isinstance(site, SinkhornSite)]
+    left = [out for out, rows in used.items() if len(rows) < findings.readings[out][0].rows and _is_read(out, made)]
+    for out in dict.fromkeys([*behind(read, findings.readings), *left]):
+        readings = [r for r in findings.readings[out] if r.x.numel in wide]
+        product = next((p for p in (_product(findings, r) for r in _preferred(readings, views)) if p), None)
+        if product is None or len(used.get(out, ())) == product.projection.rows:
+            continue
+        if _goes_out_of_a_site(shadow, findings, sites, out):
+            continue
+        parameters = [part.phi for part in product.projection.parts]
+        shared = is_reached(reached, out) if any(map(requires_gradient, parameters)) else None
+        reading = product.projection
+        groups.setdefault((reading.x, reading.tokens_at, reading.width, shared), []).append(product)
+    for products in groups.values():
+        reading = products[0].projection
+        view = _view(reading, views)
+        if view is not None:
+            yield ProjectionSite(reading.x, view, products, dict(_squares(shadow, findings, reading)))
+
+
+def _goes_out_of_a_site(shadow: Shadow, findings: Findings, sites: list[Site], out: Value) -> bool:
+    """Whether an operator that makes gates of a product can return the product, too; then it does.
+
+    It takes the rows of h_pre, h_post and h_res in this order, and returns what it projects them to.
+    """
+    for site in sites:
+        if not isinstance(site, MixSite) or site.res is not None or site.logits is not None:
+            continue
+        n, (projection, *others) = site.streams.n, {id(g.projection): g.projection for g in site.groups}.values()
+        parts = [range(n), range(n, 2 * n), range(2 * n, n * n + 2 * n)]
+        gates = [(site.pre, parts[0]), (site.post, parts[1])]
+        fits = projection.out is out and not others and projection.rows == n * n + 2 * n and _is_shown(out)
+        if not fits or not all(gate is None or gate.rows == tuple(rows) for gate, rows in gates):
+            continue
+        product = _product(findings, projection)
+        if product is None:
+            continue
+        known = {id(gate): group for (gate, _), group in zip(gates, site.groups, strict=False) if gate is not None}
+        raw = (Vector(None, (0,) * n, 1.0),)
+        site.groups = [known.get(id(gate)) or Rows(projection, tuple(rows), raw, ()) for gate, rows in gates]
+        site.groups.append(Rows(projection, tuple(parts[2]), (Vector(None, (0,) * (n * n), 1.0),), ()))
+        site.sinkhorn = Sinkhorn(steps=0)
+        site.op = "generate_mix" if site.aggregate is None else "generate_mix_and_aggregate"
+        squares = dict(_squares(shadow, findings, projection))
+        site.logits = ProjectionSite(site.x, site.streams, [product], squares)
+        return True
+    return False
+
+
+def _is_shown(out: Value) -> bool:
+    try:
+        surface(out)
+    except Decline:
+        return False
+    return True
+
+
+def _rows_of(sites: Iterable[Site]) -> dict[Value, set[int]]:
+    """The rows of products that are in operators with known gates."""
+    found: dict[Value, set[int]] = {}
+    for group in (group for site in sites if isinstance(site, MixSite) for group in site.groups):
+        found.setdefault(group.projection.out, set()).update(group.rows)
+    return found
+
+
+def _is_read(out: Value, made: set[Value]) -> bool:
+    """Whether anything but the sites reads a value, or what is made of it."""
+    seen, pending = {out}, [out]
+    while pending:
+        for op in pending.pop().users:
+            if op.target is None or any(value.is_output for value in op.outs):
+                return True
+            fresh = [value for value in op.outs if value not in seen and value not in made]
+            seen.update(fresh)
+            pending += fresh
+    return False
+
+
+def _preferred(readings: list[Projection], views: dict[Value, StreamsView]) -> list[Projection]:
+    """Those that read streams themselves before those that read what is made of them; the plainest first."""
+    return sorted(readings, key=lambda reading: reading.x not in views)
+
+
+def _product(findings: Findings, reading: Projection) -> Product | None:
+    """What a reading computes, if the scalings in front of the product can be had behind it."""
+    factors: list[tuple[Value, bool]] = []
+    weight = None
+    for scaling in reading.scalings:
+        if token_factor(scaling, reading):
+            factors.append((scaling.factor, scaling.divides))
+        elif weight is None:
+            weight = weight_of(scaling, reading)
+            if weight is None:
+                return None
+        else:
+            return None
+    normed = normalised_before(reading, findings.reader) if len(factors) == 1 else None
+    if normed is not None and not isinstance(normed, str):
+        return Product(reading, (), normed.rms, weight, normed.const)
+    if any(visible(factor) is None for factor, _ in factors):
+        return None
+    return Product(reading, tuple(factors), None, weight, reading.const)
+
+
+def _view(reading: Projection, views: dict[Value, StreamsView]) -> StreamsView | None:
+    """Where the streams lie in what a projection reads; a projection of each stream reads one."""
+    known = views.get(reading.x)
+    if known is not None and known.tokens == reading.tokens_at and known.n * known.channels == reading.width:
+        return known
+    return default_view(reading, 1)
+
+
+def _squares(shadow: Shadow, findings: Findings, reading: Projection) -> Iterator[tuple[Value, float | None]]:
+    """The program's sums of the squares of every token, with what the mean is times; None is the root of the sum."""
+    for op in shadow.ops:
+        if op.name in _SUMMING and op.outs and op.out.nodes and op.out.numel == reading.tokens:
+            found = squares_of(op.out, reading, findings.reader)
+            if found is not None:
+                yield op.out, None if found.root else found.const * reading.width

@@ -1,0 +1,199 @@
+"""Models without hyper-connections that weigh, mix or add small sets of vectors: nothing is rewritten or told.
+
+Experts, heads, keys and the nodes of a graph look like streams to whoever sees shapes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mhc_compile import passes
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+B, S, N, C = 2, 5, 4, 8
+MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]] = {}
+
+
+class _Model(nn.Module):
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.one, self.two = nn.Linear(C, C), nn.Linear(C, C)
+        self.router, self.wide = nn.Linear(C, N), nn.Linear(N * C, N)
+        self.gate = nn.Parameter(torch.randn(C))
+        self.nodes = nn.Parameter(torch.randn(N))
+        self.matrix = nn.Parameter(torch.randn(N, N))
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.function(self, *inputs)
+
+
+def _model(*shapes: tuple[int, ...]) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """Register a model, a function of a module with a few layers and of inputs of these shapes."""
+
+    def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        MODELS[function.__name__] = lambda: (_Model(function), tuple(torch.randn(shape) for shape in shapes))
+        return function
+
+    return register
+
+
+TOKENS = (B, S, C)
+SETS = (B, S, N, C)
+
+
+@_model(TOKENS, SETS)
+def combine_of_experts(m: Any, x: Tensor, experts: Tensor) -> Tensor:
+    weights = m.router(x).softmax(-1)
+    return x + (weights.unsqueeze(-1) * torch.tanh(experts)).sum(-2)
+
+
+@_model(TOKENS, SETS)
+def combine_of_the_top_experts(m: Any, x: Tensor, experts: Tensor) -> Tensor:
+    weights, chosen = m.router(x).softmax(-1).topk(2)
+    picked = experts.gather(-2, chosen.unsqueeze(-1).expand(B, S, 2, C))
+    return x + torch.einsum("bsk,bskc->bsc", weights / weights.sum(-1, keepdim=True), picked)
+
+
+@_model((B, 2, 1, C), (B, 2, 16, C), (B, 2, 16, C))
+def decode_attention(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT * C**-0.5).softmax(-1) @ v
+
+
+@_model((B, 2, 30, C), (B, 2, 30, C), (B, 2, 30, C))
+def attention_over_few_keys(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return m.one((q @ k.mT * C**-0.5).softmax(-1) @ v) + q
+
+
+@_model((B, S, C))
+def attention_with_a_residual(m: Any, x: Tensor) -> Tensor:
+    scores = (m.one(x) @ m.two(x).mT).softmax(-1)
+    return x + scores @ x
+
+
+@_model((B, N, S, S), (B, N, S, C))
+def talking_heads(m: Any, scores: Tensor, v: Tensor) -> Tensor:
+    mixed = torch.einsum("hg,bhij->bgij", m.matrix, scores).softmax(-1)
+    return torch.einsum("hg,bhij->bgij", m.matrix, mixed) @ v
+
+
+@_model((B, N, N), (B, N, C), (B, N, 1))
+def graph_convolution_with_a_rank_one_term(m: Any, adjacency: Tensor, x: Tensor, b: Tensor) -> Tensor:
+    return torch.bmm(adjacency, x) + b * x.mean(1, keepdim=True)
+
+
+@_model((B, N, N), (B, N, C))
+def graph_convolution(m: Any, adjacency: Tensor, x: Tensor) -> Tensor:
+    return torch.relu(m.one(adjacency.softmax(-1) @ x)) + m.two(x)
+
+
+@_model(TOKENS)
+def layer_scale(m: Any, x: Tensor) -> Tensor:
+    return x + m.gate * torch.relu(m.one(x))
+
+
+@_model(TOKENS, (B, C))
+def adaptive_layer_norm(m: Any, x: Tensor, condition: Tensor) -> Tensor:
+    shift, gate = m.one(condition).unsqueeze(1), m.two(condition).unsqueeze(1)
+    return x + gate * torch.relu(m.one(F.layer_norm(x, (C,)) * (1 + gate) + shift))
+
+
+@_model((B, C, 6, 6))
+def squeeze_and_excitation(m: Any, x: Tensor) -> Tensor:
+    scale = torch.sigmoid(m.two(torch.relu(m.one(x.mean((2, 3))))))
+    return x * scale[:, :, None, None] + x
+
+
+@_model((B, N, C, 6, 6))
+def selective_kernels(m: Any, x: Tensor) -> Tensor:
+    weights = m.one(x.sum(1).mean((2, 3))).unsqueeze(1).expand(B, N, C).softmax(1)
+    return (weights[..., None, None] * x).sum(1)
+
+
+@_model((B, S, C))
+def global_context(m: Any, x: Tensor) -> Tensor:
+    """A pooled context that is added to each of a few positions."""
+    weights = m.one(x)[..., :1].softmax(1)
+    context = torch.einsum("bsk,bsc->bc", weights, x)
+    return x + torch.relu(m.two(context)).unsqueeze(1)
+
+
+@_model(SETS)
+def ensemble(m: Any, outputs: Tensor) -> Tensor:
+    return torch.einsum("n,bsnc->bsc", m.nodes.softmax(0), outputs.softmax(-1))
+
+
+@_model(SETS)
+def attention_pooling(m: Any, x: Tensor) -> Tensor:
+    weights = (torch.tanh(m.one(x)) @ m.gate).softmax(-1)
+    return m.two(torch.einsum("bsn,bsnc->bsc", weights, x))
+
+
+@_model((B, N, C))
+def mixer(m: Any, x: Tensor) -> Tensor:
+    y = x + torch.einsum("ij,bjc->bic", m.matrix, F.layer_norm(x, (C,)))
+    return y + torch.relu(m.one(y))
+
+
+@_model(TOKENS, TOKENS)
+def gated_recurrence(m: Any, x: Tensor, h: Tensor) -> Tensor:
+    z = torch.sigmoid(m.one(x) + m.two(h))
+    return (1 - z) * h + z * torch.tanh(m.one(x))
+
+
+@_model(TOKENS)
+def low_rank_adapter(m: Any, x: Tensor) -> Tensor:
+    return m.one(x) + 2.0 * (m.router(x) @ m.matrix @ m.router.weight)
+
+
+@_model((B, N, C), (B, N, C))
+def linear_attention(m: Any, k: Tensor, v: Tensor) -> Tensor:
+    state = torch.einsum("bnc,bnd->bcd", k.exp(), v)
+    return torch.einsum("bnc,bcd->bnd", m.one(v), state) / k.exp().sum(1, keepdim=True)
+
+
+@_model((B, N, C))
+def routing_by_agreement(m: Any, votes: Tensor) -> Tensor:
+    logits = votes.new_zeros(B, N)
+    for _ in range(2):
+        capsule = torch.einsum("bn,bnc->bc", logits.softmax(-1), votes)
+        capsule = capsule * torch.rsqrt(capsule.square().sum(-1, keepdim=True) + 1.0)
+        logits = logits + torch.einsum("bnc,bc->bn", votes, capsule)
+    return capsule
+
+
+@_model((B, S, 2, C))
+def rotation_of_pairs(m: Any, x: Tensor) -> Tensor:
+    angle = m.one(x[..., 0, :])[..., :1]
+    matrix = torch.stack((angle.cos(), -angle.sin(), angle.sin(), angle.cos()), -1).view(B, S, 2, 2)
+    return matrix @ x
+
+
+@_model((B, S, 3), (B, 3, C))
+def interpolation_between_neighbours(m: Any, weights: Tensor, neighbours: Tensor) -> Tensor:
+    return m.one(torch.bmm(weights.softmax(-1), neighbours)) + m.gate
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_nothing_is_rewritten_or_told(name: str, dynamic: bool) -> None:
+    torch.manual_seed(0)
+    model, inputs = MODELS[name]()
+    reports = []
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        reports.append(passes.run_recursively(gm))
+        return gm.forward
+
+    torch.compile(model, backend=backend, dynamic=dynamic)(*inputs)
+    assert reports
+    for report in reports:
+        assert not report.sites, str(report)
+        assert not report.errors, str(report)

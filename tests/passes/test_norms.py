@@ -1,0 +1,132 @@
+"""How streams are normalised in front of a projection, in every way that programs have of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.zoo import check
+from tests.zoo.common import random_parameter
+from tests.zoo.near import Sublayer
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+N, WIDTH, LENGTH, BATCH = 4, 6, 3, 2
+FULL = ["expand_combine", "generate_mix_and_aggregate"]
+# The normed streams are a tensor of the program's own, which is projected, and not read.
+APART = ["aggregate", "expand_combine", "projection", "sinkhorn"]
+
+
+class Normed(Sublayer):
+    """The streams are normalised before they are projected."""
+
+    def __init__(self) -> None:
+        super().__init__(N, WIDTH, LENGTH, BATCH)
+        self.gamma = random_parameter(N, WIDTH, mean=1.0, std=0.3)
+        self.gain = random_parameter(1, mean=1.0, std=0.3)
+        self.norms = nn.ParameterList([random_parameter(N * WIDTH, mean=1.0, std=0.3) for _ in range(3)])
+
+    def normed(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def mixes(self, x: Tensor) -> Tensor:
+        return self.project(self.flat(self.normed(x)))
+
+    def factor(self, x: Tensor) -> Tensor:
+        return torch.rsqrt(x.square().mean((-2, -1), keepdim=True) + 1e-6)
+
+
+class WeightOfChannels(Normed):
+    def normed(self, x: Tensor) -> Tensor:
+        return x * self.factor(x) * self.per_channel
+
+
+class WeightOfStreams(Normed):
+    def normed(self, x: Tensor) -> Tensor:
+        return x * self.factor(x) * self.per_stream.unsqueeze(-1)
+
+
+class WeightOfElements(Normed):
+    def normed(self, x: Tensor) -> Tensor:
+        return x * self.factor(x) * self.gamma
+
+
+class OneWeight(Normed):
+    def normed(self, x: Tensor) -> Tensor:
+        return x * self.factor(x) * self.gain
+
+
+class WeightBefore(Normed):
+    """The norm is of the weighted streams."""
+
+    def normed(self, x: Tensor) -> Tensor:
+        weighted = x * self.gamma
+        return weighted * self.factor(weighted)
+
+
+class FactorOfEachStream(Normed):
+    def normed(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (WIDTH,), self.per_channel, 1e-6)
+
+
+class LayerNorm(Normed):
+    def normed(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x.flatten(-2), (N * WIDTH,), self.gamma.flatten()).unflatten(-1, (N, WIDTH))
+
+
+class LayerNormOfEachStream(Normed):
+    def normed(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (WIDTH,), self.per_channel)
+
+
+class NoNorm(Normed):
+    def normed(self, x: Tensor) -> Tensor:
+        return x
+
+
+class ThreeNorms(Normed):
+    """A weight of its own for each of three projections, which read the streams together."""
+
+    def mixes(self, x: Tensor) -> Tensor:
+        normed = self.flat(x) * self.factor(x).squeeze(-1)
+        parts = self.phi.split((N, N, N * N))
+        return torch.cat([F.linear(normed * w, p) for w, p in zip(self.norms, parts, strict=True)], -1)
+
+
+class ThreeNormsOfUnknownGates(Normed):
+    def gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        normed = self.flat(x) * self.factor(x).squeeze(-1)
+        parts = self.phi.split((N, N, N * N))
+        a, p, r = (F.linear(normed * w, p) for w, p in zip(self.norms, parts, strict=True))
+        return a.softmax(-1), 1 + p.sin(), r.unflatten(-1, (N, N)).softmax(-1)
+
+
+NORMS: list[tuple[type[Normed], list[str]]] = [
+    (WeightOfChannels, FULL),
+    (WeightOfStreams, FULL),
+    (WeightOfElements, FULL),
+    (OneWeight, FULL),
+    (WeightBefore, ["aggregate", "expand_combine", "generate_mix"]),
+    (FactorOfEachStream, APART),
+    (LayerNorm, APART),
+    (LayerNormOfEachStream, APART),
+    (NoNorm, APART),
+    (ThreeNorms, APART),
+    (ThreeNormsOfUnknownGates, ["aggregate", "expand_combine", "projection"]),
+]
+
+
+@pytest.mark.parametrize(("kind", "operators"), NORMS, ids=[kind.__name__ for kind, _ in NORMS])
+def test_norms(kind: type[Normed], operators: list[str]) -> None:
+    outcome = check.run(kind(), (torch.randn(BATCH, LENGTH, N, WIDTH),))
+    check.assert_as_accurate(outcome)
+    assert outcome.operators == operators, str(outcome.report)
+    assert not outcome.report.declined, str(outcome.report)
+
+
+@pytest.mark.parametrize("kind", [kind for kind, _ in NORMS], ids=[kind.__name__ for kind, _ in NORMS])
+def test_one_token(kind: type[Normed]) -> None:
+    """A factor for each token has one number then, as a weight may have."""
+    check.assert_as_accurate(check.run(kind(), (torch.randn(1, 1, N, WIDTH),), repeats=2))

@@ -1,0 +1,253 @@
+"""Hyper-connections whose gates nobody knows: reading and writing are recognised by their own structure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.zoo import check
+from tests.zoo.common import random_parameter, random_phi
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+N, WIDTH = 4, 6
+SHAPE = (2, 3, N, WIDTH)
+
+
+class Own(nn.Module):
+    """Streams [b, s, n, C] -> [b, s, n, C] with gates that a subclass makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        n = N
+        self.a, self.p = random_parameter(n, mean=0.5), random_parameter(n, mean=1.0)
+        self.r = random_parameter(n, n, std=0.5)
+        self.both = random_parameter(n, n + 1, std=0.5)
+        self.phi = random_phi(n * n + 2 * n, n * WIDTH)
+        self.of_stream = random_parameter(WIDTH, n + 2, std=WIDTH**-0.5)
+        self.scale = random_parameter(3, mean=1.0, std=0.2)
+        self.weight = random_parameter(WIDTH, WIDTH, std=WIDTH**-0.5)
+
+    def layer(self, u: Tensor) -> Tensor:
+        return torch.tanh(F.linear(u, self.weight))
+
+    def logits(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits of a projection without a norm."""
+        a, p, r = F.linear(x.flatten(-2), self.phi).split((N, N, N * N), -1)
+        return a, p, r.unflatten(-1, (N, N))
+
+    def gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        raise NotImplementedError
+
+    def read(self, x: Tensor, a: Tensor) -> Tensor:
+        return (a.unsqueeze(-1) * x).sum(-2)
+
+    def write(self, x: Tensor, f: Tensor, p: Tensor, r: Tensor) -> Tensor:
+        return p.unsqueeze(-1) * f.unsqueeze(-2) + r.transpose(-1, -2) @ x
+
+    def body(self, x: Tensor) -> Any:
+        a, p, r = self.gates(x)
+        return self.write(x, self.layer(self.read(x, a)), p, r)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.body(x.sin())
+
+
+class Static(Own):
+    def gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.a.softmax(-1), 2 * self.p.sigmoid(), self.r.softmax(-1)
+
+
+class StaticInEinsum(Static):
+    def read(self, x: Tensor, a: Tensor) -> Tensor:
+        return torch.einsum("n,bsnc->bsc", a, x)
+
+    def write(self, x: Tensor, f: Tensor, p: Tensor, r: Tensor) -> Tensor:
+        return torch.einsum("io,bsic->bsoc", r, x) + torch.einsum("o,bsc->bsoc", p, f)
+
+
+class StaticExpanded(Static):
+    def gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        a, p, r = super().gates(x)
+        t = x.shape[:-2]
+        return a.expand(*t, N), p.expand(*t, N), r.expand(*t, N, N)
+
+
+class StaticExpandedBefore(Own):
+    def gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        t = x.shape[:-2]
+        a, p, r = self.a.expand(*t, N), self.p.expand(*t, N), self.r.expand(*t, N, N)
+        return a.softmax(-1), 2 * p.sigmoid(), r.softmax(-1)
+
+
+class StaticFolded(Static):
+    """Streams in the batch: [b n, s, C]."""
+
+    def forward(self, x: Tensor) -> Any:
+        b, s, n, width = x.shape
+        x = x.sin().transpose(1, 2).reshape(b * n, s, width)
+        a, p, r = self.gates(x)
+        x = x.unflatten(0, (b, n))
+        f = self.layer(torch.einsum("n,bnsc->bsc", a, x))
+        return torch.einsum("io,bisc->bosc", r, x) + p[:, None, None] * f[:, None]
+
+
+class StaticStreamsFirst(Static):
+    """[n, b, s, C]."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = x.sin().movedim(2, 0).contiguous()
+        a, p, r = self.gates(x)
+        f = self.layer(torch.einsum("n,nbsc->bsc", a, x))
+        return torch.einsum("io,ibsc->obsc", r, x) + p[:, None, None, None] * f
+
+
+class StaticChannelsFirst(Static):
+    """[b, s, C, n]."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = x.sin().transpose(-1, -2).contiguous()
+        a, p, r = self.gates(x)
+        return x @ r + self.layer(x @ a).unsqueeze(-1) * p
+
+
+class Softmax(Own):
+    def gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        a, p, r = self.logits(x)
+        return a.softmax(-1), 1 + torch.tanh(p), (r / 0.3).softmax(-1)
+
+
+class MatrixExp(Own):
+    def gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        a, p, r = self.logits(x)
+        return a.clamp(0.1, 0.9), p.exp(), torch.matrix_exp(r - r.mT)
+
+
+class Tanh(Own):
+    """arXiv 2409.19606: gates of each stream, one product for reading and mixing before the sublayer."""
+
+    def body(self, x: Tensor) -> Any:
+        h = torch.tanh(F.layer_norm(x, (WIDTH,)) @ self.of_stream)
+        alpha = h[..., : N + 1] * self.scale[0] + self.both
+        beta = h[..., -1] * self.scale[1] + self.p
+        both = alpha.transpose(-1, -2) @ x
+        f = self.layer(both[..., 0, :])
+        return torch.einsum("bsn,bsc->bsnc", beta, f) + both[..., 1:, :]
+
+
+class StaticTogether(Own):
+    def body(self, x: Tensor) -> Any:
+        both = torch.einsum("io,bsic->bsoc", self.both, x)
+        return self.p[:, None] * self.layer(both[..., 0, :])[..., None, :] + both[..., 1:, :]
+
+
+class Diagonal(Own):
+    def gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        a, p, r = self.logits(x)
+        return a.softmax(-1), torch.tanh(p), r.diagonal(dim1=-2, dim2=-1).sigmoid()
+
+    def write(self, x: Tensor, f: Tensor, p: Tensor, r: Tensor) -> Tensor:
+        return p.unsqueeze(-1) * f.unsqueeze(-2) + r.unsqueeze(-1) * x
+
+
+class Scalar(Own):
+    def gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        a, p, r = self.logits(x)
+        return a.softmax(-1), torch.tanh(p), r[..., 0, :1].sigmoid()
+
+    def write(self, x: Tensor, f: Tensor, p: Tensor, r: Tensor) -> Tensor:
+        return p.unsqueeze(-1) * f.unsqueeze(-2) + r.unsqueeze(-1) * x
+
+
+class StaticScalar(Own):
+    def gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.a, self.p, self.scale[0]
+
+    def write(self, x: Tensor, f: Tensor, p: Tensor, r: Tensor) -> Tensor:
+        return p.unsqueeze(-1) * f.unsqueeze(-2) + r * x
+
+
+class Identity(Own):
+    def gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        a, p, r = self.logits(x)
+        return a.softmax(-1), torch.tanh(p), r
+
+    def write(self, x: Tensor, f: Tensor, p: Tensor, r: Tensor) -> Tensor:
+        return x + p.unsqueeze(-1) * f.unsqueeze(-2)
+
+
+class StaticIdentity(Identity):
+    def gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.a, self.p, self.r
+
+
+class MinusIdentity(Softmax):
+    def write(self, x: Tensor, f: Tensor, p: Tensor, r: Tensor) -> Tensor:
+        return x + (r - torch.eye(N)).transpose(-1, -2) @ x + p.unsqueeze(-1) * f.unsqueeze(-2)
+
+
+class Blended(Softmax):
+    def write(self, x: Tensor, f: Tensor, p: Tensor, r: Tensor) -> Tensor:
+        return 0.25 * x + 0.75 * (r.transpose(-1, -2) @ x) + p.unsqueeze(-1) * f.unsqueeze(-2)
+
+
+class FromOutside(Own):
+    """Gates that another graph made."""
+
+    def forward(self, x: Tensor, a: Tensor, p: Tensor, r: Tensor) -> Any:  # type: ignore[override]
+        x = x.sin()
+        return self.write(x, self.layer(self.read(x, a)), p, r)
+
+
+class OfTheOutput(Softmax):
+    """The post gate depends on what the sublayer made."""
+
+    def body(self, x: Tensor) -> Any:
+        a, p, r = self.gates(x)
+        f = self.layer(self.read(x, a))
+        return self.write(x, f, p * f.mean(-1, keepdim=True), r)
+
+
+BOTH = ["aggregate", "expand_combine"]
+ALL = [*BOTH, "projection"]
+FORMS: list[tuple[type[Own], list[str]]] = [
+    (Static, BOTH),
+    (StaticInEinsum, BOTH),
+    (StaticExpanded, BOTH),
+    (StaticExpandedBefore, BOTH),
+    (StaticFolded, BOTH),
+    (StaticStreamsFirst, BOTH),
+    (StaticChannelsFirst, BOTH),
+    (Softmax, ALL),
+    (MatrixExp, ALL),
+    (Tanh, ALL),
+    (StaticTogether, BOTH),
+    (Diagonal, ALL),
+    (Scalar, ALL),
+    (StaticScalar, BOTH),
+    (Identity, ALL),
+    (StaticIdentity, BOTH),
+    (MinusIdentity, ALL),
+    (Blended, ALL),
+    (OfTheOutput, ALL),
+]
+
+
+@pytest.mark.parametrize(("kind", "operators"), FORMS, ids=[kind.__name__ for kind, _ in FORMS])
+def test_rewritten_with_its_own_gates(kind: type[Own], operators: list[str]) -> None:
+    outcome = check.run(kind(), (torch.randn(SHAPE),))
+    check.assert_as_accurate(outcome)
+    assert outcome.operators == operators, str(outcome.report)
+    assert not outcome.report.declined, str(outcome.report)
+    assert all(site.own for site in outcome.report.rewritten), str(outcome.report)
+
+
+def test_gates_from_outside() -> None:
+    gates = torch.rand(2, 3, N), torch.randn(2, 3, N), torch.randn(2, 3, N, N)
+    outcome = check.run(FromOutside(), (torch.randn(SHAPE), *gates))
+    check.assert_as_accurate(outcome)
+    assert outcome.operators == BOTH, str(outcome.report)
