@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+import torch
 from torch import fx
 
 from mhc_compile import compat
@@ -49,8 +50,9 @@ class Views(Editor):
         if not all(compat.same_size(have, size) for have, size in inner):
             raise Decline("the number of streams or of channels is not a constant of the program")
         if self.aliases.is_written(self._node(held)):
-            # New streams have the strides of the old, and AOTAutograd may give other strides to what is written.
-            node = self._call("contiguous", node)
+            # New streams have the strides of the old, and AOTAutograd may give other strides to what is written, of
+            # which it does not know itself: for contiguous() it would do nothing.
+            node = self._call(torch.clone, node, memory_format=torch.contiguous_format)
         return node, groups[0]
 
     def _arranged(self, value: Value, layout: Layout) -> fx.Node:
