@@ -560,7 +560,7 @@ class _ShiftedByAll(_ShiftedByOne):
         (_BySign, "where logits are zero"),
         (_BySoftplus, "where logits are zero"),
         (_WithoutKink, "where logits are zero" if _CLAMP_HAS_A_KINK else ""),
-        (_ShiftedByOne, "where logits are equal"),
+        (_ShiftedByOne, ""),  # the Sinkhorn begins behind the shift
         (_ShiftedByAll, ""),
     ],
 )

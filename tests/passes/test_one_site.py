@@ -251,7 +251,7 @@ def test_what_fails_when_it_is_run_again_is_told(monkeypatch: pytest.MonkeyPatch
     report = fused_like_eager(_stack(1), (_x(),)).report
     assert not report.rewritten
     assert len(report.errors) == 1
-    assert re.fullmatch(ERROR, report.errors[0])
+    assert re.fullmatch(ERROR + r", at near\.py:\d+", report.errors[0])
 
 
 def test_an_operators_own_checks_are_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
