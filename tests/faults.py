@@ -42,6 +42,14 @@ def functions() -> dict[str, types.FunctionType]:
     return found
 
 
+def forget_answers() -> None:
+    """Empty the caches of functions that remember a number of answers. What is remembered cannot fail."""
+    for module in _modules():
+        for item in vars(module).values():
+            if hasattr(item, "cache_parameters") and item.cache_parameters()["maxsize"] is not None:
+                item.cache_clear()
+
+
 def _members(module: types.ModuleType) -> Iterator[tuple[str, Any]]:
     """What a module defines, and what its classes do."""
     for name, value in list(vars(module).items()):

@@ -61,7 +61,7 @@ HOOKS = (
     ),
 )
 # What stands around the others.
-GUARDS = {"backend:_errors", "backend:_Configured.uuid"}
+GUARDS = {"backend:_errors", "backend:_Configured.uuid", "records:Ledger.graph"}
 # A function that is only asked whether something can be done, where failing means that it cannot.
 ASKED = ("passes.recognise", "passes.functional", "compat.values:depends_on_data")
 
@@ -99,6 +99,7 @@ def _compiled_step(model: nn.Module, x: Tensor) -> list[Tensor | None]:
     torch._dynamo.reset()
     guard.forget()
     backend._sources_hash.cache_clear()
+    faults.forget_answers()
     return _step(torch.compile(model, backend=faults.compiled), model, x)
 
 
