@@ -31,8 +31,10 @@ _PREFIX = "mhc."
 _FUSE = "mhc.fuse."
 _CHECK = "mhc.check"
 _INPUT_NORM = _FUSE + "input_norm"
+_SKIP = "mhc.skip"
 OPTIONS: dict[str, Any] = {"mhc.strict": False, _CHECK: False} | {_FUSE + name: True for name in FUSIONS}
 OPTIONS |= {_INPUT_NORM: passes.INPUT_NORMS, "mhc.recompute": None, "mhc.share_layers": True, "mhc.lower": True}
+OPTIONS |= {_SKIP: ()}
 
 
 class StrictError(Deliberate):
@@ -67,7 +69,8 @@ class _Configured(compat.CustomGraphPass):
         """Raise for sites that were left. Not earlier: Dynamo may throw a graph away until autograd has traced it."""
         if self.options["mhc.strict"]:
             report = compiled.report()
-            if report.declined or report.errors or report.cut:
+            refused = [site for site in report.declined if site.reason != passes.SKIPPED]
+            if refused or report.errors or report.cut:
                 raise StrictError(_words(report))
 
 
@@ -108,7 +111,7 @@ class MhcPass(_Configured):
         new, report = None, Report(graphs=1)
         with guard("this graph is compiled as it was", report.errors):
             norms, left = self.options[_INPUT_NORM], checking.left_alone(graph)
-            new, report = passes.run(graph, input_norms=norms, module=module, left=left)
+            new, report = passes.run(graph, input_norms=norms, module=module, left=left, skipped=self.options[_SKIP])
         compiled.traced.add(report)
         _tell(compiled, report, module if new is not None else None)
         with guard("C++ is compiled when Inductor comes to it", compiled.traced.errors):
@@ -297,6 +300,7 @@ def mhc(
     Reached by `torch.compile(model, backend="mhc", mode=..., options=...)`; mode and options are Inductor's own, and
     options may also hold
 
+    - "mhc.skip" (a list of "file.py:12"): leave the sites alone that reports show at these lines;
     - "mhc.strict" (bool): raise `StrictError` if hyper-connection code was found but not rewritten;
     - "mhc.check" (bool): in its first calls compare each site of a graph with the program's own code, and leave sites
       alone whose operator is less accurate (`mhc_compile.checking`);
@@ -364,7 +368,21 @@ def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         if key == _INPUT_NORM and not isinstance(own[key], bool | None):
             raise ValueError(f"options: {key!r} is {own[key]!r}; expected True, False or None")
     check_layers(own.get("mhc.recompute"), "options: 'mhc.recompute'")
+    if _SKIP in own:
+        own[_SKIP] = _places(own[_SKIP])
     return own, {key: value for key, value in options.items() if key not in own}
+
+
+def _places(given: Any) -> tuple[str, ...]:
+    """The lines of the program that an option names; a tuple, which the keys of caches take."""
+    places = tuple(given) if isinstance(given, (list, tuple)) else ()
+    if not isinstance(given, (list, tuple)) or not all(_is_place(place) for place in places):
+        raise ValueError(f"options: {_SKIP!r} is {given!r}; expected a list of places such as 'model.py:12'")
+    return places
+
+
+def _is_place(place: Any) -> bool:
+    return isinstance(place, str) and place.rpartition(":")[2].isdigit()
 
 
 _HOOKS: dict[str, Callable[[dict[str, Any]], compat.CustomGraphPass]] = {

@@ -10,7 +10,7 @@ import contextlib
 import gc
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
@@ -60,6 +60,8 @@ compat.tell_if_untested()
 # Whether norms that read layer inputs are taken in where nobody says so. None: on GPUs, since on a CPU that costs more
 # than it saves.
 INPUT_NORMS: bool | None = None
+# Why a site is left alone that the user does not want to be rewritten.
+SKIPPED = 'options={"mhc.skip": ...} names this line'
 # Why sites are left alone, by their names.
 Left = Mapping[str, str]
 
@@ -70,10 +72,12 @@ def run(
     input_norms: bool | None = None,
     module: fx.GraphModule | None = None,
     left: Left = MappingProxyType({}),
+    skipped: Sequence[str] = (),
 ) -> tuple[fx.Graph | None, Report]:
     """Rewrite the hyper-connections of one Dynamo graph, with the norms that read layer inputs or without.
 
-    left holds why some sites are left alone, by their names (`site_name`).
+    left holds why some sites are left alone, by their names (`site_name`). skipped holds places in the program, as
+    reports tell them, whose sites are left alone.
 
     Returns the new graph, or None where there is nothing to rewrite, and the report. The new graph is put into the
     module, if one is given; the old graph is not changed. Whatever goes wrong inside is written into the report, never
@@ -86,7 +90,7 @@ def run(
     failures: list[str] = []
 
     def change() -> fx.Graph | None:
-        new = _rewritten(graph, input_norms, left, report, failures)
+        new = _rewritten(graph, input_norms, left, skipped, report, failures)
         if new is not None and module is not None:
             put(module, new)
         return new
@@ -110,11 +114,12 @@ def run(
 
 
 def _rewritten(
-    graph: fx.Graph, input_norms: bool | None, left: Left, report: Report, failures: list[str]
+    graph: fx.Graph, input_norms: bool | None, left: Left, skipped: Sequence[str], report: Report, failures: list[str]
 ) -> fx.Graph | None:
     """The new graph, if any. What goes wrong with the graph is added to `failures`, with the report to its errors."""
     stages = Stages()
     with _planned(graph, input_norms, left, failures, stages) as (shadow, plan):
+        _skip(plan, skipped)
         report.errors += plan.untold
         new = _rewrite(shadow, plan, failures) if plan.sites else None
         stages.done("rewrite")
@@ -164,6 +169,15 @@ def _leave_alone(plan: Plan, left: Left) -> None:
     for site in [site for site in plan.sites if site_name(site) in left]:
         plan.sites.remove(site)
         plan.declined.append(Declined(site.op, left[site_name(site)], _node(site)))
+
+
+def _skip(plan: Plan, skipped: Sequence[str]) -> None:
+    """Leave the sites at some places alone: `file.py:12` names them as reports do, with or without folders."""
+    for site in list(plan.sites) if skipped else ():
+        place = f"/{location(_node(site))}"
+        if any(place.endswith(f"/{name.lstrip('/')}") for name in skipped):
+            plan.sites.remove(site)
+            plan.declined.append(Declined(site.op, SKIPPED, _node(site)))
 
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -17,6 +17,7 @@ from torch._inductor import config as inductor_config
 
 import mhc_compile
 from mhc_compile import passes, records
+from mhc_compile.nn import HyperConnection
 from mhc_compile.passes import plan as planning
 from tests.e2e.deepseek_models import Stack
 
@@ -55,6 +56,7 @@ def test_modes_and_options(stack: Stack, kwargs: dict[str, Any]) -> None:
         ({"options": {"mhc.strict": 1}}, "'mhc.strict' is 1; expected True or False"),
         ({"options": {"mhc.fuse.input_norm": "yes"}}, "'mhc.fuse.input_norm' is 'yes'; expected True, False or None"),
         ({"options": {"mhc.recompute": "most"}}, "mhc.recompute"),
+        ({"options": {"mhc.skip": "model.py:12"}}, r"'mhc.skip' is 'model.py:12'; expected a list of places"),
         ({"options": {"no_such_option": 1}}, "Unexpected optimization option no_such_option"),
         ({"options": {"max_autotune": "yes"}}, "Unexpected type of attr max_autotune"),
         ({"options": {1: True}}, "1"),
@@ -227,3 +229,19 @@ def test_workers_are_told_how_to_launch(monkeypatch: pytest.MonkeyPatch) -> None
     told = [(kernel, 1, {}, {"other": 2, setting: value}) for value in (True, False)]
     assert jobs == [told[0], (print, 3), told[1], (print, 3)]
     compiler.process_pool.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_sites_at_a_line_are_left_alone() -> None:
+    """The line is written as reports show it, with or without the folders, and strict options put up with it."""
+    model = HyperConnection(torch.nn.Linear(8, 8), dim=8)
+    x = torch.randn(2, 3, 4, 8)
+    (write,) = [site for site in mhc_compile.explain(model, x).rewritten if site.op == "expand_combine"]
+    for place in (str(write.location), str(write.location).rpartition("/")[2]):
+        torch._dynamo.reset()
+        records.forget()
+        compiled = torch.compile(model, backend="mhc", options={"mhc.skip": [place], "mhc.strict": True})
+        torch.testing.assert_close(compiled(x), model(x))
+        kept = mhc_compile.report()
+        assert [site.op for site in kept.rewritten] == ["generate_mix_and_aggregate"]
+        assert [site.reason for site in kept.declined] == [passes.SKIPPED]
