@@ -62,6 +62,8 @@ HOOKS = (
 )
 # What stands around the others.
 GUARDS = {"backend:_errors", "backend:_Configured.uuid", "records:Ledger.graph"}
+# What operators ask as they run. A ValueError there is an operator's own check, which declines a site without a line.
+OPERATORS = {"compat.operators:functorch_is_active", "compat.operators:forward_mode_is_active"}
 # A function that is only asked whether something can be done, where failing means that it cannot.
 ASKED = ("passes.recognise", "passes.functional", "compat.values:depends_on_data")
 
@@ -129,7 +131,7 @@ def test_a_function_that_fails(name: str, told: list[str]) -> None:
 def test_every_function_that_fails(part: int, told: list[str]) -> None:
     model, x = _model()
     called = faults.called(lambda: _compiled_step(model, x))
-    names = [name for name in called if name not in GUARDS.union(HOOKS)]
+    names = [name for name in called if name not in GUARDS.union(HOOKS, OPERATORS)]
     assert len(names) > 300
     for name, error in zip(names[part::12], itertools.cycle(faults.ERRORS), strict=False):
         _check(name, error, told)
