@@ -68,6 +68,28 @@ SIGMOIDS = (
     "F.hardsigmoid({})",
     "torch.softmax({}, -1)",
 )
+# Gates that no operator makes: of other functions, and for all tokens; by what they take the place of.
+OWN = {
+    "h_pre": (
+        "torch.tanh(pre) + 0.3",
+        "1 + pre.sin()",
+        "self.bias[:N].softmax(-1)",
+        "self.bias[:N].softmax(-1).expand_as(h_pre)",
+    ),
+    "h_post": (
+        "1 + torch.tanh(post * 0.5) * 0.5",
+        "post.softmax(-1) * N",
+        "self.bias[N : 2 * N].exp()",
+        "self.bias[N : 2 * N].exp().expand_as(h_post)",
+    ),
+    "h_res": (
+        "res.unflatten(-1, (N, N)).softmax(-1)",
+        "0.5 * h_res + 0.5 * torch.eye(N, device=h_res.device)",
+        "self.bias[2 * N :].view(N, N).softmax(-1)",
+        "self.bias[2 * N :].view(N, N).softmax(-1).expand_as(h_res)",
+        "torch.diag_embed(h_post)",
+    ),
+}
 READS = (
     "(h_pre.unsqueeze(-1) * xs).sum(-2)",
     "torch.einsum('...n,...nc->...c', h_pre, xs)",
@@ -109,6 +131,7 @@ MIXED = (
     "(h_res.unsqueeze(-1) * xs.unsqueeze(-2)).sum(-2).clone()",
     "xs",
 )
+PLAIN = ("xs", "xs", "0.5 * xs", "h_post.unsqueeze(-1) * xs", "h_post[..., :1, None] * xs")
 OUTER = (
     "h_post.unsqueeze(-1) * f.unsqueeze(-2)",
     "torch.einsum('...n,...c->...nc', h_post, f)",
@@ -198,6 +221,12 @@ def _gates(pick: Pick, parts: int, cast: bool) -> list[Line]:
     return lines
 
 
+def _own(pick: Pick, parts: int) -> list[Line]:
+    """Gates of the program's own in the place of some that operators make."""
+    names = list(OWN)[:parts]
+    return [Line(name, pick(OWN[name])) for name in names if pick([False, False, False, True])]
+
+
 def _norm(pick: Pick) -> list[Line]:
     """From the layer input u to v, normalised or in a way that is nearly that."""
     eps = pick(EPS)
@@ -222,6 +251,7 @@ def sublayer(pick: Pick, layout: Layout, cast: bool, long: bool = False) -> tupl
     lines[1].expression = layout.flat
     if parts > 2:
         lines += [*_sinkhorn(pick, long), Line("h_res", pick(["m", "m", "m.transpose(-1, -2)"]))]
+    lines += _own(pick, parts)
     read = pick(READS[:5] * 2 + READS[5:])
     lines.append(Line("u", _cast(read.replace("xs", "xs.float()") if cast else read, cast)))
     layer = pick(LAYERS)
@@ -231,7 +261,7 @@ def sublayer(pick: Pick, layout: Layout, cast: bool, long: bool = False) -> tupl
     lines.append(Line("f", layer))
     if parts == 1:
         return parts, [*lines, Line("out", "f")]
-    mixed = pick(MIXED[:5] * 2 + MIXED[5:]) if parts > 2 else "xs"
+    mixed = pick(MIXED[:5] * 2 + MIXED[5:]) if parts > 2 else pick(PLAIN)
     if cast and pick([False, True]):
         mixed, outer = mixed.replace("h_res", "h_res.to(x.dtype)"), pick(OUTER).replace("h_post", "h_post.to(x.dtype)")
     else:
