@@ -172,7 +172,6 @@ def _with_inductor() -> dict[str, Any]:
     wrapped = nn.parallel.DistributedDataParallel(model)
     with contextlib.ExitStack() as stack:
         for owner, name in (
-            (records.Ledger, "_enter"),
             (records, "_digest"),
             (backend.compat, "hash_files"),
             (backend.compat, "trace_artifact"),

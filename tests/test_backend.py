@@ -179,17 +179,17 @@ def test_a_failure_inside_leaves_the_graph_alone(stack: Stack, monkeypatch: pyte
 
 def test_strict(monkeypatch: pytest.MonkeyPatch) -> None:
     class Unequal(Stack):
-        """A hyper-connection whose last column step has another eps than the others."""
+        """A hyper-connection that adds a function of what h_post multiplies."""
 
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
             streams = hidden.unsqueeze(2).expand(-1, -1, 4, -1).contiguous()
             post, comb, collapsed = self.mixes[0](streams)
-            comb = comb / (comb.sum(-2, keepdim=True) + 1e-3)
-            return post.unsqueeze(-1) * collapsed.unsqueeze(-2) + comb.transpose(-1, -2) @ streams
+            outer = torch.sin(post.unsqueeze(-1) * collapsed.unsqueeze(-2))
+            return outer + comb.transpose(-1, -2) @ streams
 
     model = Unequal(depth=1)
     model.mixes[0].hc_sinkhorn_iters = 3  # Inductor takes long for an unrolled loop
-    message = r"declined: gate at .*\n.*eps differ: 1e-06, 0.001"
+    message = r"declined: expand_combine at .*\n.*than h_post times one tensor"
     for grad, fullgraph in ((True, False), (False, True)):
         torch._dynamo.reset()
         compiled = torch.compile(model, backend="mhc", options={"mhc.strict": True}, fullgraph=fullgraph)

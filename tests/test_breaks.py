@@ -51,7 +51,7 @@ def _check_cut(report: Report) -> None:
     read, write = (site.reason or "" for site in report.cut)
     assert read.startswith(f"its gates are read in another graph: {words}")
     assert write.startswith(f"its gates are made in another graph: {words}")
-    assert "2 of 2 hyper-connection sites rewritten in 4 graphs" in str(report)
+    assert "2 of 2 hyper-connection sites rewritten, 1 with gates of their own, in 4 graphs" in str(report)
     assert "; 2 cut or not compiled\n" in str(report)
     assert "  cut: 1 x expand_combine at tests/zoo/near.py" in str(report)
 
@@ -88,7 +88,7 @@ class InALoop(Sublayer):
 
 def test_functions_of_a_function_that_is_not_compiled_are_cut() -> None:
     report = mhc_compile.explain(InALoop(4, 6, 3, 2), torch.randn(X))
-    assert _names(report.rewritten) == ["generate_mix", "expand_combine"]
+    assert _names(report.rewritten) == ["generate_mix", "aggregate", "expand_combine"]
     assert _names(report.cut) == _names(report.rewritten)
     assert all("User-inserted graph break" in (site.reason or "") for site in report.cut)
 
@@ -138,7 +138,7 @@ class NoBackward(Sublayer):
 def test_a_graph_that_is_thrown_away_does_not_count(capfd: pytest.CaptureFixture[str]) -> None:
     """Autograd cannot trace it. Dynamo tries again, and in the end compiles what is called, one by one."""
     report = mhc_compile.explain(NoBackward(4, 6, 3, 2), torch.randn(X))
-    assert _names(report.rewritten) == ["generate_mix", "expand_combine"]
+    assert _names(report.rewritten) == ["generate_mix", "aggregate", "expand_combine"]
     lost = [site for site in report.cut if site.detail == "not compiled"]
     assert _names(lost) == ["generate_mix_and_aggregate"]
     assert "Dynamo gives the graph up at" in (lost[0].reason or "")

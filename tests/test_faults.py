@@ -61,7 +61,7 @@ HOOKS = (
     ),
 )
 # What stands around the others.
-GUARDS = {"backend:_errors", "backend:_Configured.uuid", "records:Ledger.graph"}
+GUARDS = {"backend:_errors", "backend:_Configured.uuid", "records:Ledger.graph", "records:graph"}
 # What operators ask as they run. A ValueError there is an operator's own check, which declines a site without a line.
 OPERATORS = {"compat.operators:functorch_is_active", "compat.operators:forward_mode_is_active"}
 # A function that is only asked whether something can be done, where failing means that it cannot.

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
+from mhc_compile import compat
 from mhc_compile.forms import Rms
 from mhc_compile.guard import guard, told
 from mhc_compile.passes.plan.gradients import (
@@ -102,6 +103,7 @@ def plan(shadow: Shadow, findings: Findings, errors: list[str] | None = None, *,
             _consider_gates(mixtures, findings, consider)
     known = {value for site in sites if isinstance(site, MixSite) for value in site.made()}
     known |= {value for value, found in findings.matrices.items() if isinstance(found, Matrices)}
+    known |= {out for op in shadow.ops if _is_ours(op.node) for out in op.outs}
     connections = findings.connections
     claimed: set[Value] = set()
     evident: set[Value] = set()
@@ -204,6 +206,12 @@ def _single_operators(
             assert found.out.op is not None
             if consider("sinkhorn", found.out.op.node, lambda m=found: SinkhornSite(m)):
                 taken.add(found.out)
+
+
+def _is_ours(node: fx.Node) -> bool:
+    """Whether the program calls one of our operators itself."""
+    operator = compat.called_operator(node)
+    return operator is not None and operator.namespace == "mhc"
 
 
 def _views(sites: list[Site]) -> dict[Value, StreamsView]:

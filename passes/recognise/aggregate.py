@@ -75,6 +75,8 @@ def other_readings(reader: Reader, out: Value) -> Iterator[Reading]:
     terms = reader.terms(out)
     if len(terms) != 1 or not terms[0].summed or len(terms[0].factors) > 2:
         return
+    if any(isinstance(found, Aggregate) for found in aggregates(reader, out)):
+        return
     factors = terms[0].factors
     bases = [{source.base for source in factor} for factor in factors]
     if len(factors) == 2 and bases[0] & bases[1]:  # the squares of a norm

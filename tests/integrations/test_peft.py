@@ -85,4 +85,6 @@ def test_an_adapter_on_a_linear_phi() -> None:
     check.assert_as_accurate(outcome)
     operators = {site.op for site in outcome.report.rewritten}
     assert "expand_combine" in operators
-    assert outcome.report.declined or operators & {"generate_mix", "generate_mix_and_aggregate"}, str(outcome.report)
+    assert outcome.report.declined or operators & {"generate_mix", "generate_mix_and_aggregate", "projection"}, str(
+        outcome.report
+    )

@@ -47,6 +47,12 @@ def test_sublayers_that_are_trained_in_float8() -> None:
     # Without a GPU the products are emulated.
     convert_to_float8_training(model, config=Float8LinearConfig(emulate=True), module_filter_fn=_is_sublayer)
     outcome = compare(model, whole, exact=exact)
+    assert outcome.exact is not None
+    # Of a router whose choice is all that counts the exact gradient is zero; what rounding leaves says nothing.
+    for name in [name for name, value in outcome.exact.items() if value.norm() < 1e-25]:
+        assert outcome.rewritten[name].abs().max() < 1e-12, name
+        for results in (outcome.exact, outcome.eager, outcome.rewritten):
+            del results[name]
     check.assert_as_accurate(outcome)
     assert_all_are_rewritten(outcome.report)
     assert any(name.startswith("gradient of") for name in outcome.rewritten)

@@ -242,7 +242,10 @@ def test_writes(value: str, name: str, tokens: int, dynamic: bool, mode: str) ->
 
 @pytest.mark.parametrize("name", [n if n == "masked_fill_" else pytest.param(n, marks=THOROUGH) for n in WRITES])
 def test_writes_into_streams_of_other_strides(name: str) -> None:
-    assert_as_eager(Sublayer({"y": _written(name)}, "permuted"), 3, "no_grad")
+    model = Sublayer({"y": _written(name)}, "permuted")
+    if not _eager_takes(model, 3, "no_grad"):
+        pytest.skip("eager code cannot view these streams so")
+    assert_as_eager(model, 3, "no_grad")
 
 
 def _written(name: str) -> Use:

@@ -306,8 +306,9 @@ def test_compiled_programs_agree(dynamic: bool) -> None:
             records.forget()
             results[shared] = evaluate(call, model, x)
             report: Any = records.last()
-            assert report is None or (report.shared.total() >= 8) == shared, str(report)
-            assert report is None or not report.errors
+            # A graph for all numbers of tokens is compiled once.
+            assert not report.graphs or (report.shared.total() >= 8) == shared, str(report)
+            assert not report.errors
         exact = evaluate(model.double(), model, x.double())
         model.float()
         for name, value in exact.items():
