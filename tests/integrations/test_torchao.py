@@ -48,9 +48,11 @@ def test_sublayers_that_are_trained_in_float8() -> None:
     convert_to_float8_training(model, config=Float8LinearConfig(emulate=True), module_filter_fn=_is_sublayer)
     outcome = compare(model, whole, exact=exact)
     assert outcome.exact is not None
-    # Of a router whose choice is all that counts the exact gradient is zero; what rounding leaves says nothing.
-    for name in [name for name, value in outcome.exact.items() if value.norm() < 1e-25]:
-        assert outcome.rewritten[name].abs().max() < 1e-12, name
+    outcome.more = None  # the draws are judged as they are
+    # Of a router whose weights are normalised over its choice the exact gradient is zero. Of terms of size 1, float64
+    # leaves 1e-16 and float32 1e-7: no ratio of the two says anything.
+    for name in [name for name, value in outcome.exact.items() if value.norm() < 1e-12]:
+        assert outcome.rewritten[name].abs().max() < 1e-5, name
         for results in (outcome.exact, outcome.eager, outcome.rewritten):
             del results[name]
     check.assert_as_accurate(outcome)
