@@ -47,7 +47,8 @@ def fresh_dynamo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # what a small graph costs.
     monkeypatch.setattr(torch._dynamo.guards, "profile_guard_manager", lambda *given: 0.0, raising=False)
     # Gates of other programs that left a graph would make a lone read one of streams.
-    sys.modules["mhc_compile.passes.plan.outside"]._left.clear() if "mhc_compile.passes" in sys.modules else None
+    if "mhc_compile.passes" in sys.modules:
+        sys.modules["mhc_compile.passes.plan.outside"]._left.clear()
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

@@ -9,6 +9,7 @@ to be read once; the squares that the program sums over x for them come from the
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from torch import fx
 
@@ -28,6 +29,7 @@ from mhc_compile.passes.plan.sites import (
     surface,
     visible,
 )
+from mhc_compile.passes.plan.surroundings import check_surroundings
 from mhc_compile.passes.recognise import Findings, default_view, normalised_before, weight_of
 from mhc_compile.passes.recognise.contraction import StreamsView
 from mhc_compile.passes.recognise.projection import Projection, token_factor
@@ -76,7 +78,7 @@ def _goes_out_of_a_site(shadow: Shadow, findings: Findings, sites: list[Site], o
 
     It takes the rows of h_pre, h_post and h_res in this order, and returns what it projects them to.
     """
-    for site in sites:
+    for at, site in enumerate(sites):
         if not isinstance(site, MixSite) or site.res is not None or site.logits is not None:
             continue
         n, (projection, *others) = site.streams.n, {id(g.projection): g.projection for g in site.groups}.values()
@@ -90,12 +92,20 @@ def _goes_out_of_a_site(shadow: Shadow, findings: Findings, sites: list[Site], o
             continue
         known = {id(gate): group for (gate, _), group in zip(gates, site.groups, strict=False) if gate is not None}
         raw = (Vector(None, (0,) * n, 1.0),)
-        site.groups = [known.get(id(gate)) or Rows(projection, tuple(rows), raw, ()) for gate, rows in gates]
-        site.groups.append(Rows(projection, tuple(parts[2]), (Vector(None, (0,) * (n * n), 1.0),), ()))
-        site.sinkhorn = Sinkhorn(steps=0)
-        site.op = "generate_mix" if site.aggregate is None else "generate_mix_and_aggregate"
-        squares = dict(_squares(shadow, findings, projection))
-        site.logits = ProjectionSite(site.x, site.streams, [product], squares)
+        groups = [known.get(id(gate)) or Rows(projection, tuple(rows), raw, ()) for gate, rows in gates]
+        groups.append(Rows(projection, tuple(parts[2]), (Vector(None, (0,) * (n * n), 1.0),), ()))
+        larger = replace(
+            site,
+            op="generate_mix" if site.aggregate is None else "generate_mix_and_aggregate",
+            groups=groups,
+            sinkhorn=Sinkhorn(steps=0),
+            logits=ProjectionSite(site.x, site.streams, [product], dict(_squares(shadow, findings, projection))),
+        )
+        try:
+            check_surroundings(shadow, larger)
+        except Decline:  # what is written behind the logits forbids this, and not the site as it is
+            continue
+        sites[at] = larger
         return True
     return False
 
