@@ -283,7 +283,7 @@ graph, current, last, is_strict = _process.graph, _process.current, _process.las
 def forget() -> None:
     """Forget all reports, and what was told of failures."""
     _process.forget()
-    compat.watched.clear()
+    compat.watched.reset()
     guard.forget()
 
 

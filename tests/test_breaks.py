@@ -146,6 +146,14 @@ def test_a_graph_that_is_thrown_away_does_not_count(capfd: pytest.CaptureFixture
     assert "Traceback" not in "".join(capfd.readouterr())
 
 
+def test_what_was_compiled_before_a_reset_is_forgotten() -> None:
+    """Dynamo numbers its frames anew, whichever backends it had."""
+    torch.compile(lambda x: x.sin(), backend="eager")(torch.randn(3))
+    torch._dynamo.reset()
+    report = mhc_compile.explain(NoBackward(4, 6, 3, 2), torch.randn(X))
+    assert _names(report.rewritten) == ["generate_mix", "aggregate", "expand_combine"]
+
+
 def test_advice_for_graphs_that_are_given_up() -> None:
     def grouped_mm_fallback(x: Tensor) -> Tensor:
         return x

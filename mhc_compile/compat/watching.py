@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
-from mhc_compile.compat.graphs import compile_id
+from mhc_compile.compat.graphs import compile_id, on_dynamo_reset
 from mhc_compile.compat.inductor import _guard
 
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(.*)_at_\d+$")
@@ -63,7 +63,7 @@ class Watched:
     limits: dict[Any, RecompileLimit] = field(default_factory=dict)
     at_limit: Callable[[Any], None] = lambda frame: None
 
-    def clear(self) -> None:
+    def reset(self) -> None:
         """Forget all: Dynamo numbers its frames anew."""
         for seen in (self.kept, self.breaks, self.limits):
             seen.clear()
@@ -123,6 +123,7 @@ def watch_dynamo() -> None:
 
 
 def _note_code(code: CodeType, new_code: CodeType) -> None:
+    on_dynamo_reset(watched)  # with each note: Dynamo has forgotten it after a reset
     watched.kept.add(compile_id()[:2])
 
 
@@ -133,6 +134,7 @@ def _note_break(translator: Any, error: Any) -> None:
     said = str(error)
     what, explanation = said.strip().partition("\n")[0], _EXPLANATION.search(said)
     words = f"{what}: {explanation.group(1)}" if explanation else what
+    on_dynamo_reset(watched)
     found = GraphBreak(frame, number, _named(root.f_code), stack[-1].filename, stack[-1].lineno or 0, words)
     watched.breaks[found] = None
 
@@ -144,6 +146,7 @@ def _note_limit(record: logging.LogRecord) -> bool:
             name, file, line = (_FUNCTION.fullmatch(function) or re.match("()()(0?)", "")).groups()  # type: ignore[union-attr]
             changed = _GUARD.fullmatch(reason.strip().partition("\n")[0])
             frame = compile_id()[0]
+            on_dynamo_reset(watched)
             watched.limits[frame] = RecompileLimit(
                 limit, int(number), name or function, file, int(line or 0), changed.group(1) if changed else reason
             )
