@@ -114,6 +114,17 @@ class _Functional:
         self.holders[key].append(result)
         self.graph.erase_node(node)
         self.holders[key] = [holder for holder in self.holders[key] if holder is not node]
+        for holder in self.holders[key]:
+            if self.position.get(holder, here) > here:
+                self._view_again(holder)
+
+    def _view_again(self, node: fx.Node) -> None:
+        """Have the example of a view share the memory of what it is a view of now."""
+        key = compat.example_key(node)
+        old = node.meta[key]
+        made = self._example(node.target, *node.args, **node.kwargs) if not _plain_form(node) else None
+        if _alike(made, old):
+            node.meta[key] = made
 
     def _inserted(self, node: fx.Node, target: fx.Node) -> list[fx.Node] | None:
         if node.target is operator.setitem:
@@ -165,16 +176,20 @@ class _Functional:
             done = call(torch.slice_scatter, target, value, axis, start, stop)
         return made if done else None
 
-    def _call(self, function: Any, *args: Any, **kwargs: Any) -> fx.Node | None:
+    def _example(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """What a call makes of examples; None where it does not take them."""
         values, options = fx.node.map_arg((args, kwargs), lambda n: n.meta[compat.example_key(n)])
         try:
             with torch.enable_grad(), compat.fake_mode_of(values[0]):
-                example = (
-                    getattr(values[0], function)(*values[1:], **options)
-                    if isinstance(function, str)
-                    else function(*values, **options)
-                )
-        except Exception:  # what the functional form does not take stays in place
+                if isinstance(function, str):
+                    return getattr(values[0], function)(*values[1:], **options)
+                return function(*values, **options)
+        except Exception:
+            return None
+
+    def _call(self, function: Any, *args: Any, **kwargs: Any) -> fx.Node | None:
+        example = self._example(function, *args, **kwargs)
+        if example is None:
             return None
         source = args[0]
         if isinstance(function, str):
@@ -186,6 +201,17 @@ class _Functional:
             if key in self.current.meta:
                 node.meta[key] = self.current.meta[key]
         return node
+
+
+def _alike(made: Any, old: Any) -> bool:
+    """Whether two examples, tensors or tuples of them, are the same but for their memory."""
+    new, before = (value if isinstance(value, (tuple, list)) else (value,) for value in (made, old))
+    return len(new) == len(before) and all(
+        isinstance(a, torch.Tensor)
+        and isinstance(b, torch.Tensor)
+        and (a.shape, a.stride(), a.dtype, a.requires_grad) == (b.shape, b.stride(), b.dtype, b.requires_grad)
+        for a, b in zip(new, before, strict=True)
+    )
 
 
 def _plain_form(node: fx.Node) -> bool:
