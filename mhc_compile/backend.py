@@ -360,8 +360,8 @@ def _left_eager(frame: Any) -> None:
 
 def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     own = {key: value for key, value in options.items() if str(key).startswith(_PREFIX)}
-    for key in own:
-        if key not in OPTIONS:
+    for key in options:
+        if key not in OPTIONS and (key in own or _looks_like_ours(str(key))):
             raise ValueError(f"options: unknown option {key!r}; expected one of {', '.join(sorted(OPTIONS))}")
         if isinstance(OPTIONS[key], bool) and not isinstance(own[key], bool):
             raise ValueError(f"options: {key!r} is {own[key]!r}; expected True or False")
@@ -371,6 +371,11 @@ def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     if _SKIP in own:
         own[_SKIP] = _places(own[_SKIP])
     return own, {key: value for key, value in options.items() if key not in own}
+
+
+def _looks_like_ours(key: str) -> bool:
+    """Whether an option of another name was to be one of ours: Inductor would list all of its own."""
+    return key.startswith("mhc") or _PREFIX + key in OPTIONS
 
 
 def _places(given: Any) -> tuple[str, ...]:

@@ -86,7 +86,8 @@ class Report:
     - cut: the sites that Dynamo tore apart or did not compile, and why; detail says which;
     - checked: how many sites, by operator, `mhc.check` compared with the program; unchecked: those that it could not;
     - advice: what would keep graphs whole that Dynamo may give up;
-    - graphs: how many were looked at, and cached how many of them came from a cache;
+    - graphs: how many were looked at; compiled: how many there are of them, if a function was compiled again, for other
+      shapes say; cached: how many of these came from a cache;
     - errors: internal failures, after which a site or a graph was left as it was, or something beside the graph was not
       done;
     - fusions, shared, lowered: how often, by name, operators were fused in joint graphs, graphs that are compiled once
@@ -100,6 +101,7 @@ class Report:
     cut: list[SiteReport] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
     graphs: int = 0
+    compiled: int = 0
     cached: int = 0
     seconds: float = 0.0
     errors: list[str] = field(default_factory=list)
@@ -128,6 +130,7 @@ class Report:
         self.called += other.called
         self.cut += other.cut
         self.advice += other.advice
+        self.compiled = self._in_all() + other._in_all()
         self.graphs += other.graphs
         self.cached += other.cached
         self.seconds += other.seconds
@@ -145,8 +148,9 @@ class Report:
         for one in reports:
             for name in _SITES:
                 setattr(total, name, _united(getattr(total, name), getattr(one, name)))
+            total.compiled = total._in_all() + one._in_all()
             total.graphs = max(total.graphs, one.graphs)
-            total.cached = max(total.cached, one.cached)
+            total.cached += one.cached
             total.seconds += one.seconds
             total.errors += [error for error in one.errors if error not in total.errors]
             total.checked |= one.checked
@@ -178,13 +182,18 @@ class Report:
 
     def _head(self) -> str:
         graphs = f"{self.graphs} graph{'s' if self.graphs != 1 else ''}"
+        if self._in_all() > self.graphs:
+            graphs += f", compiled {self._in_all()} times in all"
         if self.cached:
-            graphs += " from the cache" if self.cached == self.graphs else f", {self.cached} of them from the cache"
+            graphs += " from the cache" if self.cached == self._in_all() else f", {self.cached} of them from the cache"
         own = f", {len(self.with_own_gates)} with gates of their own," if self.with_own_gates else ""
         return (
             f"mhc: {len(self.rewritten)} of {len(self.sites)} hyper-connection sites rewritten{own} "
             f"in {graphs} ({self.seconds:.2f} s)" + (f"; {len(self.cut)} cut or not compiled" if self.cut else "")
         )
+
+    def _in_all(self) -> int:
+        return max(self.compiled, self.graphs)
 
     def _nothing(self) -> list[str]:
         if not self.graphs:

@@ -49,6 +49,8 @@ def test_modes_and_options(stack: Stack, kwargs: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
+        ({"options": {"mhc_strict": True}}, r"unknown option 'mhc_strict'; expected one of mhc.check, .*mhc.strict"),
+        ({"options": {"strict": True}}, r"unknown option 'strict'; expected one of mhc.check, .*mhc.strict"),
         (
             {"options": {"mhc.no_such": 1}},
             r"unknown option 'mhc.no_such'; expected one of mhc.check, mhc.fuse.accumulate, .*mhc.strict",

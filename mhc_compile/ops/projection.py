@@ -59,7 +59,10 @@ def check_phi(x: Tensor, phi: Tensor, norm_weight: Tensor | None) -> tuple[tuple
     tokens, n, width = check_x(x)
     check_beside("phi", phi, x)
     if phi.dim() != 2 or phi.shape[1] != n * width:
-        raise ValueError(f"phi has shape {shape_text(phi.shape)}; expected [K, n*C] = [K, {n * width}]")
+        raise ValueError(
+            f"phi has shape {shape_text(phi.shape)}; expected [K, n*C] = [K, {n * width}] for x "
+            f"[..., n, C] of shape {shape_text(x.shape)}"
+        )
     if not 1 <= phi.shape[0] <= MAX_K:
         raise ValueError(f"phi has K = {phi.shape[0]} rows; expected 1 <= K <= {MAX_K}")
     check_tensor("norm_weight", norm_weight, (n * width,), "[n*C]", x)
