@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 import platform
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.measure import ROOT
+from mhc_compile.command_line.environment import processor
 
 FORMAT = 1
 
@@ -37,7 +37,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         hardware = torch.cuda.get_device_name(device)
     else:
-        hardware = f"{_processor()}, {torch.get_num_threads()} threads"
+        hardware = f"{processor()}, {torch.get_num_threads()} threads"
     return {
         "format": FORMAT,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -50,15 +50,6 @@ def environment(device: torch.device) -> dict[str, Any]:
         "changed": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "matmul_precision": torch.get_float32_matmul_precision(),
     }
-
-
-def _processor() -> str:
-    """The CPU's name, where the system tells."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def save(path: Path, about: dict[str, Any], bandwidth: float, results: list[dict[str, Any]]) -> None:

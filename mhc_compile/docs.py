@@ -73,8 +73,21 @@ def _form_section(form: Any) -> str:
     return f"### {form.__name__}\n\n{summary}\n{block}\n{table}\n"
 
 
-def _schema(name: str) -> Any:
+def schema(name: str) -> Any:
+    """The schema that an operator is registered with."""
     return getattr(torch.ops.mhc, name).default._schema
+
+
+def equation(name: str) -> str:
+    """What an operator computes, in one line: the equations of its docstring, or else its first sentence."""
+    if name.endswith("_backward"):
+        return f"the gradient of {name.removesuffix('_backward')}"
+    before, _ = _split(inspect.getdoc(getattr(ops, name)) or "")
+    summary, *rest = before.strip().split("\n\n")
+    blocks = [block for block in rest if block.startswith("    ")]
+    # What stands beside an equation is a remark on it.
+    lines = [re.sub(" {3,}", ", ", line.strip()) for block in blocks[:1] for line in block.splitlines()]
+    return " ".join(("; ".join(lines) or summary).split())
 
 
 def _type(argument: Any) -> str:
@@ -105,24 +118,24 @@ def _section(name: str) -> str:
         "| argument | type | default | shape, dtype, meaning |",
         "|---|---|---|---|",
     ]
-    for argument in _schema(name).arguments:
+    for argument in schema(name).arguments:
         meaning = describe(described, argument.name)
         lines.append(f"| `{argument.name}` | {_type(argument)} | {_default(argument)} | {_cell(meaning)} |")
     lines.append("")
     if note:
         lines.append(note + "\n")
     lines.append(f"Returns: {_text(sections.get('Returns', ''))}")
-    if len(_schema(name).returns) > 1 and "..., K]" not in sections.get("Returns", "") and name != "scale":
+    if len(schema(name).returns) > 1 and "..., K]" not in sections.get("Returns", "") and name != "scale":
         lines.append("`torch.ops.mhc` returns h [..., K] and ms [...] of `projection` as well, float32 or float64.\n")
     lines.append(f"Source: {_text(sections.get('Source', ''))}")
     return "\n".join(lines)
 
 
 def _backward_section(name: str) -> str:
-    schema = _schema(name)
-    forward = {argument.name for argument in _schema(name.removesuffix("_backward")).arguments}
+    own = schema(name)
+    forward = {argument.name for argument in schema(name.removesuffix("_backward")).arguments}
     lines = [f"### {name}\n", "| argument | type | |", "|---|---|---|"]
-    for argument in schema.arguments:
+    for argument in own.arguments:
         if argument.name in forward:
             meaning = "as above"
         elif argument.name == "n":
@@ -138,7 +151,7 @@ def _backward_section(name: str) -> str:
         lines.append(f"| `{argument.name}` | {_type(argument)} | {meaning} |")
     many = "the gradients of the differentiable arguments, in their order, with the shapes and dtypes of these"
     one = "the gradient of the differentiable argument, with its shape and dtype"
-    lines.append(f"\nReturns {many if len(schema.returns) > 1 else one}.\n")
+    lines.append(f"\nReturns {many if len(own.returns) > 1 else one}.\n")
     return "\n".join(lines)
 
 
@@ -222,8 +235,8 @@ class _Errors:
     def of(self, operator: str) -> list[tuple[str, str]]:
         """Kind and message, without repetition, in the order of the checks; without those of any tensor."""
         # A check that operators share may speak of arguments that this one has not.
-        own = {argument.name for argument in _schema(operator).arguments}
-        foreign = {argument.name for name in registered() for argument in _schema(name).arguments} - own
+        own = {argument.name for argument in schema(operator).arguments}
+        foreign = {argument.name for name in registered() for argument in schema(name).arguments} - own
         found = self._raised(*self.checks[operator], {}, (), _COMMON)
         return [each for each in dict.fromkeys(found) if each[1].split()[0] not in foreign]
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +11,8 @@ from torch import fx
 
 import mhc_compile.ops  # noqa: F401  (registers the operators that the passes insert)
 from mhc_compile import compat, passes, records
-from mhc_compile.guard import guard
 from mhc_compile.passes.report import Report
+from mhc_compile.progress import progress
 
 
 def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
@@ -40,45 +36,9 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     compat.watch_dynamo()
     # Dynamo keeps what it has compiled for earlier explanations.
     more = compat.more_compilations(1 + next(_explanations))
-    with more, compat.without_tracebacks(), _progress(lambda: f"explain: {ledger.progress()}"):
+    with more, compat.without_tracebacks(), progress(lambda: f"explain: {ledger.progress()}"):
         torch.compile(model, backend=mhc)(*args, **kwargs)
     return ledger.report()
 
 
 _explanations = itertools.count()
-
-
-_SILENT = 2.0  # seconds
-_PAUSE = 1.0
-
-
-@contextlib.contextmanager
-def _progress(words: Callable[[], str]) -> Iterator[None]:
-    """Show a line on the terminal, if there is one, from two seconds on, with the time that has gone by."""
-    terminal = sys.stderr
-    if not terminal.isatty():
-        yield
-        return
-    begin, done = time.monotonic(), threading.Event()
-
-    def write(line: str) -> None:
-        terminal.write(f"\r{line}\x1b[K")
-        terminal.flush()
-
-    def show() -> None:
-        if done.wait(_SILENT):
-            return
-        with guard("progress is not shown"):
-            while True:
-                write(f"{words()}, {time.monotonic() - begin:.0f} s")
-                if done.wait(_PAUSE):
-                    break
-            write("")
-
-    shower = threading.Thread(target=show, daemon=True)
-    shower.start()
-    try:
-        yield
-    finally:
-        done.set()
-        shower.join()

@@ -9,21 +9,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
 from mhc_compile import compat
-from mhc_compile.text import printable
+from mhc_compile.text import in_one_line
 
 log = logging.getLogger(__name__)
 
 _ROOT = os.path.dirname(__file__)
-_LONGEST = 300
 # A process that runs out of these fails wherever it happens to be, and in many places.
 _ANYWHERE = (RecursionError, MemoryError)
-_ADDRESS = re.compile(r"( object)? at 0x[0-9a-fA-F]+")
 # What says of a failure that there is one.
 _NO_PLACE = ("guard.py", "budget.py")
 
@@ -98,15 +95,8 @@ def _asks_to_trace_again(error: Exception) -> bool:
 
 def described(error: BaseException) -> str:
     """A failure in one line: its type, what it says, and the innermost line of ours that it passed."""
-    try:
-        words = _ADDRESS.sub("", " ".join(str(error).split()))
-    except Exception:  # what raises may not even be able to say why
-        words = ""
-    if len(words) > _LONGEST:
-        words = words[:_LONGEST] + "..."
-    name = type(error).__name__
     place = _place(error.__traceback__)
-    return printable(f"{name}: {words}" if words else name) + (f" ({place})" if place else "")
+    return in_one_line(error) + (f" ({place})" if place else "")
 
 
 def _place(trace: TracebackType | None) -> str:

@@ -7,7 +7,11 @@ ones.
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
+
+_LONGEST = 300
+_ADDRESS = re.compile(r"( object)? at 0x[0-9a-fA-F]+")
 
 
 def to_text(value: Any) -> str:
@@ -30,3 +34,15 @@ def from_text(text: str) -> Any:
 def printable(text: str) -> str:
     """The text as any file or terminal of UTF-8 takes it: a file's name may hold bytes that are none."""
     return text.encode(errors="backslashreplace").decode()
+
+
+def in_one_line(error: BaseException) -> str:
+    """The type of an error and what it says."""
+    try:
+        words = _ADDRESS.sub("", " ".join(str(error).split()))
+    except Exception:  # what raises may not even be able to say why
+        words = ""
+    if len(words) > _LONGEST:
+        words = words[:_LONGEST] + "..."
+    name = type(error).__name__
+    return printable(f"{name}: {words}" if words else name)

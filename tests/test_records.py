@@ -18,7 +18,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import mhc_compile
-from mhc_compile import backend, explanation, records
+from mhc_compile import backend, progress, records
 from mhc_compile.passes.report import Location, Report, SiteReport
 from tests.zoo.near import Sublayer
 
@@ -137,7 +137,7 @@ def test_explain_shows_that_it_is_at_work(monkeypatch: pytest.MonkeyPatch) -> No
     shown: list[str] = []
     for terminal, silent in ((_Terminal(), 0.0), (_Terminal(), 60.0), (io.StringIO(), 0.0)):
         monkeypatch.setattr(sys, "stderr", terminal)
-        monkeypatch.setattr(explanation, "_SILENT", silent)
+        monkeypatch.setattr(progress, "_SILENT", silent)
         torch._dynamo.reset()
         mhc_compile.explain(Sublayer(4, 6, 3, 2), torch.randn(SHAPE))
         shown.append(terminal.getvalue())

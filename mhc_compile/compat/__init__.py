@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mhc_compile.compat.cpp import (
     compile_beside,
+    cpp_compiler,
 )
 from mhc_compile.compat.distributed import (
     before_ddp_splits,
@@ -133,6 +134,8 @@ from mhc_compile.compat.values import (
 )
 from mhc_compile.compat.versions import (
     NEWEST_TESTED,
+    OLDEST,
+    is_newer_than_tested,
     tell_if_untested,
 )
 from mhc_compile.compat.watching import (
@@ -146,6 +149,7 @@ from mhc_compile.compat.watching import (
 
 __all__ = [
     "NEWEST_TESTED",
+    "OLDEST",
     "AutogradFunction",
     "CustomGraphPass",
     "FloatWatch",
@@ -184,6 +188,7 @@ __all__ = [
     "composites_in_python",
     "copy_graph",
     "copy_source",
+    "cpp_compiler",
     "cpp_library",
     "custom_op_autograd_kernel",
     "depends_on_data",
@@ -211,6 +216,7 @@ __all__ = [
     "is_inference_aware",
     "is_kernel_launch",
     "is_made_here",
+    "is_newer_than_tested",
     "is_plain_call",
     "is_pure",
     "job_store",

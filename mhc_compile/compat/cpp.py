@@ -65,6 +65,17 @@ def compile_beside() -> None:
         log.debug("nothing is compiled early: %s", error)
 
 
+def cpp_compiler() -> str | None:
+    """The command of the C++ compiler that Inductor uses on a CPU; None where it finds none."""
+    try:
+        from torch._inductor.cpp_builder import get_cpp_compiler
+
+        return str(get_cpp_compiler())  # torch 2.11 to 2.14
+    except Exception as error:  # an InvalidCxxCompiler, or that of a torch that finds it in another way
+        log.debug("there is no C++ compiler: %s", error)
+        return None
+
+
 @functools.cache
 def _settle_first(cache: str) -> None:
     from torch._inductor.codecache import get_lock_dir

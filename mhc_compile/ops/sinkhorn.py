@@ -48,6 +48,8 @@ def sinkhorn(
 ) -> Tensor:
     """Alternate normalisation of rows and columns, in any of the forms of `mhc_compile.forms.Sinkhorn`.
 
+        p = start(logits) + start_eps;  steps times, axes in turn: p = p / (p.sum(axis) + eps)
+
     With eps = start_eps = 0 it holds for logits of any size.
 
     Args:
