@@ -363,6 +363,7 @@ def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     for key in options:
         if key not in OPTIONS and (key in own or _looks_like_ours(str(key))):
             raise ValueError(f"options: unknown option {key!r}; expected one of {', '.join(sorted(OPTIONS))}")
+    for key in own:
         if isinstance(OPTIONS[key], bool) and not isinstance(own[key], bool):
             raise ValueError(f"options: {key!r} is {own[key]!r}; expected True or False")
         if key == _INPUT_NORM and not isinstance(own[key], bool | None):
