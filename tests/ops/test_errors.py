@@ -72,7 +72,7 @@ CASES: dict[str, tuple[Call, type[Exception], str]] = {
     "phi too wide": (
         lambda make: _mix(make, phi=(8, 7)),
         ValueError,
-        "phi has shape [8, 7]; expected [K, n*C] = [K, 6]",
+        "phi has shape [8, 7]; expected [K, n*C] = [K, 6] for x [..., n, C] of shape [5, 2, 3]",
     ),
     "phi with K of no form": (
         lambda make: _mix(make, phi=(7, 6)),
@@ -246,7 +246,7 @@ CASES: dict[str, tuple[Call, type[Exception], str]] = {
     "boundary with phi too wide": (
         lambda make: _boundary(make, phi=(8, 7)),
         ValueError,
-        "mhc::boundary: phi has shape [8, 7]; expected [K, n*C] = [K, 6]",
+        "mhc::boundary: phi has shape [8, 7]; expected [K, n*C] = [K, 6] for x [..., n, C] of shape [5, 2, 3]",
     ),
     "boundary's streams_dtype": (
         lambda make: _boundary(make, streams_dtype=torch.int64),
