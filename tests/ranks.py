@@ -201,7 +201,7 @@ def _checked(planted: Callable[[int], bool]) -> dict[str, Any]:
     checking.forget()
     model = Summed()
     module = importlib.import_module("mhc_compile.ops.expand_combine")
-    original, wrong = module.mix_streams, planted(dist.get_rank())
+    original, wrong = module.weighted_sums, planted(dist.get_rank())
 
     def mix(weights: Tensor, x: Tensor) -> Tensor:
         return original(weights, x) * (1.01 if wrong else 1.0)
@@ -210,7 +210,10 @@ def _checked(planted: Callable[[int], bool]) -> dict[str, Any]:
         return lambda gm, inputs: (patches["pre_grad_custom_pass"](gm.graph), gm.forward)[1]
 
     rewritten, distances = [], []
-    with mock.patch.object(module, "mix_streams", mix), mock.patch.object(backend.compat, "inductor_compiler", rewrite):
+    with (
+        mock.patch.object(module, "weighted_sums", mix),
+        mock.patch.object(backend.compat, "inductor_compiler", rewrite),
+    ):
         compiled = torch.compile(model, backend="mhc", options={"mhc.check": True})
         for _ in range(2 * checking.CALLS + 4):
             x = torch.randn(2, 3, 4, 6)

@@ -196,8 +196,8 @@ def test_a_wrong_operator_is_found_and_left_alone(
 def test_the_operator_is_wrong_at_one_site(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other site of the operator stays rewritten."""
     module = sys.modules["mhc_compile.ops.expand_combine"]
-    mix = module.mix_streams
-    monkeypatch.setattr(module, "mix_streams", lambda w, x: mix(w, x) * (1.01 if x.shape[-2] == 2 else 1.0))
+    mix = module.weighted_sums
+    monkeypatch.setattr(module, "weighted_sums", lambda w, x: mix(w, x) * (1.01 if x.shape[-2] == 2 else 1.0))
     model = Model()
     compiled = torch.compile(model, backend="mhc", options=CHECK)
     for seed in range(checking.CALLS + 1):

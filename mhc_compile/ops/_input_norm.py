@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mhc_compile.ops._checks import accumulation_dtype, check_needs, check_tensor
-from mhc_compile.ops._tensors import mix_streams, rows_of, stream_products, token_chunks, tokens_of, upcast
+from mhc_compile.ops._tensors import rows_of, stream_products, token_chunks, tokens_of, upcast, weighted_sums
 
 ARGUMENT = "Tensor? input_norm_weight=None"
 SCALAR = "float? input_norm_eps=None"
@@ -62,7 +62,7 @@ def reference(x: Tensor, h_pre: Tensor, norm: InputNorm, out_dtype: torch.dtype 
     out = x.new_empty((*x.shape[:-2], x.shape[-1]), dtype=out_dtype or x.dtype)
     rows = rows_of(out).unsqueeze(1)
     for tokens in token_chunks(streams):
-        u = mix_streams(gates[tokens], streams[tokens])
+        u = weighted_sums(gates[tokens], streams[tokens])
         normed = u * torch.rsqrt(_squares(u) / u.shape[-1] + norm.eps)
         rows[tokens] = normed if norm.weight is None else normed * upcast(norm.weight, dtype)
     return out
@@ -88,7 +88,7 @@ def backward(
     for tokens in token_chunks(streams):
         d_out = upcast(d_rows[tokens], dtype).unsqueeze(1)
         g = d_out if norm.weight is None else d_out * upcast(norm.weight, dtype)
-        u = mix_streams(gates[tokens], streams[tokens])
+        u = weighted_sums(gates[tokens], streams[tokens])
         r = torch.rsqrt(_squares(u) / width + norm.eps)
         # In this order, since r^3 alone overflows where u is small.
         kappa = stream_products(g, u) * r / width * r * r

@@ -109,10 +109,27 @@ def _matmul_is_exact(value: Tensor) -> bool:
     )
 
 
-def mix_streams(weights: Tensor, x: Tensor) -> Tensor:
+def _aligned(value: Tensor) -> Tensor:
+    """value [M, i, C] for BLAS, zeros behind its columns where rows would not begin at multiples of `_ALIGNMENT`.
+
+    Some of BLAS's kernels order a sum by the alignment of memory, in which a token's rows follow those of others.
+    """
+    if value.device.type != "cpu":
+        return value
+    *rows, width = value.shape
+    missing = -width % (_ALIGNMENT // value.element_size())
+    if missing == 0 and value.is_contiguous() and value.data_ptr() % _ALIGNMENT == 0:
+        return value
+    padded = value.new_zeros(*rows, width + missing)
+    padded[..., :width] = value
+    return padded
+
+
+def weighted_sums(weights: Tensor, x: Tensor) -> Tensor:
     """out[m, o] = sum_i weights[m, o, i] * x[m, i] in the dtype of weights; from [M, o, i] and [M, i, C]."""
-    if _matmul_is_exact(weights):
-        return torch.bmm(weights, upcast(x, weights.dtype))
+    # In float64, BLAS orders these sums by the number of tokens and threads.
+    if _matmul_is_exact(weights) and weights.dtype != torch.float64:
+        return torch.bmm(weights, _aligned(upcast(x, weights.dtype)))[..., : x.shape[-1]]
     total = weights[:, :, :1] * x[:, :1]
     for i in range(1, x.shape[1]):
         total.addcmul_(weights[:, :, i : i + 1], upcast(x[:, i : i + 1], weights.dtype))
@@ -127,6 +144,7 @@ def stream_products(a: Tensor, b: Tensor) -> Tensor:
         # BLAS may add up equal rows in different orders, and the gradients of equal streams have to cancel.
         return (a * b).sum(-1, keepdim=True)
     if _matmul_is_exact(a):
+        a, b = _aligned(a), _aligned(b)
         # A batch of one goes to another routine, which sums in another order than that for many tokens.
         pair = a.shape[0] == 1
         products = torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1).mT) if pair else torch.bmm(a, b.mT)

@@ -18,7 +18,6 @@ from mhc_compile.ops._checks import (
 from mhc_compile.ops._register import define, differentiate
 from mhc_compile.ops._tensors import (
     fake_gradients,
-    mix_streams,
     rows_of,
     settle_gradient,
     settle_streams,
@@ -26,6 +25,7 @@ from mhc_compile.ops._tensors import (
     token_chunks,
     tokens_of,
     upcast,
+    weighted_sums,
 )
 
 
@@ -58,7 +58,7 @@ def reference(x: Tensor, h_pre: Tensor, *, out_dtype: torch.dtype | None) -> Ten
     out = _fake(x, h_pre, out_dtype=out_dtype)
     rows = rows_of(out).unsqueeze(1)
     for tokens in token_chunks(streams):
-        rows[tokens] = mix_streams(weights[tokens], streams[tokens])
+        rows[tokens] = weighted_sums(weights[tokens], streams[tokens])
     return out
 
 

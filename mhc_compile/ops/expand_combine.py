@@ -19,13 +19,13 @@ from mhc_compile.ops._checks import (
 from mhc_compile.ops._register import define, differentiate
 from mhc_compile.ops._tensors import (
     fake_gradients,
-    mix_streams,
     rows_of,
     settle_streams,
     stream_products,
     token_chunks,
     tokens_of,
     upcast,
+    weighted_sums,
 )
 
 
@@ -107,7 +107,7 @@ def reference(
     post = upcast(rows_of(h_post), dtype).unsqueeze(-1)
     res = None if h_res is None else upcast(tokens_of(h_res), dtype).mT
     for tokens in token_chunks(streams):
-        mixed = upcast(streams[tokens], dtype) if res is None else mix_streams(res[tokens], streams[tokens])
+        mixed = upcast(streams[tokens], dtype) if res is None else weighted_sums(res[tokens], streams[tokens])
         out[tokens] = torch.addcmul(mixed, post[tokens], _biased(rows[tokens], layer_bias, dtype).unsqueeze(1))
     return x_new if x_new.is_contiguous() else x_new.copy_(out.view(x.shape))
 
@@ -162,7 +162,7 @@ def reference_backward(
     for tokens in token_chunks(streams):
         d_new = upcast(d_streams[tokens], dtype)
         if needs[0] or needs[1]:
-            d_rows = mix_streams(post[tokens], d_new).squeeze(1)
+            d_rows = weighted_sums(post[tokens], d_new).squeeze(1)
             if needs[0]:
                 rows_of(df)[tokens] = d_rows
             if needs[1]:
@@ -171,7 +171,7 @@ def reference_backward(
             biased = _biased(rows[tokens], layer_bias, dtype).unsqueeze(1)
             rows_of(dh_post)[tokens] = stream_products(d_new, biased).squeeze(-1)
         if needs[3]:
-            part = d_new if res is None else mix_streams(res[tokens], d_new)
+            part = d_new if res is None else weighted_sums(res[tokens], d_new)
             tokens_of(dx)[tokens] = part if d_x is None else part + tokens_of(d_x)[tokens]
         if needs[4] and res is not None:
             tokens_of(dh_res)[tokens] = stream_products(streams[tokens], d_new)

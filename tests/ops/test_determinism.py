@@ -172,6 +172,20 @@ def test_operators_are_batch_invariant(n: int, width: int, dtype: torch.dtype, t
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize(("n", "width"), [(2, 101), (3, 101), (5, 33), (8, 101)])
+def test_rows_of_odd_width_are_batch_invariant(n: int, width: int, dtype: torch.dtype, threads: int) -> None:
+    """BLAS may order a sum by the alignment of a token's rows, and that follows from where the token stands."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        t = tensors(n, width, dtype, "cpu")
+        assert dependent(narrow_calls(t, n), t) == set()
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_batch_of_several_chunks() -> None:
     """Streams so wide that the reference works on 16 tokens at a time."""
     t = tensors(4, 4100, torch.bfloat16, "cpu")
