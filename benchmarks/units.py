@@ -21,6 +21,9 @@ _UNITS: dict[str, Callable[[int], int]] = {
     "projection_backward": lambda n: n + n,
     "aggregate": lambda n: n + 1,
     "aggregate_backward": lambda n: n + 1 + n,
+    # As many rows as there are streams.
+    "mix_streams": lambda n: n + n,
+    "mix_streams_backward": lambda n: n + n + n,
     "generate_mix_and_aggregate": lambda n: n + (n + 1),
     # d h_pre first (x, d layer_input), which dx needs for every column (x and d layer_input again, dx).
     "generate_mix_and_aggregate_backward": lambda n: (n + 1) + (n + 1 + n),

@@ -30,6 +30,9 @@ TILES = {
     "products": Tile(64, 64, 4, 1),
     "combine": Tile(8, 256, 8),
     "combine_backward": Tile(32, 128, 8),
+    # Not timed. A thread has 16 bytes of a row, in the backward of many streams 8, and no kernel spills on sm_90.
+    "mix_streams": Tile(8, 256, 8),
+    "mix_streams_backward": Tile(16, 128, 8),
 }
 # Columns that one program of a gate gradient sums before a second stage adds the programs up.
 SUM_COLUMNS = 512
@@ -43,6 +46,9 @@ def tile_for(name: str, n: int, itemsize: int) -> Tile:
         if name == "combine" and n > 4 and not wide:
             tile = replace(tile, warps=4)
         return replace(tile, tokens=tile.tokens // 2) if wide or n > 4 else tile
+    if name in ("mix_streams", "mix_streams_backward"):
+        halved = wide or (n > 4 and name == "mix_streams_backward")
+        return replace(tile, tokens=tile.tokens // 2) if halved else tile
     if name == "aggregate" and 4 < n <= 8 and not wide:
         return replace(tile, tokens=4)
     if name == "project_half" and n > 4:
@@ -59,9 +65,14 @@ def tile_for(name: str, n: int, itemsize: int) -> Tile:
     return tile
 
 
+def tokens_of_values(padded: int) -> int:
+    """Tokens per program of 4 warps that takes `padded` values, a power of 2, of each: at most 32 to a thread."""
+    return max(4, min(128, 128 * 32 // padded))
+
+
 def gate_tokens(n: int) -> int:
-    """Tokens per program of the gate kernels (4 warps): at most 32 of a token's n x n values to a thread."""
+    """Tokens per program of the gate kernels (4 warps), for a token's n x n values."""
     padded = 1
     while padded < n:
         padded *= 2
-    return max(4, min(128, 128 * 32 // (padded * padded)))
+    return tokens_of_values(padded * padded)

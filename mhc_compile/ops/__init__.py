@@ -13,6 +13,7 @@ from mhc_compile.ops.expand_combine import expand_combine
 from mhc_compile.ops.generate_mix import generate_mix
 from mhc_compile.ops.generate_mix_and_aggregate import generate_mix_and_aggregate
 from mhc_compile.ops.head import head
+from mhc_compile.ops.mix_streams import mix_streams
 from mhc_compile.ops.projection import projection
 from mhc_compile.ops.scale import scale
 from mhc_compile.ops.sinkhorn import sinkhorn
@@ -26,6 +27,7 @@ __all__ = [
     "generate_mix",
     "generate_mix_and_aggregate",
     "head",
+    "mix_streams",
     "projection",
     "scale",
     "sinkhorn",

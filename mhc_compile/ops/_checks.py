@@ -66,16 +66,33 @@ def check_streams(n: int, source: str) -> None:
         raise ValueError(f"{source} gives n = {n} streams; expected n >= 1 with n*n + 2*n <= {MAX_K}")
 
 
-def check_x(x: Tensor) -> tuple[tuple[int, ...], int, int]:
-    """Returns the token dimensions, n and C of x [..., n, C]."""
+def check_mixed(n: int, m: int, source: str) -> None:
+    """The sizes of a matrix that makes m rows of n streams."""
+    if n < 1 or m < 1 or n * m > MAX_K:
+        raise ValueError(f"{source} mixes n = {n} streams into m = {m}; expected n, m >= 1 with n*m <= {MAX_K}")
+
+
+def streams_shape(x: Tensor) -> tuple[tuple[int, ...], int, int]:
+    """The token dimensions, n and C of x [..., n, C], neither of which is checked."""
     check_floating("x", x)
     if x.dim() < 2:
         raise ValueError(f"x has shape {shape_text(x.shape)}; expected [..., n, C]")
     *tokens, n, width = x.shape
-    check_streams(n, f"x of shape {shape_text(x.shape)}")
-    if width < 1:
-        raise ValueError(f"x has shape {shape_text(x.shape)}; expected [..., n, C] with C >= 1")
     return tuple(tokens), n, width
+
+
+def check_width(x: Tensor) -> None:
+    """Streams without columns have no sums over them."""
+    if x.shape[-1] < 1:
+        raise ValueError(f"x has shape {shape_text(x.shape)}; expected [..., n, C] with C >= 1")
+
+
+def check_x(x: Tensor) -> tuple[tuple[int, ...], int, int]:
+    """Returns the token dimensions, n and C of x [..., n, C]."""
+    tokens, n, width = streams_shape(x)
+    check_streams(n, f"x of shape {shape_text(x.shape)}")
+    check_width(x)
+    return tokens, n, width
 
 
 def check_parts(k: int, n: int, source: str) -> int:

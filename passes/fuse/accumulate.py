@@ -36,6 +36,7 @@ _ACCUMULATORS = {
     "head_backward": 0,
     "projection_backward": 0,
     "aggregate_backward": 0,
+    "mix_streams_backward": 0,
     "expand_combine_backward": 3,
 }
 

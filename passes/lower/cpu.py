@@ -36,6 +36,14 @@ def aggregate(x: Tensor, h_pre: Tensor, *, out_dtype: torch.dtype | None = None)
     return out.to(out_dtype or x.dtype)
 
 
+def mix_streams(x: Tensor, h: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
+    """out[o] = sum_i h[i, o] * x[i]."""
+    dtype = accumulation_dtype(x)
+    wide, weights = x.to(dtype), h.to(dtype)
+    out = _sum([weights[..., i, :, None] * wide[..., i, None, :] for i in range(x.shape[-2])])
+    return out.to(out_dtype or x.dtype)
+
+
 def expand_combine(
     f: Tensor,
     layer_bias: Tensor | None,
@@ -51,8 +59,7 @@ def expand_combine(
     rows = rows if layer_bias is None else rows + layer_bias.to(dtype)
     mixed = wide
     if h_res is not None:
-        res = h_res.to(dtype)
-        mixed = _sum([res[..., i, :, None] * wide[..., i, None, :] for i in range(x.shape[-2])])
+        mixed = mix_streams(x, h_res, out_dtype=dtype)
     return (mixed + h_post.to(dtype)[..., None] * rows[..., None, :]).to(out_dtype or x.dtype)
 
 
@@ -248,6 +255,7 @@ def boundary_backward(
 
 _PARTS: dict[str, Callable[..., Any]] = {
     "aggregate": aggregate,
+    "mix_streams": mix_streams,
     "expand_combine": expand_combine,
     "expand_combine_backward": expand_combine_backward,
     "generate_mix": generate_mix,

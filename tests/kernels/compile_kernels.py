@@ -37,6 +37,7 @@ from mhc_compile.kernels import (
     generate_mix_and_aggregate,
     head,
     mix,
+    mix_streams,
     products,
     projection,
     scale,
@@ -73,6 +74,7 @@ def _calls(n: int, width: int, tokens: int, dtype: torch.dtype) -> None:
     scale.backward(pre, post, logits, h, ms, alpha, bias, n, [True] * 4, **gates)
     sinkhorn.backward(sinkhorn.forward(logits, sinkhorn=Sinkhorn()), logits, sinkhorn=Sinkhorn())
     aggregate.backward(aggregate.forward(x, pre), x, pre, [True] * 2)
+    mix_streams.backward(mix_streams.forward(x, res), x, res, [True] * 2, x)
     if dtype != torch.bfloat16:
         return
     dh = products.dh_parts(x, rows)
@@ -144,13 +146,14 @@ def _bf16_gates(n: int, width: int, tokens: int) -> None:
 
 
 def _eight(width: int, tokens: int) -> None:
-    """What 8 streams have kernels of their own for."""
+    """What 8 streams have kernels of their own for, or the most registers."""
     rows = 80
     x, f = torch.empty(tokens, 8, width, dtype=torch.bfloat16), torch.empty(tokens, width, dtype=torch.bfloat16)
     post, res = torch.empty(tokens, 8), torch.empty(tokens, 8, 8)
     phi, ms, pre = torch.empty(rows, 8 * width), torch.empty(tokens), torch.empty(8, tokens)
     dh = products.dh_parts(x, rows)
     combine_gradients.backward(x, f, x, f, post, x, res)
+    mix_streams.backward(mix_streams.forward(x, res), x, res, [True] * 2, x)
     streamed_products.multiply(x, f, x, phi, None, dh, ms, pre, x, True)
 
 

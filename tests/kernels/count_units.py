@@ -21,6 +21,7 @@ from mhc_compile.kernels import (
     expand_combine,
     generate_mix_and_aggregate,
     head,
+    mix_streams,
     one_pass,
     projection,
 )
@@ -74,6 +75,8 @@ def _calls(n: int) -> dict[str, Callable[[], object]]:
         "projection_backward": lambda: projection.backward(h, ms, x, mix[0], None, [True, True, False]),
         "aggregate": lambda: aggregate.forward(x, pre),
         "aggregate_backward": lambda: aggregate.backward(d_input, x, pre, [True, True]),
+        "mix_streams": lambda: mix_streams.forward(x, res),
+        "mix_streams_backward": lambda: mix_streams.backward(new, x, res, [True, True]),
         "generate_mix_and_aggregate": lambda: generate_mix_and_aggregate.forward(x, *mix, **forms),
         "generate_mix_and_aggregate_backward": lambda: generate_mix_and_aggregate.backward(
             d_input, post, res, None, None, x, *mix, None, *saved, needs, **forms

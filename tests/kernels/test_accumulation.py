@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from mhc_compile.kernels import aggregate, expand_combine, generate_mix, generate_mix_and_aggregate, head, projection
+from mhc_compile.kernels import (
+    aggregate,
+    expand_combine,
+    generate_mix,
+    generate_mix_and_aggregate,
+    head,
+    mix_streams,
+    projection,
+)
 from tests.kernels.cases import FORMS, MARKS, USUAL, assert_near, draw, keywords, mix_case
 
 pytestmark = MARKS
@@ -52,13 +60,18 @@ def _aggregate(n: int, dtype: torch.dtype) -> Backward:
     return lambda d_x: aggregate.backward(d_out, x, h_pre, [True, True], d_x)[0]
 
 
+def _mixed(n: int, dtype: torch.dtype) -> Backward:
+    x, h, d_out = draw(5, n, 33, dtype=dtype), draw(5, n, 3), draw(5, 3, 33, dtype=dtype)
+    return lambda d_x: mix_streams.backward(d_out, x, h, [True, True], d_x)[0]
+
+
 def _combine(n: int, dtype: torch.dtype) -> Backward:
     x, d_new = draw(5, n, 33, dtype=dtype), draw(5, n, 33, dtype=dtype)
     f, post, res = draw(5, 33, dtype=dtype), draw(5, n), draw(5, n, n)
     return lambda d_x: expand_combine.backward(d_new, f, None, post, x, res, [True, False, True, True, True], d_x)[3]
 
 
-CASES = [_mix, _mix_without_aggregate, _head, _projection, _aggregate, _combine]
+CASES = [_mix, _mix_without_aggregate, _head, _projection, _aggregate, _mixed, _combine]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

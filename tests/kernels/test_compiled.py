@@ -40,7 +40,7 @@ SPILLS: dict[str, dict[int, dict[str, int]]] = {
 # Kernels whose sums over threads consist of products.
 SUMMING = {
     "mix_kernel", "mix_backward_kernel", "scale_kernel", "scale_backward_kernel", "sinkhorn_kernel",
-    "sinkhorn_backward_kernel",
+    "sinkhorn_backward_kernel", "mix_streams_backward_kernel",
 }  # fmt: skip
 # float32 and more streams take minutes.
 CASES = ("bf16", "few", "some", "pass", "tf32", "starts", "gates", "eight", "norm")
@@ -69,6 +69,7 @@ def test_every_kernel_is_there(compiled: tuple[int, list[dict[str, Any]]]) -> No
         "collect_kernel", "spread_kernel", "scale_kernel", "scale_backward_kernel", "affine_sum_kernel",
         "sinkhorn_kernel", "sinkhorn_backward_kernel", "aggregate_kernel", "gate_sum_kernel",
         "boundary_gradients_kernel", "combine_gradients_kernel", "input_norm_backward_kernel",
+        "mix_streams_kernel", "mix_streams_backward_kernel",
     } | (set(HOPPER) if compiled[0] == 90 else set())  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import functools
 import math
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,10 @@ def _log_sinkhorn(logits: Tensor) -> Tensor:
 
 def _aggregate(x: Tensor, h_pre: Tensor) -> Tensor:
     return (h_pre.unsqueeze(-1) * x).sum(-2).to(x.dtype)
+
+
+def _mixed_streams(x: Tensor, h: Tensor) -> Tensor:
+    return torch.einsum("...io,...ic->...oc", h, _wide(x)).to(x.dtype)
 
 
 def _mix(x: Tensor, phi: Tensor, scale: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -158,6 +162,13 @@ CASES = {
     ),
     "aggregate": Case(
         ops.aggregate, _aggregate, lambda: {"x": _random(N, C), "h_pre": _random(N).sigmoid()}, ("out",), ("h_pre",)
+    ),
+    "mix_streams": Case(
+        ops.mix_streams,
+        _mixed_streams,
+        lambda: {"x": _random(N, C), "h": _random(N, N).softmax(-1)},
+        ("out",),
+        ("h",),
     ),
     "generate_mix": Case(ops.generate_mix, _mix, _mix_inputs, ("h_pre", "h_post", "h_res"), _PARAMETERS),
     "generate_mix_and_aggregate": Case(
@@ -238,16 +249,24 @@ def test_every_operator_has_a_case() -> None:
     assert {name.split(",")[0] for name in CASES} == set(ops.__all__)
 
 
-def rows() -> list[str]:
+# Operators that came after a table was written, by the table's name.
+LACKING = {"accuracy_cuda.md": ("mix_streams",)}
+
+
+def rows(lacking: Sequence[str] = ()) -> list[str]:
     """The table's lines without the numbers."""
-    return [f"| {name} | {dtype} | {key} |" for name in CASES for dtype in DTYPES for key in quantities(name)]
+    names = [name for name in CASES if name not in lacking]
+    return [f"| {name} | {dtype} | {key} |" for name in names for dtype in DTYPES for key in quantities(name)]
 
 
 @pytest.mark.parametrize("path", [path for path in PATHS.values() if path.exists()], ids=lambda path: path.name)
 def test_the_table_has_every_row(path: Path) -> None:
     lines = path.read_text(encoding="utf-8").splitlines()
     listed = [line for line in lines if line.startswith("| ") and not line.startswith("| operator")]
-    assert [line[: line.index("|", line.index("|", line.index("|", 1) + 1) + 1) + 1] for line in listed] == rows()
+    found = [line[: line.index("|", line.index("|", line.index("|", 1) + 1) + 1) + 1] for line in listed]
+    lacking = LACKING.get(path.name, ())
+    assert found == rows(lacking)
+    assert all(f"It has no digits of `{name}`" in "\n".join(lines) for name in lacking)
     assert all(math.isfinite(float(cell)) for line in listed for cell in line.split("|")[4:6])
 
 

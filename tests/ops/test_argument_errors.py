@@ -27,6 +27,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
 }  # fmt: skip
 OF_HEAD = {"phi": (2, 6), "scale": (1,), "bias": (2,), "h": (5, 2)}
 OF_SINKHORN = {"out": (5, 2, 2)}
+OF_MIXED = {"h": (5, 2, 4), "out": (5, 4, 3)}
 WRONG_SCALARS: dict[str, Any] = {
     "rms_eps": float("inf"), "rms_mode": "before", "pre_eps": float("nan"), "post_mult": float("inf"),
     "post_eps": float("nan"), "steps": -1, "start": "log", "first": "cols", "eps": -1.0, "start_eps": float("nan"),
@@ -54,7 +55,8 @@ def _main(operator: str) -> str:
 
 
 def _shape(operator: str, name: str) -> tuple[int, ...]:
-    special = OF_HEAD if operator.startswith("head") else OF_SINKHORN if operator.startswith("sinkhorn") else {}
+    others = {"head": OF_HEAD, "sinkhorn": OF_SINKHORN, "mix_streams": OF_MIXED}
+    special = others.get(operator.removesuffix("_backward"), {})
     name = name.removeprefix("d_")
     return special.get(name, SHAPES[name])
 

@@ -152,6 +152,7 @@ def test_results_never_alias_arguments() -> None:
         (ops.expand(f, 1), (f,)),
         (ops.contract(x), (x,)),
         (ops.aggregate(x, h_post), (x, h_post)),
+        (ops.mix_streams(x, h_res), (x, h_res)),
         (ops.sinkhorn(logits, start="exp", steps=0, eps=0.0, start_eps=0.0), (logits,)),
         (ops.expand_combine(f, None, h_post, x, None), (f, h_post, x)),
         (

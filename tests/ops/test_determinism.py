@@ -56,6 +56,8 @@ def narrow_calls(t: dict[str, Tensor], n: int) -> dict[str, Call]:
         "sinkhorn": lambda t: ops.sinkhorn(t["logits"]),
         "sinkhorn, log": lambda t: ops.sinkhorn(t["logits"], **LOG),
         "aggregate": lambda t: ops.aggregate(t["x"], t["h_post"]),
+        "mix_streams": lambda t: ops.mix_streams(t["x"], t["h_res"]),
+        "mix_streams, one row": lambda t: ops.mix_streams(t["x"], t["h_res"][..., :1]),
         "expand": lambda t: ops.expand(t["f"], n),
         "contract": lambda t: ops.contract(t["x"]),
         "expand_combine": lambda t: ops.expand_combine(t["f"], p["p_layer_bias"], t["h_post"], t["x"], t["h_res"]),
@@ -73,6 +75,7 @@ def narrow_calls(t: dict[str, Tensor], n: int) -> dict[str, Call]:
         "sinkhorn_backward": lambda t: mhc.sinkhorn_backward(t["d_h_res"], t["logits"]),
         "sinkhorn_backward, log": lambda t: mhc.sinkhorn_backward(t["d_h_res"], t["logits"], **LOG),
         "aggregate_backward": lambda t: mhc.aggregate_backward(t["d_f"], t["x"], t["h_post"], [True, True]),
+        "mix_streams_backward": lambda t: mhc.mix_streams_backward(t["d_x"], t["x"], t["h_res"], [True, True]),
         "expand_backward": lambda t: mhc.expand_backward(t["d_x"]),
         "contract_backward": lambda t: mhc.contract_backward(t["d_f"], n),
         "expand_combine_backward": lambda t: mhc.expand_combine_backward(
@@ -184,6 +187,18 @@ def test_rows_of_odd_width_are_batch_invariant(n: int, width: int, dtype: torch.
         assert dependent(narrow_calls(t, n), t) == set()
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize(("n", "m"), [(9, 9), (20, 3), (3, 20), (1024, 1), (1, 1024)])
+def test_mixing_of_any_sizes_is_batch_invariant(n: int, m: int, dtype: torch.dtype) -> None:
+    mhc = torch.ops.mhc
+    t = {"x": torch.randn(M, n, 33).to(dtype), "h": torch.randn(M, n, m), "d": torch.randn(M, m, 33).to(dtype)}
+    calls: dict[str, Call] = {
+        "forward": lambda t: ops.mix_streams(t["x"], t["h"]),
+        "backward": lambda t: mhc.mix_streams_backward(t["d"], t["x"], t["h"], [True, True]),
+    }
+    assert dependent(calls, t) == set()
 
 
 def test_a_batch_of_several_chunks() -> None:

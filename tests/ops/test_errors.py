@@ -160,6 +160,36 @@ CASES: dict[str, tuple[Call, type[Exception], str]] = {
         ValueError,
         "mhc::aggregate: h_pre has shape [4, 2]; expected [..., n] = [5, 2]",
     ),
+    "h of other streams": (
+        lambda make: ops.mix_streams(make(5, 2, 3), make(5, 3, 2)),
+        ValueError,
+        "mhc::mix_streams: h has shape [5, 3, 2]; expected [..., n, m] = [5, 2, m]",
+    ),
+    "h without rows to make": (
+        lambda make: ops.mix_streams(make(5, 2, 3), make(5, 2, 0)),
+        ValueError,
+        "mhc::mix_streams: h of shape [5, 2, 0] mixes n = 2 streams into m = 0; expected n, m >= 1 with n*m <= 1024",
+    ),
+    "h of too many": (
+        lambda make: ops.mix_streams(make(5, 205, 3), make(5, 205, 5)),
+        ValueError,
+        "h of shape [5, 205, 5] mixes n = 205 streams into m = 5; expected n, m >= 1 with n*m <= 1024",
+    ),
+    "h in float64 alone": (
+        lambda make: ops.mix_streams(make(5, 2, 3), make(5, 2, 2, dtype=torch.float64)),
+        TypeError,
+        "mhc::mix_streams: h is float64, but x is torch.float32; expected float64 only beside float64 x",
+    ),
+    "mixed streams without columns": (
+        lambda make: ops.mix_streams(make(5, 2, 0), make(5, 2, 2)),
+        ValueError,
+        "mhc::mix_streams: x has shape [5, 2, 0]; expected [..., n, C] with C >= 1",
+    ),
+    "gradient of other rows": (
+        lambda make: torch.ops.mhc.mix_streams_backward(make(5, 2, 3), make(5, 2, 3), make(5, 2, 1), [True, True]),
+        ValueError,
+        "mhc::mix_streams_backward: d_out has shape [5, 2, 3]; expected [..., m, C] = [5, 1, 3]",
+    ),
     "projection without rows": (
         lambda make: ops.projection(make(5, 2, 3), make(0, 6)),
         ValueError,
@@ -307,6 +337,7 @@ def test_compiling_raises_the_same_message() -> None:
         "scale",
         "sinkhorn",
         "aggregate",
+        "mix_streams",
         "expand",
         "contract",
         "expand_combine",
@@ -323,6 +354,7 @@ def test_second_derivative_names_the_operator(name: str) -> None:
         "scale": (x.flatten(1), torch.ones(3, dtype=torch.float64), torch.ones(3), torch.rand(8), n),
         "sinkhorn": (x[..., :2],),
         "aggregate": (x, torch.rand(3, 2)),
+        "mix_streams": (x, torch.rand(3, 2, 3)),
         "expand": (x[:, 0], n),
         "contract": (x,),
         "expand_combine": (torch.rand(3, 4), None, torch.rand(3, 2), x, None),

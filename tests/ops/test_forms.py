@@ -154,6 +154,7 @@ def test_backward_operators_add_to_a_gradient_that_is_there() -> None:
         "head": (0, lambda *d: mhc.head_backward(d_f, None, None, *head, *d)),
         "projection": (0, lambda *d: mhc.projection_backward(h, ms, x, phi, None, [True, True, False], *d)),
         "aggregate": (0, lambda *d: mhc.aggregate_backward(d_f, x, h_pre, [True, True], *d)),
+        "mix streams": (0, lambda *d: mhc.mix_streams_backward(x * 2, x, h_res, [True, True], *d)),
         "combine": (
             3,
             lambda *d: mhc.expand_combine_backward(x * 2, f, layer_bias, h_post, x, h_res, [True] * 5, *d),

@@ -77,6 +77,13 @@ def test_aggregate_expand_contract() -> None:
     assert gradcheck(lambda f: torch.ops.mhc.expand(f, 3), _leaves([torch.randn(2, 4, dtype=torch.float64)]))
 
 
+@pytest.mark.parametrize(("n", "m"), [(1, 1), (1, 3), (3, 1), (2, 3), (4, 4)])
+def test_mix_streams(n: int, m: int) -> None:
+    x = torch.randn(2, 2, n, 4, dtype=torch.float64)
+    h = torch.randn(2, 2, n, m, dtype=torch.float64)
+    assert gradcheck(torch.ops.mhc.mix_streams, _leaves([x, h]))
+
+
 @pytest.mark.parametrize("n", [1, 2, 4])
 @pytest.mark.parametrize("name", FORMS)
 def test_generate_mix_and_aggregate(name: str, n: int) -> None:

@@ -86,6 +86,11 @@ CALLS: dict[str, tuple[Call, dict[int, str]]] = {
     ),
     "aggregate": (lambda a: MHC.aggregate(a["x"], a["h_post"]), {}),
     "aggregate_backward": (lambda a: MHC.aggregate_backward(a["d_f"], a["x"], a["h_post"], [True] * 2), {0: "x"}),
+    "mix_streams": (lambda a: MHC.mix_streams(a["x"], a["h_res"]), {}),
+    "mix_streams_backward": (
+        lambda a: MHC.mix_streams_backward(a["d_x"], a["x"], a["h_res"], [True] * 2),
+        {0: "x"},
+    ),
     "projection": (lambda a: MHC.projection(a["x"], a["phi"]), {}),
     "projection_backward": (
         lambda a: MHC.projection_backward(a["h"], a["ms"], a["x"], a["phi"], None, [True, True, False]),

@@ -56,6 +56,7 @@ def _forward_samples() -> Iterator[Sample]:
             (x, torch.rand(*x.shape[:-1], requires_grad=True)),
             {"out_dtype": torch.float32},
         )
+        yield f"mix_streams-{name}", (x, torch.rand(*x.shape[:-1], 3, requires_grad=True)), {"out_dtype": torch.float32}
         yield f"contract-{name}", (x,), {}
         yield f"expand-{name}", (_leaf(x[..., 0, :]), n), {}
         yield f"generate_mix-{name}", (x, phi, scale, bias, *norm_weight), scalars
@@ -109,6 +110,8 @@ def _backward_samples() -> Iterator[Sample]:
         logits = torch.rand(*x.shape[:-1], n, dtype=x.dtype)
         yield f"sinkhorn_backward-{name}", (logits.clone(), logits), steps
         yield f"aggregate_backward-{name}", (d_row, x, h_pre, [True, True]), {}
+        mixed = (torch.rand_like(x), x, torch.rand(*x.shape[:-1], n), [True, True])
+        yield f"mix_streams_backward-{name}", mixed, {}
         yield f"contract_backward-{name}", (d_row, n), {}
         yield f"expand_backward-{name}", (x,), {}
         yield (
@@ -141,6 +144,7 @@ def _backward_samples() -> Iterator[Sample]:
         for operator, (arguments, kept) in {
             "projection_backward": ((h, ms, x, phi, norm_weight, [True, True, has_norm]), {}),
             "aggregate_backward": ((d_row, x, h_pre, [True, True]), {}),
+            "mix_streams_backward": (mixed, {}),
             "generate_mix_backward": (
                 (h_pre, None, h_res, h, None, *saved, [True, True, True, True, has_norm]),
                 scalars,

@@ -68,6 +68,7 @@ def _calls() -> dict[str, tuple[Callable[..., Any], list[Tensor]]]:
         "scale": (lambda *a: ops.scale(*a, 2), [h, ms, scale, bias]),
         "sinkhorn": (ops.sinkhorn, [h_res]),
         "aggregate": (ops.aggregate, [x, h_post]),
+        "mix_streams": (ops.mix_streams, [x, h_res[..., :1]]),
         "generate_mix": (ops.generate_mix, [x, phi, scale, bias]),
         "generate_mix_and_aggregate": (ops.generate_mix_and_aggregate, [x, phi, scale, bias]),
         "head": (ops.head, [x, phi[:2], scale[:1], bias[:2]]),

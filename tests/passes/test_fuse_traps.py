@@ -50,6 +50,10 @@ def combine_back(t: dict[str, Tensor], g: Tensor, x: Tensor) -> tuple[Tensor, ..
     return mhc.expand_combine_backward(g, t["f"], None, t["post"], x, t["res"], needs)  # type: ignore[no-any-return]
 
 
+def mixed_back(t: dict[str, Tensor], d_out: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+    return mhc.mix_streams_backward(d_out, x, t["res"], [True, True])  # type: ignore[no-any-return]
+
+
 Program = Callable[[dict[str, Tensor]], Any]
 
 
@@ -101,6 +105,7 @@ SUMS: dict[str, tuple[Program, dict[str, int]]] = {
         lambda t: (t["g"].transpose(-1, -2) + operator.add(*(dx.transpose(-1, -2) for dx in _both(t))),),
         {"accumulate": 2},
     ),
+    "mixed streams": (lambda t: [t["g"] + mixed_back(t, t["g"] * 2, t["x"])[0]], {"accumulate": 1}),
     # The sum of two factors' worth is no sum of two.
     "weighted": (lambda t: (torch.add(*_both(t), alpha=2),), {}),
     "broadcast": (lambda t: (_both(t)[1] + t["g"][:1],), {}),
@@ -356,14 +361,17 @@ class Consumers(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         x = self.first(x)
         head = ops.head(x, self.first.phi[:4], self.first.scale[:1], self.first.bias[:4])
-        return self.second(x), self.third(x), head, ops.contract(x), ops.aggregate(x, x[..., 0])
+        return self.second(x), self.third(x), head, ops.contract(x), *self._reads(x)
+
+    def _reads(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return ops.aggregate(x, x[..., 0]), ops.mix_streams(x, x[..., :3])
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_streams_with_many_readers() -> None:
     found = fused_like_eager(Consumers(), (streams(),))
-    # Six operators add to the gradient of the streams inside, beside the mean and the slice; one to that outside.
-    assert found.counts == {"accumulate": 7, "boundary": 1, "boundary_backward": 1}
+    # Seven operators add to the gradient of the streams inside, beside the mean and the slices; one to that outside.
+    assert found.counts == {"accumulate": 8, "boundary": 1, "boundary_backward": 1}
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

@@ -52,6 +52,20 @@ def test_operators_become_launches(fakes: FakeTensorMode) -> None:
         )  # fmt: skip
 
 
+def _mixed(x: Tensor, res: Tensor, **rest: Tensor) -> Any:
+    out = mhc.mix_streams(x, res)
+    return out, mhc.mix_streams_backward(out, x, res, [True, True], x)
+
+
+def test_mixed_streams_become_launches(fakes: FakeTensorMode) -> None:
+    graph = graph_of(_mixed, arguments(fakes))
+    assert passes.lower(graph).lowered == {"mix_streams": 1, "mix_streams_backward": 1}
+    graph.lint()
+    assert operators(graph) == []
+    # One forward; one backward, and one that adds the partial sums of the gradient of h.
+    assert len(launches(graph)) == 3
+
+
 def test_no_copies_are_left(fakes: FakeTensorMode) -> None:
     """Of contiguous arguments: memory, launches, and nothing beside them."""
     graph = graph_of(step, arguments(fakes))
@@ -343,6 +357,7 @@ def test_operators_left_on_cpu(dtype: torch.dtype) -> None:
     def function(x: Tensor, f: Tensor, phi: Tensor, scale: Tensor, bias: Tensor, **rest: Tensor) -> Any:
         u, post, res, _, _ = mhc.generate_mix_and_aggregate(x, phi, scale, bias)
         y = mhc.expand_combine(u, f[0], post, x, res)
+        y = mhc.mix_streams(y, res)
         return u, y, mhc.expand_combine_backward(y, f, None, post, x, res, [True] * 5)
 
     graph = graph_of(function, given)
@@ -352,7 +367,7 @@ def test_operators_left_on_cpu(dtype: torch.dtype) -> None:
     apart = dtype != torch.float16
     of_combine = ["mhc._loop.default"] * 2 if apart else ["mhc.expand_combine_backward.default"]
     assert operators(graph) == ["mhc._loop.default", *of_combine]
-    assert lowered["expand_combine"] == lowered["generate_mix_and_aggregate"] == 1
+    assert lowered["expand_combine"] == lowered["mix_streams"] == lowered["generate_mix_and_aggregate"] == 1
     assert lowered["expand_combine_backward"] == apart
 
 
