@@ -39,11 +39,13 @@ from mhc_compile.passes.plan import (
     CombineSite,
     Decline,
     Declined,
+    MixingSite,
     MixSite,
     Plan,
     ProjectionSite,
     SinkhornSite,
     Site,
+    WithGates,
     outputs,
 )
 from mhc_compile.passes.recognise import recognise
@@ -413,7 +415,7 @@ def _sites(shadow: shadowing.Shadow, plan: Plan) -> list[SiteReport]:
     entries: list[tuple[int, SiteReport]] = []
     for site in plan.sites:
         node = _node(site)
-        own = site.own if isinstance(site, (CombineSite, AggregateSite, ProjectionSite)) else ""
+        own = site.own if isinstance(site, (WithGates, ProjectionSite)) else ""
         entries.append((shadow.position[node], SiteReport(site.op, location(node), _detail(site), own=own)))
     for declined in plan.declined:
         at = shadow.position[declined.node] if declined.node is not None else 0
@@ -435,6 +437,9 @@ def _detail(site: Site) -> str:
         return (
             f"n = {c.streams.n}, C = {c.streams.channels}, {str(c.x.dtype).removeprefix('torch.')}, h_post f + {kind}"
         )
+    if isinstance(site, MixingSite):
+        n, m, channels = site.mixing.sizes
+        return f"n = {n}, {m} rows, C = {channels}"
     if isinstance(site, AggregateSite):
         return f"n = {site.aggregate.streams.n}, C = {site.aggregate.streams.channels}"
     if isinstance(site, SinkhornSite):

@@ -32,6 +32,7 @@ from mhc_compile.passes.plan.sites import (
     CombineSite,
     Decline,
     Declined,
+    MixingSite,
     MixSite,
     Product,
     ProjectionSite,
@@ -39,6 +40,7 @@ from mhc_compile.passes.plan.sites import (
     SinkhornSite,
     Site,
     Vector,
+    WithGates,
     outputs,
     surface,
     visible,
@@ -117,6 +119,9 @@ def plan(shadow: Shadow, findings: Findings, errors: list[str] | None = None, *,
             accepted = sites[-1]
             assert isinstance(accepted, CombineSite)
             claimed |= _within(accepted.combine)
+    for mixing in findings.mixings:
+        if mixing.out not in claimed:
+            consider("mix_streams", mixing.op.node, lambda m=mixing: MixingSite(m))  # type: ignore[misc]
     free = [a for a in findings.aggregates if a.out not in claimed]
     with guard("single operators are not looked for", errors):
         _single_operators(findings, free, sites, known, evident, consider)
@@ -223,6 +228,8 @@ def _views(sites: list[Site]) -> dict[Value, StreamsView]:
             found |= {c.out: c.out_view, c.x: c.streams}
         elif isinstance(site, AggregateSite):
             found[site.aggregate.x] = site.aggregate.streams
+        elif isinstance(site, MixingSite) and site.mixing.streams is not None:
+            found[site.mixing.x] = site.mixing.streams
         elif isinstance(site, MixSite):
             found[site.x] = site.streams
     return found
@@ -288,6 +295,7 @@ __all__ = [
     "Decline",
     "Declined",
     "MixSite",
+    "MixingSite",
     "Plan",
     "Product",
     "ProjectionSite",
@@ -295,6 +303,7 @@ __all__ = [
     "SinkhornSite",
     "Site",
     "Vector",
+    "WithGates",
     "outputs",
     "plan",
     "surface",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from mhc_compile.passes.plan.sites import AggregateSite, CombineSite, Declined, MixSite, SinkhornSite, Site
+from mhc_compile.passes.plan.sites import CombineSite, Declined, MixSite, SinkhornSite, Site, WithGates
 from mhc_compile.passes.recognise import Findings
 from mhc_compile.passes.recognise.aggregate import aggregates
 from mhc_compile.passes.recognise.combine import combines, residuals
@@ -27,7 +27,7 @@ def misses(
 ) -> Iterator[Declined]:
     """What was seen of hyper-connections and is in no site, each with the reason of the furthest reading."""
     told = {value for site in sites for value in site.targets()}
-    gates = {gate for site in sites if isinstance(site, (CombineSite, AggregateSite)) for gate in site.gates()}
+    gates = {gate for site in sites if isinstance(site, WithGates) for gate in site.gates()}
     for value, found in findings.matrices.items():
         if isinstance(found, str) and value not in told and value not in gates and value.op is not None:
             yield Declined("sinkhorn", f"the value {found}", value.op.node)
@@ -56,7 +56,7 @@ def _unread(
 ) -> Iterator[Declined]:
     """Gates that operators make and that something other than an operator reads."""
     refused = {entry.node for entry in declined}
-    read = {gate for site in sites if isinstance(site, (CombineSite, AggregateSite)) for gate in site.gates()}
+    read = {gate for site in sites if isinstance(site, WithGates) for gate in site.gates()}
     read |= {site.aggregate.gate for site in sites if isinstance(site, MixSite) and site.aggregate is not None}
     told: set[Op] = set()
     for role, gate, x in sorted(_known(sites), key=lambda known: known[0] == "h_post"):  # h_res tells more of a combine

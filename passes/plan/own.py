@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mhc_compile.passes.plan.sites import AggregateSite, CombineSite, MixSite, SinkhornSite, Site
+from mhc_compile.passes.plan.sites import AggregateSite, MixingSite, MixSite, SinkhornSite, Site, WithGates
 from mhc_compile.passes.recognise import Findings
 from mhc_compile.passes.recognise.iterations import is_under_vmap
 from mhc_compile.passes.report import location
@@ -17,7 +17,7 @@ def name_own_gates(sites: list[Site], findings: Findings) -> None:
     made |= {site.matrices.out for site in sites if isinstance(site, SinkhornSite)}
     because = {miss.value: miss for miss in findings.misses}
     for site in sites:
-        if isinstance(site, (CombineSite, AggregateSite)):
+        if isinstance(site, WithGates):
             own = []
             for role, gate in _roles(site):
                 if gate not in made:
@@ -32,9 +32,12 @@ def _at(gate: Value) -> str:
     return f" ({at})" if at is not None and at.file else ""
 
 
-def _roles(site: CombineSite | AggregateSite) -> Iterator[tuple[str, Value]]:
+def _roles(site: WithGates) -> Iterator[tuple[str, Value]]:
     if isinstance(site, AggregateSite):
         yield "h_pre", site.aggregate.gate
+        return
+    if isinstance(site, MixingSite):
+        yield "h", site.mixing.gate
         return
     yield "h_post", site.combine.outer.post
     yield from (("h_res", mix.res) for mix in site.combine.mixes if mix.res is not None)

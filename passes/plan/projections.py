@@ -16,8 +16,6 @@ from torch import fx
 from mhc_compile.forms import Sinkhorn
 from mhc_compile.passes.plan.gradients import is_reached, requires_gradient
 from mhc_compile.passes.plan.sites import (
-    AggregateSite,
-    CombineSite,
     Decline,
     MixSite,
     Product,
@@ -26,6 +24,7 @@ from mhc_compile.passes.plan.sites import (
     SinkhornSite,
     Site,
     Vector,
+    WithGates,
     surface,
     visible,
 )
@@ -51,7 +50,7 @@ def projection_sites(
     used = _rows_of(sites)
     groups: dict[tuple[object, ...], list[Product]] = {}
     made = {value for site in sites for value in site.targets()}
-    gates = (gate for site in sites if isinstance(site, (CombineSite, AggregateSite)) for gate in site.gates())
+    gates = (gate for site in sites if isinstance(site, WithGates) for gate in site.gates())
     read = [gate for gate in gates if gate not in made]
     read += [site.matrices.logits for site in sites if isinstance(site, SinkhornSite)]
     left = [out for out, rows in used.items() if len(rows) < findings.readings[out][0].rows and _is_read(out, made)]

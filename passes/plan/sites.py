@@ -19,6 +19,7 @@ from mhc_compile.passes.recognise.contraction import StreamsView
 from mhc_compile.passes.recognise.gates import Gate
 from mhc_compile.passes.recognise.input_norm import InputNorm
 from mhc_compile.passes.recognise.layout import keeps_order
+from mhc_compile.passes.recognise.mixing import Mixing
 from mhc_compile.passes.recognise.projection import Projection
 from mhc_compile.passes.shadow import Value
 
@@ -152,6 +153,24 @@ class AggregateSite:
 
 
 @dataclass
+class MixingSite:
+    """mix_streams, several rows of the streams at once; own says why its gate is the program's, if it is."""
+
+    mixing: Mixing
+    own: str = ""
+    op: str = "mix_streams"
+
+    def targets(self) -> Iterator[Value]:
+        yield self.mixing.out
+
+    def gates(self) -> Iterator[Value]:
+        yield self.mixing.gate
+
+    def sources(self) -> Iterator[Value]:
+        yield from (self.mixing.x, self.mixing.gate)
+
+
+@dataclass
 class SinkhornSite:
     """sinkhorn, of logits that come from elsewhere."""
 
@@ -208,7 +227,9 @@ class ProjectionSite:
                 yield product.projection.addend
 
 
-Site = MixSite | CombineSite | AggregateSite | SinkhornSite | ProjectionSite
+# What takes gates from elsewhere.
+WithGates = CombineSite | AggregateSite | MixingSite
+Site = MixSite | WithGates | SinkhornSite | ProjectionSite
 
 
 @dataclass(frozen=True)
@@ -249,7 +270,7 @@ def visible(value: Value) -> Value | None:
 
 def outputs(site: Site) -> list[Value]:
     """The results of a site that are values of the program, by which it is placed; raises Decline without any."""
-    if isinstance(site, (CombineSite, AggregateSite, SinkhornSite)):
+    if isinstance(site, (WithGates, SinkhornSite)):
         return [surface(next(site.targets()))]
     if isinstance(site, ProjectionSite):
         return [*(surface(product.projection.out) for product in site.products), *site.squares]

@@ -1,8 +1,8 @@
 """Stage 2, recognise: hyper-connection code in the ATen record.
 
-Wide operations are found by structure (`contraction`, `projection`, `aggregate`, `combine`), the small regions between
-them by behaviour (`rms`, `affine`, `gates`, `sinkhorn`), and Sinkhorns without either (`free`). Nothing here looks at
-names or at Dynamo's spelling.
+Wide operations are found by structure (`contraction`, `projection`, `aggregate`, `combine`, `mixing`), the small
+regions between them by behaviour (`rms`, `affine`, `gates`, `sinkhorn`), and Sinkhorns without either (`free`). Nothing
+here looks at names or at Dynamo's spelling.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from mhc_compile.passes.recognise.combine import Combine
 from mhc_compile.passes.recognise.contraction import StreamsView
 from mhc_compile.passes.recognise.gates import Gate, Matrices, NotAGate
 from mhc_compile.passes.recognise.layout import Layout, NotALayout, any_view, is_movement, origin, tidy
+from mhc_compile.passes.recognise.mixing import Mixing, fractions
 from mhc_compile.passes.recognise.pieces import TOGETHER
 from mhc_compile.passes.recognise.projection import (
     Projection,
@@ -97,6 +98,7 @@ class Findings:
     mixtures: list[Mixture]
     aggregates: list[Aggregate]
     combines: list[Combine]
+    mixings: list[Mixing]
     misses: list[NotAGate]
     matrices: dict[Value, Matrices | str]
     reader: Reader
@@ -168,7 +170,12 @@ def recognise(shadow: Shadow, errors: list[str] | None = None) -> Findings:
     matrices |= dict(free.with_tokens_last(shadow.ops, errors))
     left = [m for value, m in misses.items() if not understood.intersection((value, _before_factor(value, understood)))]
     connections = Connections(shadow.ops, [*aggregates, *others])
-    return Findings(mixtures, aggregates, combines, left, matrices, reader, connections, readings)
+    mixings: list[Mixing] = []
+    with guard("fractions of channels are not looked for", errors):
+        written = {c.out for c in combines}
+        sums = (op.out for op in shadow.ops if op.name in _SUMS and op.outs and op.out not in written)
+        mixings = fractions(sums, reader, connections)
+    return Findings(mixtures, aggregates, combines, mixings, left, matrices, reader, connections, readings)
 
 
 def _read_wide(
@@ -423,6 +430,7 @@ __all__ = [
     "Findings",
     "Gate",
     "Matrices",
+    "Mixing",
     "Mixture",
     "Normed",
     "NotAGate",

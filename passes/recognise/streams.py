@@ -2,7 +2,8 @@
 
 A tensor counts as streams if it is connected:
 - it is x, or x', of a write whose f depends on a read of the same x, and is not that read itself;
-- or a projection of it makes a known gate that acts on it.
+- or a projection of it makes a known gate that acts on it;
+- or a sublayer reads several rows of it side by side, and what is written comes from these (`mixing`).
 In a graph that was cut, f may come in from outside: then a write counts by itself if it has a matrix and a post gate
 for each token.
 """
@@ -31,7 +32,7 @@ class Connections:
         """The reads of the streams of a write, or of what is made of them, that its f depends on."""
         return [
             read
-            for value in self._between(write.x, write.outer.f)
+            for value in self.between(write.x, write.outer.f)
             for read in self._reads.get(value, ())
             if read.streams.n == write.streams.n and self._depends(read.x, write.x)
         ]
@@ -39,7 +40,7 @@ class Connections:
     def is_write(self, write: Combine) -> bool:
         """Whether f depends on a read of the streams, or comes in from outside for a write that has all its gates."""
         x, f = write.x, write.outer.f
-        behind = self._between(x, f)
+        behind = self.between(x, f)
         if x not in behind:
             mix = write.mix
             return mix is not None and _is_each(mix.res_layout.dims[0]) and _is_each(write.outer.post_layout.dims[0])
@@ -55,9 +56,9 @@ class Connections:
         return [read for read in found.values() if isinstance(read, Reading) and read.by_channel]
 
     def _depends(self, value: Value, x: Value) -> bool:
-        return value is x or (value.numel == x.numel and x in self._between(x, value))
+        return value is x or (value.numel == x.numel and x in self.between(x, value))
 
-    def _between(self, x: Value, value: Value) -> dict[Value, None]:
+    def between(self, x: Value, value: Value) -> dict[Value, None]:
         """What a value is computed from, as far back as `x` was computed: x itself, if it depends on it."""
         key = (x, value)
         found = self._behind.get(key)

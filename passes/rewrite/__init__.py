@@ -15,6 +15,7 @@ from mhc_compile.passes.plan import (
     AggregateSite,
     CombineSite,
     Decline,
+    MixingSite,
     MixSite,
     Plan,
     Product,
@@ -96,6 +97,8 @@ class Rewriter(Vectors):
             self._combine(site)
         elif isinstance(site, AggregateSite):
             self._aggregate(site)
+        elif isinstance(site, MixingSite):
+            self._mixing(site)
         elif isinstance(site, ProjectionSite):
             self._projection(site)
         else:
@@ -127,7 +130,7 @@ class Rewriter(Vectors):
         self.calls.append((call, site))
         first = self._item(call, 0)
         if site.aggregate is not None and target is not None:
-            self._replace(target, self._laid_out(first, tokens, site.aggregate.out_layout, None))
+            self._replace(target, self._laid_out(first, tokens, site.aggregate.out_layout))
         elif site.pre is not None:
             self._gate(site.pre.value, first, False)
         if site.post is not None:
@@ -164,7 +167,7 @@ class Rewriter(Vectors):
         written = c.out_view
         if (target.dtype == c.out.dtype or target is not c.out) and not self.aliases.is_written(self._node(target)):
             self.streams[target] = (written, new, dims)
-        self._replace(target, self._laid_out(new, dims, Layout((written.tokens, written.channel)), written.stream))
+        self._replace(target, self._laid_out(new, dims, written.layout))
 
     def _mixed(self, mix: Mix, dims: list[int], tokens: Sequence[Any], n: int) -> fx.Node:
         """The matrices [*tokens, n, n] that streams are multiplied by."""
@@ -195,7 +198,17 @@ class Rewriter(Vectors):
         gate = self._gate_operand(a.gate, a.gate_layout, dims, (*compat.example(x).shape[:-2], a.streams.n))
         new = self._operator(site.op, x, self._times(gate, a.const), **self._out_dtype(target, x))
         self.calls.append((new, site))
-        self._replace(target, self._laid_out(new, dims, a.out_layout, None))
+        self._replace(target, self._laid_out(new, dims, a.out_layout))
+
+    def _mixing(self, site: MixingSite) -> None:
+        m, target = site.mixing, surface(site.mixing.out)
+        self.anchor = self.copies[self._node(target)]
+        x, dims = self._rows(m.x, m.x_layout)
+        shape = (*compat.example(x).shape[:-2], *m.sizes[:2])
+        gate = self._times(self._gate_operand(m.gate, m.gate_layout, dims, shape), m.const)
+        new = self._operator(site.op, x, gate, **self._out_dtype(target, x))
+        self.calls.append((new, site))
+        self._replace(target, self._laid_out(new, dims, m.out_layout))
 
     def _projection(self, site: ProjectionSite) -> None:
         """One operator call, and behind it for each product what the program has in front of it."""

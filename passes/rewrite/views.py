@@ -36,17 +36,20 @@ class Views(Editor):
         if known is not None and known[0] == streams:
             self.operands = [known[1]]
             return known[1], known[2]
+        return self._rows(value, Layout((streams.tokens, (streams.stream,), streams.channel)))
+
+    def _rows(self, value: Value, layout: Layout) -> tuple[fx.Node, list[int]]:
+        """The value as [*tokens, n, C], by a layout indexed [token, stream, channel], and the sizes of the tokens."""
         held, node = self._held(value)
         self.operands = [node]
-        sizes = (held.shape, held.meta.shape)
-        node, groups = self._split(sizes, node, (streams.tokens, (streams.stream,), streams.channel))
+        node, groups = self._split((held.shape, held.meta.shape), node, layout.dims)
         lead = len(groups[0])
         for at, group in ((lead, groups[1]), (lead + 1, groups[2])):
             if len(group) > 1:
                 node = self._call("flatten", node, at, at + len(group) - 1)
             elif not group:
                 node = self._call("unsqueeze", node, at)
-        inner = zip(compat.example(node).shape[-2:], (streams.n, streams.channels), strict=True)
+        inner = zip(compat.example(node).shape[-2:], layout.shape[1:], strict=True)
         if not all(compat.same_size(have, size) for have, size in inner):
             raise Decline("the number of streams or of channels is not a constant of the program")
         if self.aliases.is_written(self._node(held)):
@@ -165,10 +168,10 @@ class Views(Editor):
             raise Decline("a dimension of symbolic size cannot be split")
         return [-1, *parts[1:]]
 
-    def _laid_out(self, node: fx.Node, tokens: list[int], layout: Layout, stream: tuple[int, int] | None) -> fx.Node:
+    def _laid_out(self, node: fx.Node, tokens: list[int], layout: Layout) -> fx.Node:
         """An operator's result [*tokens, n?, C] with its dimensions in the order in which the program has them.
 
-        layout says where [tokens, channels] lie in the program's result, stream where the streams do.
+        layout says where tokens, streams if there are any, and channels lie in the program's result.
         """
         groups: list[tuple[int, list[int]]] = []  # (stride, dimensions of the node)
         at = 0
@@ -183,14 +186,12 @@ class Views(Editor):
             groups.append((stride, taken))
         ones = range(at, len(tokens))
         rank = len(tokens)
-        if stream is not None:
-            groups.append((stream[1] if stream[0] > 1 else 0, [rank]))
-            rank += 1
-        channel = layout.dims[1]
-        if len(channel) > 1:
-            node = self._call("unflatten", node, -1, [size for size, _ in channel])
-        for i, (_, stride) in enumerate(channel or ((1, 0),)):
-            groups.append((stride, [rank + i]))
+        for dim in layout.dims[1:]:
+            if len(dim) > 1:
+                node = self._call("unflatten", node, rank, [size for size, _ in dim])
+            for _, stride in dim or ((1, 0),):
+                groups.append((stride, [rank]))
+                rank += 1
         order = [i for _, dims in sorted(groups, key=lambda group: -group[0]) for i in dims]
         # What is left of the tokens' dimensions is of size 1, and goes by a reshape.
         return node if order == sorted(order) else self._call("permute", node, *ones, *order)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.passes import test_fractions as fractions
 from tests.passes import test_norms as norms
 from tests.passes import test_own_gates as own
 from tests.passes import test_reasons as reasons
@@ -61,10 +62,15 @@ def _embeddings() -> tuple[Tensor, ...]:
 
 
 READ_FUSED, READ, WRITE, PROJECT = "generate_mix_and_aggregate", "aggregate", "expand_combine", "projection"
+MIX = "mix_streams"
 
 
 def _own(text: str, kind: Any, *operators: str, state: str = "own gates", reason: str = "") -> Form:
     return Form(text, kind, _streams, operators, state, reason)
+
+
+def _fractions(text: str, kind: type[fractions.Fractions], *operators: str) -> Form:
+    return Form(text, kind, lambda: (torch.randn(fractions.SHAPE),), operators, "own gates")
 
 
 def _near(text: str, kind: type[Sublayer], *operators: str, state: str = "own gates", reason: str = "") -> Form:
@@ -83,14 +89,6 @@ class OneStream(own.Own):
     def forward(self, x: Tensor) -> Any:
         x = x.sin()
         return x + self.p[0] * self.layer(x)
-
-
-class MixedAlone(own.Softmax):
-    """The streams are mixed, and what the sublayer makes is added to one of them."""
-
-    def write(self, x: Tensor, f: Tensor, p: Tensor, r: Tensor) -> Tensor:
-        mixed = r.transpose(-1, -2) @ x
-        return torch.cat((mixed[..., :1, :] + f.unsqueeze(-2), mixed[..., 1:, :]), -2)
 
 
 class GateOfChannels(own.Identity):
@@ -136,6 +134,12 @@ GROUPS: dict[str, list[Form]] = {
         _own("the streams as they are", own.Identity, READ, WRITE, PROJECT),
         _own("x + (H - I) x", own.MinusIdentity, READ, WRITE, PROJECT),
         _own("a blend of x and H x", own.Blended, READ, WRITE, PROJECT),
+    ],
+    "Frac-connections (arXiv 2503.14125): rows side by side": [
+        _fractions("three products, static", fractions.Static, *[MIX] * 3),
+        _fractions("three products, of a projection", fractions.OfTheProjection, *[MIX] * 3, PROJECT),
+        _fractions("one product for reading and mixing", fractions.InOneProduct, *[MIX] * 2, PROJECT),
+        _fractions("the same with channels first", fractions.ChannelsFirst, *[MIX] * 2),
     ],
     "Norms in front of the projection": [
         Form("RMS, a weight for each element", norms.WeightOfElements, _streams, (READ_FUSED, WRITE), "fused"),

@@ -1,0 +1,144 @@
+"""Mixing the streams into several rows at once: out[o] = sum_i gate[i, o] * x[i].
+
+Frac-connections (arXiv 2503.14125) read m rows of the streams, put them side by side for the sublayer, and write the m
+parts of its result through a matrix. Structure alone does not tell this from a graph convolution or from attention.
+The rows count as streams if the program puts them side by side as the channels of what it writes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+
+from mhc_compile.passes.recognise.contraction import (
+    MAX_ROWS,
+    Axis,
+    Contraction,
+    StreamsView,
+    by_stride,
+    contractions,
+    exact,
+    is_innermost,
+    joined,
+    split,
+)
+from mhc_compile.passes.recognise.layout import Dim, Layout, is_movement, tidy
+from mhc_compile.passes.recognise.reader import Reader
+from mhc_compile.passes.recognise.streams import Connections
+from mhc_compile.passes.shadow import Op, Value
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """out[token, o, channel] = const * the sum over i of gate[token, i, o] * x[token, i, channel].
+
+    The layouts are indexed so, each over its tensor. Streams that are split into fractions have two strides.
+    """
+
+    out: Value
+    gate: Value
+    gate_layout: Layout
+    x: Value
+    x_layout: Layout
+    out_layout: Layout
+    const: float
+
+    @property
+    def op(self) -> Op:
+        assert self.out.op is not None
+        return self.out.op
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """The numbers of streams, of rows that they are mixed into, and of channels."""
+        _, n, channels = self.x_layout.shape
+        return n, self.out_layout.shape[1], channels
+
+    @property
+    def streams(self) -> StreamsView | None:
+        """Where the streams lie, if they are evenly apart."""
+        tokens, stream, channel = self.x_layout.dims
+        return StreamsView(tokens, stream[0], channel) if len(stream) == 1 else None
+
+
+def mixings(reader: Reader, out: Value) -> Iterator[Mixing]:
+    """The readings of a value as several rows, each a sum of the streams."""
+    terms = reader.terms(out)
+    if len(terms) != 1 or not terms[0].summed:
+        return
+    for c in contractions(terms[0], out, parts=True):
+        found = _read(c)
+        if found is not None:
+            yield found
+
+
+def _read(c: Contraction) -> Mixing | None:
+    streams = joined(by_stride([a for a in c.axes if a.summed], "right"))
+    rows = joined(by_stride([a for a in c.axes if not a.summed and a.right == 0], "out"))
+    if not streams or not rows or c.left is c.right or not all(a.left for a in (*streams, *rows)):
+        return None
+    n = prod(a.size for a in streams)
+    if n * prod(a.size for a in rows) > MAX_ROWS or not all(a.right for a in streams):
+        return None
+    nearest = (n, streams[-1].right)
+    for tokens, channels in split([a for a in c.axes if not a.summed and a.right], c.right, nearest):
+        token, channel = (joined(by_stride(axes, "right")) for axes in (tokens, channels))
+        view = StreamsView(_steps(token, "right"), nearest, _steps(channel, "right"))
+        # A linear layer mixes the channels of all tokens so, and a read by as many gates the streams.
+        if view.channels == 1 or view.channels_first or not is_innermost(view, c.right):
+            continue
+        gate = Layout(tuple(_steps(axes, "left") for axes in (token, streams, rows)), c.left_offset)
+        x = Layout(tuple(_steps(axes, "right") for axes in (token, streams, channel)))
+        out = Layout(tuple(_steps(axes, "out") for axes in (token, rows, channel)))
+        return Mixing(c.out, c.left, gate, c.right, x, out, c.const)
+    return None
+
+
+def _steps(axes: list[Axis], side: str) -> Dim:
+    return tidy([(a.size, getattr(a, side)) for a in axes])
+
+
+def fractions(sums: Iterable[Value], reader: Reader, connections: Connections) -> list[Mixing]:
+    """The mixings behind sums of mixed streams and of a sublayer's parts, where the streams are connected."""
+    found: dict[tuple[Value, Value], Mixing] = {}
+    for out in sums:
+        for x, f in _written(out, reader):
+            behind = [value for value in connections.between(x, out) if _is_first(value)]
+            mixed = [m for value in behind for m in mixings(reader, value) if m.x is x or m.x is f]
+            parts = connections.between(x, f)
+            if any(m.x is x and _side_by_side(m, parts, reader) for m in mixed):
+                for mixing in mixed:
+                    found.setdefault((mixing.out, mixing.x), mixing)
+    return list(found.values())
+
+
+def _written(out: Value, reader: Reader) -> Iterator[tuple[Value, Value]]:
+    """The streams that are mixed in a sum of two products, and what the other product may be of."""
+    terms = reader.terms(out)
+    if len(terms) != 2:
+        return
+    for term, other in (terms, terms[::-1]):
+        mixed = {m.x for c in contractions(term, out, parts=True) if (m := _read(c)) and m.sizes[0] == m.sizes[1]}
+        bases = dict.fromkeys(source.base for factor in other.factors for source in exact(factor))
+        yield from ((x, f) for x in mixed for f in bases)
+
+
+def _is_first(value: Value) -> bool:
+    """Whether a value is in the program, and no view of another one that is."""
+    if not value.nodes:
+        return False
+    while value.op is not None and is_movement(value.op):
+        value = next(value.op.inputs())
+        if value.nodes:
+            return False
+    return value.op is not None
+
+
+def _side_by_side(mixing: Mixing, values: Iterable[Value], reader: Reader) -> bool:
+    """Whether the program makes one row of several: the parts of what a sublayer reads."""
+    width = mixing.sizes[2]
+    return any(
+        value.shape and value.shape[-1] > width and any(source.base is mixing.out for source in reader.views(value))
+        for value in values
+    )
