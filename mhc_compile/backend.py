@@ -142,11 +142,7 @@ def whole(module: fx.GraphModule, backend: str, options: dict[str, Any]) -> Iter
     Else the edge of a part might run through a hyper-connection. It yields what makes of the graph's compiled form the
     one that Dynamo calls.
     """
-    wanted: dict[str, Any] | None = None
-    if backend == "mhc":
-        wanted = {key: value for key, value in options.items() if str(key).startswith(_PREFIX)}
-    elif backend == "inductor" and _enabled and not _paused:
-        wanted = _enabled[-1]._options
+    wanted = _wanted(backend, "mhc", options)
     if wanted is None:
         yield lambda compiled: compiled
         return
@@ -164,6 +160,22 @@ def whole(module: fx.GraphModule, backend: str, options: dict[str, Any]) -> Iter
         yield lambda split: checked(split, compiled)
     finally:
         _is_rewritten.reset(token)
+
+
+def _wanted(backend: Any, ours: Any, options: dict[str, Any]) -> dict[str, Any] | None:
+    """Our options, where our passes are at work on what `torch.compile` was given: this backend, or Inductor."""
+    if backend == ours:
+        return {key: value for key, value in options.items() if str(key).startswith(_PREFIX)}
+    return _enabled[-1]._options if backend == "inductor" and _enabled and not _paused else None
+
+
+def given_up(function: compat.GivenUp, ours: Any) -> None:
+    """Note a function that Dynamo gives up, and raise where strict options ask for its hyper-connections."""
+    wanted = _wanted(function.backend, ours, function.options)
+    if wanted is not None:
+        noted, skipped = records.give_up(function), records.place(function).is_among(wanted.get(_SKIP, ()))
+        if noted and wanted.get("mhc.strict") and not skipped:
+            raise StrictError(str(records.report()))
 
 
 def _words(report: Report) -> str:
@@ -301,7 +313,8 @@ def mhc(
     options may also hold
 
     - "mhc.skip" (a list of "file.py:12"): leave the sites alone that reports show at these lines;
-    - "mhc.strict" (bool): raise `StrictError` if hyper-connection code was found but not rewritten;
+    - "mhc.strict" (bool): raise `StrictError` if hyper-connection code was found but not rewritten, or if Dynamo gives
+      up a function before a graph of it was looked at, unless "mhc.skip" has the line of the function;
     - "mhc.check" (bool): in its first calls compare each site of a graph with the program's own code, and leave sites
       alone whose operator is less accurate (`mhc_compile.checking`);
     - "mhc.fuse.accumulate", "mhc.fuse.boundary", "mhc.fuse.boundary_backward" (bool): leave out a fusion

@@ -36,6 +36,14 @@ def _whole(
     return whole(module, backend, options)
 
 
+def _given_up(function: compat.GivenUp) -> None:
+    """Note a function that Dynamo gives up: `mhc_compile.backend.given_up`, imported here."""
+    from mhc_compile import backend
+
+    backend.given_up(function, mhc)
+
+
 torch._dynamo.register_backend(mhc, name="mhc")
 compat.watch_dynamo()
+compat.watched.at_given_up.append(_given_up)
 compat.before_ddp_splits(_whole)

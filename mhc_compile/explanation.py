@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +20,8 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     Returns a `Report`: `report.sites`, `report.rewritten` and `report.declined` list the sites with operator, source
     location, detail and reason, `report.cut` what Dynamo tears apart, `report.fusions` counts what was fused;
     `str(report)` is the same for people. The rewritten graphs run operator by operator, in the caller's grad mode;
-    nothing is compiled and nothing is kept. From two seconds on, a terminal shows how far it is.
+    nothing is compiled and nothing is kept. Functions that Dynamo gave up before are tried, and stay given up. From two
+    seconds on, a terminal shows how far it is.
     """
     ledger = records.Ledger()
 
@@ -33,12 +33,7 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
             )
         return compiled
 
-    compat.watch_dynamo()
-    # Dynamo keeps what it has compiled for earlier explanations.
-    more = compat.more_compilations(1 + next(_explanations))
-    with more, compat.without_tracebacks(), progress(lambda: f"explain: {ledger.progress()}"):
+    apart, more = compat.apart(mhc, ledger.give_up), compat.any_number_of_compilations()
+    with apart, more, compat.without_tracebacks(), progress(lambda: f"explain: {ledger.progress()}"):
         torch.compile(model, backend=mhc)(*args, **kwargs)
     return ledger.report()
-
-
-_explanations = itertools.count()

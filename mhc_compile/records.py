@@ -19,7 +19,7 @@ from typing import Any
 
 from mhc_compile import compat, guard
 from mhc_compile.passes.cut import MADE_ELSEWHERE
-from mhc_compile.passes.report import Location, Report, SiteReport
+from mhc_compile.passes.report import FUNCTION, NOT_COMPILED, Location, Report, SiteReport
 
 log = logging.getLogger(__name__)
 
@@ -147,6 +147,7 @@ class Ledger:
     def __init__(self) -> None:
         self._frames: dict[Any, dict[Any, _Compilation]] = {}
         self._without_frame: list[Compiled] = []
+        self._eager: list[compat.GivenUp] = []
         self._active: ContextVar[Compiled | None] = ContextVar("active", default=None)
         self._last: _Compilation | Compiled | None = None
 
@@ -206,9 +207,21 @@ class Ledger:
         self._without_frame.append(Compiled())
         return self._without_frame[-1]
 
+    def give_up(self, function: compat.GivenUp) -> bool:
+        """Note a function that Dynamo gives up, unless it does so for a graph that failed: that graph was looked at.
+
+        Returns whether it is noted.
+        """
+        compat.on_dynamo_reset(_forgetful)
+        compilation = self._frames.get(function.broken.frame, {}).get(function.broken.number)
+        if compilation is not None and any(graph.failure is not None for graph in compilation.graphs):
+            return False
+        self._eager.append(function)
+        return True
+
     def report(self) -> Report:
         """All that Dynamo kept, with what it did not keep of the same code."""
-        total = Report()
+        total = Report(cut=list(dict.fromkeys(map(_unknown, self._eager))))
         for frame, compilations in self._frames.items():
             kept = (one for number, one in compilations.items() if (frame, number) in compat.watched.kept)
             joined = Report.joined(one.report() for one in kept)
@@ -231,7 +244,7 @@ class Ledger:
                 if why is not None:
                     sites = [(site.op, site.location) for site in one.report().sites]
                     left = [site for site in sites if site not in kept]
-                    told = [SiteReport(*site, "not compiled", reasons.setdefault(site, why)) for site in left]
+                    told = [SiteReport(*site, NOT_COMPILED, reasons.setdefault(site, why)) for site in left]
                     lost = Report.joined([lost, Report(cut=told)])
         return lost.cut
 
@@ -254,7 +267,22 @@ class Ledger:
         """Forget everything, as Dynamo does when it is reset."""
         self._frames.clear()
         self._without_frame.clear()
+        self._eager.clear()
         self._last = None
+
+
+def place(function: compat.GivenUp) -> Location:
+    """Where a function begins, with its name."""
+    return Location(function.file, function.line, function.function)
+
+
+def _unknown(function: compat.GivenUp) -> SiteReport:
+    behind = " behind an earlier break" if function.resumed else ""
+    words = (
+        f"Dynamo gives it up at {_told(function.broken).rstrip('.')}. Its own lines{behind} run eagerly and were not "
+        "looked at; each function that it calls is compiled by itself, and its sites count once"
+    )
+    return SiteReport(FUNCTION, place(function), NOT_COMPILED, words)
 
 
 def _left_eager(limit: compat.RecompileLimit) -> SiteReport:
@@ -263,7 +291,7 @@ def _left_eager(limit: compat.RecompileLimit) -> SiteReport:
         f"anything new; what changed last: {limit.changed}"
     )
     where = Location(limit.file, limit.line, limit.function)
-    return SiteReport("function", where, "not compiled any more", words)
+    return SiteReport(FUNCTION, where, "not compiled any more", words)
 
 
 class _Forgetful:
@@ -278,6 +306,7 @@ _forgetful = _Forgetful()
 _process = Ledger()
 # Of the process: around the compilation of one graph, the graph that is being compiled, and the last compilation.
 graph, current, last, is_strict = _process.graph, _process.current, _process.last, _process.is_strict
+give_up = _process.give_up
 
 
 def forget() -> None:

@@ -80,12 +80,14 @@ class Verification:
         times = ", ".join(f"{run} {self.seconds[run]:.1f} s" for run in self.seconds)
         rewritten, found = len(self.report.rewritten), len(self.report.sites)
         lines.append(f"{rewritten} of {found} hyper-connection sites rewritten; runs took {times}")
+        lines += self.report.told_of_cut()
         lines += [f"error in the passes: {message}" for message in self.report.errors]
         return "\n".join([*lines, self._verdict()])
 
     def _verdict(self) -> str:
         if self.ok:
-            return "ok: " + ("as accurate as eager" if self.report.rewritten else "right, but nothing was rewritten")
+            what = "as accurate as eager" if self.report.rewritten else "right, but nothing was rewritten"
+            return f"ok: {what}" + ("; what is cut or not compiled stands above" if self.report.cut else "")
         if not self.failures:
             return "FAILED: the passes failed on a graph, which was compiled as it was"
         verdict = f"FAILED: {len(self.failures)} results are less accurate than eager's"

@@ -176,8 +176,7 @@ def _leave_alone(plan: Plan, left: Left) -> None:
 def _skip(plan: Plan, skipped: Sequence[str]) -> None:
     """Leave the sites at some places alone: `file.py:12` names them as reports do, with or without folders."""
     for site in list(plan.sites) if skipped else ():
-        place = f"/{location(_node(site))}"
-        if any(place.endswith(f"/{name.lstrip('/')}") for name in skipped):
+        if location(_node(site)).is_among(skipped):
             plan.sites.remove(site)
             plan.declined.append(Declined(site.op, SKIPPED, _node(site)))
 

@@ -46,6 +46,10 @@ class Location:
         """The same on all machines of a job; empty if the graph does not know the line."""
         return f"{os.path.basename(self.file)}:{self.line}" if self.file else ""
 
+    def is_among(self, places: Iterable[str]) -> bool:
+        """Whether `file.py:12`, with or without folders, names this line in a list of such places."""
+        return any(f"/{self}".endswith(f"/{place.lstrip('/')}") for place in places)
+
     def __str__(self) -> str:
         return f"{self.name}:{self.line}" if self.file else "unknown source"
 
@@ -73,6 +77,8 @@ class SiteReport:
         return self.reason or self.detail + (f"; its own: {self.own}" if self.own else "")
 
 
+# What stands for the operator, and for the detail, of a function that Dynamo gives up.
+FUNCTION, NOT_COMPILED = "function", "not compiled"
 _SITES = ("sites", "called", "cut", "unchecked")
 _COUNTS = ("checked", "fusions", "shared", "lowered")
 
@@ -83,7 +89,8 @@ class Report:
 
     - sites: every site in program order; rewritten are the accepted, declined the refused ones;
     - called: the operators that the program calls itself, which are no sites;
-    - cut: the sites that Dynamo tore apart or did not compile, and why; detail says which;
+    - cut: the sites that Dynamo tore apart or did not compile, and why; detail says which. unknown are the functions
+      among these that Dynamo gave up before a graph of them was looked at;
     - checked: how many sites, by operator, `mhc.check` compared with the program; unchecked: those that it could not;
     - advice: what would keep graphs whole that Dynamo may give up;
     - graphs: how many were looked at; compiled: how many there are of them, if a function was compiled again, for other
@@ -176,6 +183,15 @@ class Report:
     def __str__(self) -> str:
         return printable("\n".join([self._head(), *_lines(self, _KINDS), *self._nothing()]))
 
+    def told_of_cut(self) -> list[str]:
+        """What is told of the sites and functions that Dynamo tore apart or did not compile."""
+        return [printable(line) for line in _cut_lines(self, _KINDS)]
+
+    @property
+    def unknown(self) -> list[SiteReport]:
+        """The functions that Dynamo did not compile, in which nobody looked for sites."""
+        return [site for site in self.cut if (site.op, site.detail) == (FUNCTION, NOT_COMPILED)]
+
     def details(self) -> str:
         """Everything: each line of the program, and each detail."""
         return printable("\n".join([self._head(), *_lines(self, None), *self._nothing()]))
@@ -187,9 +203,12 @@ class Report:
         if self.cached:
             graphs += " from the cache" if self.cached == self._in_all() else f", {self.cached} of them from the cache"
         own = f", {len(self.with_own_gates)} with gates of their own," if self.with_own_gates else ""
+        unknown = len(self.unknown)
+        torn = f"; {len(self.cut) - unknown} cut or not compiled" if len(self.cut) > unknown else ""
+        torn += f"; {unknown} function{'s' if unknown > 1 else ''} not looked at" if unknown else ""
         return (
             f"mhc: {len(self.rewritten)} of {len(self.sites)} hyper-connection sites rewritten{own} "
-            f"in {graphs} ({self.seconds:.2f} s)" + (f"; {len(self.cut)} cut or not compiled" if self.cut else "")
+            f"in {graphs} ({self.seconds:.2f} s){torn}"
         )
 
     def _in_all(self) -> int:
@@ -197,7 +216,8 @@ class Report:
 
     def _nothing(self) -> list[str]:
         if not self.graphs:
-            return ["  no graph was looked at: none was compiled"]
+            again = "" if self.unknown else "; torch._dynamo.reset() has Dynamo try again what it gave up before"
+            return [f"  no graph was looked at: none was compiled{again}"]
         return [] if self.sites or self.called or self.cut or self.errors else ["  no hyper-connection code was found"]
 
 
@@ -231,10 +251,7 @@ def _lines(report: Report, most: int | None) -> list[str]:
         count = f"{len(group)} x " if len(group) > 1 else ""
         lines += _site(f"  declined: {count}{{op}} at {{place}}", group)
     lines += _more(len(declined), most, "kinds of sites that were declined")
-    cut = _groups(report.cut, whole)
-    for group in cut[:most]:
-        lines += _site(f"  {group[0].detail}: {{count}} x {{op}} at {{place}}", group)
-    lines += _more(len(cut), most, "kinds of sites that were cut or not compiled")
+    lines += _cut_lines(report, most)
     called = _groups(report.called, whole)
     for group in called[:most]:
         lines += _site("  called by the program: {count} x {op} at {place}", group)[:1]
@@ -250,6 +267,14 @@ def _lines(report: Report, most: int | None) -> list[str]:
     errors = list(dict.fromkeys(report.errors))
     lines += [f"  error: {message}" for message in errors[:most]]
     return lines + _more(len(errors), most, "errors")
+
+
+def _cut_lines(report: Report, most: int | None) -> list[str]:
+    cut = _groups(report.cut, most is None)
+    lines = [
+        line for group in cut[:most] for line in _site(f"  {group[0].detail}: {{count}} x {{op}} at {{place}}", group)
+    ]
+    return lines + _more(len(cut), most, "kinds of sites that were cut or not compiled")
 
 
 def _groups(sites: list[SiteReport], whole: bool) -> list[list[SiteReport]]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ import mhc_compile
 from mhc_compile import records
 from mhc_compile.passes.cut import advice
 from mhc_compile.passes.report import Location, Report, SiteReport
+from mhc_compile.testing import EmptyCaptureError, capture
 from tests.zoo.near import Sublayer
 
 pytestmark = [
@@ -33,11 +37,11 @@ class Broken(Sublayer):
         torch._dynamo.graph_break()
         return f
 
-    @classmethod
-    def place(cls) -> str:
-        lines, first = inspect.getsourcelines(cls)
-        line = first + next(i for i, text in enumerate(lines) if "graph_break()" in text)
-        return f"tests/test_breaks.py:{line}"
+
+def _place(cls: type, words: str = "graph_break()") -> str:
+    lines, first = inspect.getsourcelines(cls)
+    line = first + next(i for i, text in enumerate(lines) if words in text)
+    return f"tests/test_breaks.py:{line}"
 
 
 def _names(sites: list[SiteReport]) -> list[str]:
@@ -47,7 +51,7 @@ def _names(sites: list[SiteReport]) -> list[str]:
 def _check_cut(report: Report) -> None:
     assert _names(report.rewritten) == BOTH
     assert [(site.op, site.detail) for site in report.cut] == [(op, "cut") for op in BOTH]
-    words = f"Dynamo breaks the graph at {Broken.place()}: Call to `torch._dynamo.graph_break()`"
+    words = f"Dynamo breaks the graph at {_place(Broken)}: Call to `torch._dynamo.graph_break()`"
     read, write = (site.reason or "" for site in report.cut)
     assert read.startswith(f"its gates are read in another graph: {words}")
     assert write.startswith(f"its gates are made in another graph: {words}")
@@ -69,7 +73,7 @@ def test_a_sublayer_that_a_break_cuts_is_reported() -> None:
 
 def test_a_sublayer_that_a_break_cuts_is_not_strict() -> None:
     compiled = torch.compile(Broken(4, 6, 3, 2), backend="mhc", options={"mhc.strict": True})
-    with pytest.raises(mhc_compile.StrictError, match=f"its gates are read in another graph: .*{Broken.place()}"):
+    with pytest.raises(mhc_compile.StrictError, match=f"its gates are read in another graph: .*{_place(Broken)}"):
         compiled(torch.randn(X))
 
 
@@ -87,10 +91,169 @@ class InALoop(Sublayer):
 
 
 def test_functions_of_a_function_that_is_not_compiled_are_cut() -> None:
+    """They are told beside that function, whose own sites nobody knows."""
     report = mhc_compile.explain(InALoop(4, 6, 3, 2), torch.randn(X))
+    assert "; 3 cut or not compiled; 1 function not looked at\n" in str(report)
+    assert report.unknown == report.cut[:1]
     assert _names(report.rewritten) == ["generate_mix", "aggregate", "expand_combine"]
-    assert _names(report.cut) == _names(report.rewritten)
-    assert all("in another graph" in (site.reason or "") for site in report.cut)
+    assert _names(report.cut) == ["function", *_names(report.rewritten)]
+    assert all("in another graph" in (site.reason or "") for site in report.cut[1:])
+
+
+class OneFunction(Sublayer):
+    """All of a hyper-connection is code of one function, which Dynamo gives up if it is broken."""
+
+    broken = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = self.n
+        for _ in range(2):
+            mixes = (x.flatten(2) @ self.phi.T) * torch.rsqrt(x.flatten(2).square().mean(-1, keepdim=True) + 1e-6)
+            pre, post, res = (mixes + self.bias).split((n, n, n * n), -1)
+            layer_input = (torch.sigmoid(pre).unsqueeze(-1) * x).sum(2)
+            if self.broken:
+                torch._dynamo.graph_break()
+            out = torch.sigmoid(post).unsqueeze(-1) * layer_input.tanh().unsqueeze(2)
+            x = out + res.unflatten(-1, (n, n)).softmax(-1) @ x
+        return x
+
+
+def _one_function(broken: bool = True) -> OneFunction:
+    model = OneFunction(4, 6, 3, 2)
+    model.broken = broken
+    return model
+
+
+def _check_given_up(text: str) -> None:
+    place = _place(OneFunction, "def forward")
+    words = "Call to `torch._dynamo.graph_break()`: User-inserted graph break. Message: None (graph break in loop)"
+    assert f"  not compiled: 1 x function at {place}  forward\n" in text
+    assert f"      Dynamo gives it up at {_place(OneFunction)}: {words}. Its own lines run eagerly" in text
+
+
+def test_a_function_that_is_given_up_is_explained() -> None:
+    report = mhc_compile.explain(_one_function(), torch.randn(X))
+    _check_given_up(str(report))
+    assert (report.sites, report.graphs, report.unknown) == ([], 0, report.cut)
+    assert "0 of 0 hyper-connection sites rewritten in 0 graphs (0.00 s); 1 function not looked at\n" in str(report)
+
+
+def test_a_part_of_a_function_that_is_given_up() -> None:
+    class Behind(OneFunction):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.sin()
+            torch._dynamo.graph_break()
+            for _ in range(2):
+                x = x.cos()
+                torch._dynamo.graph_break()
+            return x
+
+    report = mhc_compile.explain(Behind(4, 6, 3, 2), torch.randn(X))
+    (site,) = report.unknown
+    assert (site.location.code, report.graphs) == ("forward", 1)
+    assert "(graph break in loop). Its own lines behind an earlier break run eagerly" in (site.reason or "")
+
+
+def test_a_function_that_is_given_up_is_reported() -> None:
+    """Once, whatever was explained; not that of another backend."""
+    mhc_compile.explain(_one_function(), torch.randn(X))
+    torch.compile(InALoop(4, 6, 3, 2), backend="eager")(torch.randn(X))
+    assert mhc_compile.report().cut == []
+    torch.compile(_one_function(), backend="mhc")(torch.randn(X))
+    _check_given_up(str(mhc_compile.report()))
+    assert len(mhc_compile.report().cut) == 1
+
+
+def test_a_function_that_is_given_up_is_not_strict() -> None:
+    compiled = torch.compile(_one_function(), backend="mhc", options={"mhc.strict": True})
+    for _ in range(2):  # Dynamo does not give up what raises
+        with pytest.raises(mhc_compile.StrictError) as caught:
+            compiled(torch.randn(X))
+        _check_given_up(str(caught.value))
+    torch._dynamo.reset()
+    with mhc_compile.enable({"mhc.strict": True}), pytest.raises(mhc_compile.StrictError, match="function not looked"):
+        torch.compile(_one_function())(torch.randn(X))
+
+
+def test_strict_options_do_without_a_function_that_they_skip() -> None:
+    options = {"mhc.strict": True, "mhc.skip": [_place(OneFunction, "def forward").removeprefix("tests/")]}
+    model, x = _one_function(), torch.randn(X)
+    assert torch.equal(torch.compile(model, backend="mhc", options=options)(x), model(x))
+
+
+def test_a_function_that_is_given_up_is_verified() -> None:
+    result = mhc_compile.verify(_one_function(), torch.randn(X), grad=False, inductor=False, say=None)
+    _check_given_up(str(result))
+    assert str(result).endswith("ok: right, but nothing was rewritten; what is cut or not compiled stands above")
+
+
+def test_a_function_that_is_given_up_in_a_snapshot() -> None:
+    with pytest.raises(EmptyCaptureError) as caught:
+        capture(_one_function(), torch.randn(X))
+    _check_given_up(str(caught.value))
+    lines = str(capture(InALoop(4, 6, 3, 2), torch.randn(X))).splitlines()
+    assert lines[0] == "not compiled: Dynamo gives up forward"
+    assert [line.partition("(")[0] for line in lines if "break" in line or "mix" in line][:2] == [
+        "cut: Dynamo breaks the graph in forward",
+        "%0 = generate_mix",
+    ]
+
+
+def test_a_break_in_a_snapshot() -> None:
+    lines = str(capture(Broken(4, 6, 3, 2), torch.randn(X))).splitlines()
+    cut = "cut: Dynamo breaks the graph in "
+    read, write = (i for i, line in enumerate(lines) if any(f"{name}(" in line for name in BOTH))
+    assert not lines[0].startswith(cut)
+    assert any(line.startswith(cut) for line in lines[read:write])
+    assert "cut" not in str(capture(Sublayer(4, 6, 3, 2), torch.randn(X)))
+
+
+@pytest.mark.usefixtures("passes_only")
+@pytest.mark.parametrize("look", [mhc_compile.explain, capture])
+def test_a_look_leaves_nothing_behind(look: Callable[..., Any]) -> None:
+    """What Dynamo gives up meanwhile it compiles afterwards, and what it had compiled it still has."""
+    x, calls = torch.randn(X), []
+
+    def counting(gm: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        def run(*given: Any) -> Any:
+            calls.append(gm)
+            return gm.forward(*given)
+
+        return run
+
+    compiled = torch.compile(_one_function(broken=False), backend=counting)
+    compiled(x)
+    assert "4 of 4" in str(mhc_compile.explain(_one_function(broken=False), x))
+    with contextlib.suppress(EmptyCaptureError):
+        look(_one_function(), x)
+    assert "4 of 4" in str(mhc_compile.explain(_one_function(broken=False), x))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        compiled(x)
+    assert calls == 2 * calls[:1]
+    with torch.no_grad():
+        torch.compile(_one_function(broken=False), backend="mhc", options={"mhc.strict": True})(x)
+    assert "4 of 4" in str(mhc_compile.report())
+
+
+@pytest.mark.parametrize("look", [mhc_compile.explain, capture])
+def test_a_look_at_what_dynamo_had_given_up(look: Callable[..., Any]) -> None:
+    """It is looked at, and stays given up."""
+    x, broken = torch.randn(X), torch.compile(_one_function(), backend="eager")
+    broken(x)
+    assert "expand_combine" in str(look(_one_function(broken=False), x))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        broken(x)
+
+
+@pytest.mark.usefixtures("passes_only")
+def test_looks_do_not_use_up_compilations() -> None:
+    model, x = Sublayer(4, 6, 3, 2), torch.randn(X)
+    with torch._dynamo.config.patch(recompile_limit=1), torch.no_grad():
+        for _ in range(2):
+            mhc_compile.explain(model, x)
+            capture(model, x)
+        torch.compile(model, backend="mhc", options={"mhc.strict": True})(x)
+    assert _names(mhc_compile.report().rewritten) == BOTH
 
 
 def test_a_region_that_gets_its_gates_is_not_cut() -> None:

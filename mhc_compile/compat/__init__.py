@@ -23,6 +23,7 @@ from mhc_compile.compat.driver import (
 )
 from mhc_compile.compat.graphs import (
     Snapshot,
+    any_number_of_compilations,
     asks_to_trace_again,
     compilation_again,
     compile_id,
@@ -34,7 +35,6 @@ from mhc_compile.compat.graphs import (
     for_these_sizes,
     is_called,
     module_of,
-    more_compilations,
     on_dynamo_reset,
     readable,
     sort_topologically,
@@ -139,8 +139,10 @@ from mhc_compile.compat.versions import (
     tell_if_untested,
 )
 from mhc_compile.compat.watching import (
+    GivenUp,
     GraphBreak,
     RecompileLimit,
+    apart,
     breaks_around,
     watch_dynamo,
     watched,
@@ -153,6 +155,7 @@ __all__ = [
     "AutogradFunction",
     "CustomGraphPass",
     "FloatWatch",
+    "GivenUp",
     "GraphBreak",
     "NeedsGuard",
     "RecompileLimit",
@@ -162,6 +165,8 @@ __all__ = [
     "aliased",
     "analyse_once",
     "another_fake",
+    "any_number_of_compilations",
+    "apart",
     "apply_at_this_level",
     "as_list",
     "asks_to_trace_again",
@@ -228,7 +233,6 @@ __all__ = [
     "may_be_equal",
     "may_mutate",
     "module_of",
-    "more_compilations",
     "names_of_bodies",
     "no_autocast_cache",
     "on_dynamo_reset",

@@ -8,13 +8,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import re
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
+
+import torch
 
 from mhc_compile.compat.graphs import compile_id, on_dynamo_reset
 from mhc_compile.compat.inductor import _guard
@@ -22,6 +26,7 @@ from mhc_compile.compat.inductor import _guard
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(.*)_at_\d+$")
 # Dynamo's texts are paragraphs: what happened, an explanation, hints, and what developers want to know.
 _EXPLANATION = re.compile(r"^\s*Explanation: (.*)$", re.MULTILINE)
+_THEN = re.compile(r"another graph break occurred: \*\*\*\s*(.*)")
 _LIMIT = "torch._dynamo hit config.%s"
 _FUNCTION = re.compile(r"'(.*)' \((.*):(\d+)\)")
 _GUARD = re.compile(r"(?:\d+/\d+: )?(.*?)(?:\s+#.*)?")
@@ -40,6 +45,23 @@ class GraphBreak:
 
 
 @dataclass(frozen=True)
+class GivenUp:
+    """A function that Dynamo leaves to Python for its break; Dynamo compiles the functions that it calls.
+
+    Of a function that is resumed, this is the part behind an earlier break. backend is what `torch.compile` was given:
+    the registered function for a name, and the name for Inductor.
+    """
+
+    broken: GraphBreak
+    function: str
+    file: str
+    line: int
+    resumed: bool
+    backend: Any
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class RecompileLimit:
     """A function that was compiled as often as Dynamo's setting `limit` allows; changed is the guard that failed."""
 
@@ -55,17 +77,22 @@ class RecompileLimit:
 class Watched:
     """What Dynamo did since it was reset. kept has the compilations whose code it keeps, limits are by frame.
 
-    at_limit is called with a frame that has reached a limit, and may raise.
+    strategies has what Dynamo does with code that it does not compile, by the id of the code. at_limit is called with a
+    frame that has reached a limit, each of at_given_up with a function that is given up, each of at_compiled with the
+    code, the compilation and the backend of one that is compiled. The first two may raise.
     """
 
     kept: set[tuple[Any, Any]] = field(default_factory=set)
     breaks: dict[GraphBreak, None] = field(default_factory=dict)
     limits: dict[Any, RecompileLimit] = field(default_factory=dict)
+    strategies: dict[int, tuple[weakref.ref[CodeType], Any]] = field(default_factory=dict)
     at_limit: Callable[[Any], None] = lambda frame: None
+    at_given_up: list[Callable[[GivenUp], None]] = field(default_factory=list)
+    at_compiled: list[Callable[[CodeType, Any, Any], None]] = field(default_factory=list)
 
     def reset(self) -> None:
         """Forget all: Dynamo numbers its frames anew."""
-        for seen in (self.kept, self.breaks, self.limits):
+        for seen in (self.kept, self.breaks, self.limits, self.strategies):
             seen.clear()
 
 
@@ -102,13 +129,13 @@ def watch_dynamo() -> None:
     """Have Dynamo's doings written into `watched`, from now on.
 
     It has a hook for code that it keeps. It logs each break by one method, and a function's last compilation in its log
-    alone (torch 2.11 to 2.14).
+    alone. What becomes of a frame is what `CatchErrorsWrapper` returns (torch 2.11 to 2.14).
     """
     with _guard("what Dynamo breaks and throws away is not told"):
-        from torch._dynamo.convert_frame import register_bytecode_hook
+        from torch._dynamo.convert_frame import CatchErrorsWrapper, register_bytecode_hook
         from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
-        log = InstructionTranslatorBase.log_graph_break
+        log, convert = InstructionTranslatorBase.log_graph_break, CatchErrorsWrapper.__call__
 
         @functools.wraps(log)
         def log_and_note(self: Any, code_options: Any, reason: str, exc: Any, **known: Any) -> None:
@@ -117,6 +144,18 @@ def watch_dynamo() -> None:
                     _note_break(self, exc)
             log(self, code_options, reason, exc, **known)
 
+        @functools.wraps(convert)
+        def convert_and_note(self: Any, frame: Any, cache_entry: Any, frame_state: Any) -> Any:
+            breaks = len(watched.breaks)
+            result = convert(self, frame, cache_entry, frame_state)
+            with _guard("a function that Dynamo gives up is not told"):
+                if result.guarded_code is None:
+                    _note_eager(frame.f_code, result, list(watched.breaks)[breaks:], self)
+                else:
+                    _note_compiled(frame.f_code, result.guarded_code, self)
+            return result
+
+        CatchErrorsWrapper.__call__ = convert_and_note  # type: ignore[method-assign]
         InstructionTranslatorBase.log_graph_break = log_and_note  # type: ignore[method-assign]
         register_bytecode_hook(_note_code)
         logging.getLogger("torch._dynamo.convert_frame").addFilter(_note_limit)
@@ -134,9 +173,100 @@ def _note_break(translator: Any, error: Any) -> None:
     said = str(error)
     what, explanation = said.strip().partition("\n")[0], _EXPLANATION.search(said)
     words = f"{what}: {explanation.group(1)}" if explanation else what
+    then = _THEN.search(said)
+    if then:
+        words += f" ({then.group(1)})"
     on_dynamo_reset(watched)
     found = GraphBreak(frame, number, _named(root.f_code), stack[-1].filename, stack[-1].lineno or 0, words)
     watched.breaks[found] = None
+
+
+def _given_to_compile(compiler: Any) -> tuple[Any, dict[str, Any]]:
+    """The backend, as `GivenUp` has it, and the options."""
+    while hasattr(compiler, "_torchdynamo_orig_backend"):
+        compiler = compiler._torchdynamo_orig_backend
+    backend = getattr(compiler, "compiler_fn", getattr(compiler, "compiler_name", ""))
+    return backend, getattr(compiler, "kwargs", {}).get("options") or {}
+
+
+def _note_compiled(code: CodeType, made: Any, compiler: Any) -> None:
+    for tell in list(watched.at_compiled):
+        tell(code, made.compile_id, _given_to_compile(compiler)[0])
+
+
+def _note_eager(code: CodeType, result: Any, breaks: list[GraphBreak], compiler: Any) -> None:
+    """Note what Dynamo does not compile, and tell of the user's function that it gives up for one of these breaks."""
+    on_dynamo_reset(watched)
+    if result.apply_to_code:
+        watched.strategies[id(code)] = (weakref.ref(code), result.frame_exec_strategy)
+    own = [one for one in breaks if one.function == _named(code)]
+    if own and not code.co_filename.startswith(_TORCH):
+        name, file = own[-1].function
+        resumed = name != code.co_name
+        found = GivenUp(own[-1], name, file, code.co_firstlineno, resumed, *_given_to_compile(compiler))
+        for tell in list(watched.at_given_up):
+            tell(found)
+
+
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+
+
+@contextlib.contextmanager
+def apart(backend: Any, tell: Callable[[GivenUp], Any]) -> Iterator[None]:
+    """Around a look at a model by a backend of its own, after which Dynamo is as it was before.
+
+    Dynamo tries what it gave up before. It keeps what it compiled before. It forgets the functions that it compiles for
+    this backend alone. tell is called with what it gives up for the backend.
+    """
+    compiled: list[tuple[CodeType, Any]] = []
+
+    def note(code: CodeType, compilation: Any, used: Any) -> None:
+        if used is backend:
+            compiled.append((code, compilation))
+
+    def tell_ours(function: GivenUp) -> None:
+        if function.backend is backend:
+            tell(function)
+
+    watch_dynamo()
+    before = dict(watched.strategies)
+    _act(before, ordinary=True)
+    watched.strategies.clear()
+    watched.at_given_up.append(tell_ours)
+    watched.at_compiled.append(note)
+    try:
+        yield
+    finally:
+        watched.at_given_up.remove(tell_ours)
+        watched.at_compiled.remove(note)
+        with _guard("Dynamo keeps what was compiled for a look at a model"):
+            _forget(compiled)
+        _act(watched.strategies, ordinary=True)
+        _act(before, ordinary=False)
+        watched.strategies.clear()
+        watched.strategies.update(before)
+
+
+def _forget(compiled: list[tuple[CodeType, Any]]) -> None:
+    """Have Dynamo forget functions of which it has no other compilation: it can drop all of a function's, or none."""
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
+
+    ours = {compilation for _, compilation in compiled}
+    for code in {id(code): code for code, _ in compiled}.values():
+        if all(entry.compile_id in ours for entry in _debug_get_cache_entry_list(code)):
+            reset_code(code)
+
+
+def _act(strategies: dict[int, tuple[weakref.ref[CodeType], Any]], ordinary: bool) -> None:
+    """Have Dynamo do with code what its strategy says, or what it does with any."""
+    with _guard("Dynamo does not compile again what it gave up"):
+        from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+        any_other = _FrameExecStrategy(_FrameAction.DEFAULT, _FrameAction.DEFAULT)
+        for ref, strategy in list(strategies.values()):
+            code = ref()
+            if code is not None:
+                set_code_exec_strategy(code, any_other if ordinary else strategy)
 
 
 def _note_limit(record: logging.LogRecord) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mhc_compile import compat, passes
+from mhc_compile import compat, passes, records
 from mhc_compile.passes.report import Report
 
 _DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.float64: "f64"}
@@ -33,13 +33,21 @@ class EmptyCaptureError(ValueError):
 
 @dataclass
 class Graphs:
-    """The graphs of one call of a model: dynamo after rewriting, joint (forward and backward in one) after fusing."""
+    """The graphs of one call of a model: dynamo after rewriting, joint (forward and backward in one) after fusing.
+
+    losses says, by the number of the graph that follows, what Dynamo cuts there and what it does not compile.
+    """
 
     dynamo: list[fx.Graph] = field(default_factory=list)
     joint: list[fx.Graph] = field(default_factory=list)
+    losses: list[tuple[int, str]] = field(default_factory=list)
 
     def __str__(self) -> str:
-        return "\n".join(graph_text(graph) for graph in self.dynamo)
+        lines = []
+        for number, graph in enumerate([*self.dynamo, None]):
+            lines += [words for before, words in self.losses if before == number]
+            lines += [graph_text(graph)] if graph is not None else []
+        return "\n".join(lines)
 
 
 def capture(model: Callable[..., Any], *args: Any, allow_empty: bool = False, **kwargs: Any) -> Graphs:
@@ -48,22 +56,36 @@ def capture(model: Callable[..., Any], *args: Any, allow_empty: bool = False, **
     They are of these sizes, whatever the model has been compiled for before in this process. Where no gradient is
     wanted, the joint graphs hold the forward alone.
 
+    Where Dynamo breaks the graph, the text has a line with the name of the function, and so it has for a function that
+    Dynamo gives up. What follows such a line is not fused with what stands before it.
+
     Raises EmptyCaptureError if no graph has a hyper-connection operator, unless `allow_empty` is given.
     """
-    graphs, report = Graphs(), Report()
+    graphs, ledger = Graphs(), records.Ledger()
 
     def mhc(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        report.add(passes.run_recursively(gm))
-        graphs.dynamo.append(gm.graph)
-        compiled: Callable[..., Any] = compat.compile_without_inductor(gm, example_inputs, fuse)
+        with ledger.graph() as graph:
+            graph.traced.add(passes.run_recursively(gm))
+            if graph.before is not None and graph.before.frame != compat.compile_id()[0]:
+                lose(f"cut: Dynamo breaks the graph in {graph.before.function[0]}")
+            graphs.dynamo.append(gm.graph)
+            compiled: Callable[..., Any] = compat.compile_without_inductor(gm, example_inputs, fuse)
         return compiled
+
+    def given_up(function: compat.GivenUp) -> None:
+        if ledger.give_up(function):
+            lose(f"not compiled: Dynamo gives up {function.function}")
+
+    def lose(words: str) -> None:
+        graphs.losses.append((len(graphs.dynamo), words))
 
     def fuse(joint: fx.GraphModule) -> None:
         passes.fuse(joint)
         graphs.joint.append(joint.graph)
 
-    with compat.for_these_sizes():
+    with compat.apart(mhc, given_up), compat.for_these_sizes():
         torch.compile(model, backend=mhc)(*args, **kwargs)
+    report = ledger.report()
     if not (allow_empty or report.rewritten or report.called):
         raise EmptyCaptureError(report)
     return graphs
