@@ -147,7 +147,12 @@ def verify(
     runs = [run for run in RUNS if inductor or run != "inductor"]
     result = Verification(errors={run: Errors() for run in runs})
     # A cache of its own: what is found in one has no report, and what draws eager's random numbers serves no one later.
-    with _kept(module), compat.fresh_inductor_cache(), compat.inductor_config().patch(fallback_random=True):
+    with (
+        _kept(module),
+        compat.uncompiled(module),
+        compat.fresh_inductor_cache(),
+        compat.inductor_config().patch(fallback_random=True),
+    ):
         _check_memory(module)
         draws = KeepDraws()
         tell(f"verify: runs the model {', '.join(_HOW[run] for run in ('float64', *runs))}")

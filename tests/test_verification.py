@@ -77,6 +77,19 @@ def test_a_wrong_rewriting_is_caught(kind: str, monkeypatch: pytest.MonkeyPatch)
         assert caught.value.verification.failures
 
 
+def test_a_compiled_model_is_verified_as_it_is_written() -> None:
+    """`model.compile()` changes what a call of the model does: eager's results would be those of a compiled one."""
+
+    def fails(gm: Any, inputs: Any) -> Any:
+        raise AssertionError("called as it is compiled")
+
+    model = Sublayer(4, 6, 3, 2)
+    model.compile(backend=fails)
+    assert mhc_compile.verify(model, torch.randn(2, 3, 4, 6), **quietly).ok
+    with pytest.raises(Exception, match="called as it is compiled"):
+        model(torch.randn(2, 3, 4, 6))
+
+
 def test_outputs_alone() -> None:
     # One of the outputs is a single number, whose rounding is a matter of luck.
     torch.manual_seed(3)

@@ -40,6 +40,7 @@ from mhc_compile.compat.graphs import (
     sort_topologically,
     tensor_metadata,
     trace_artifact,
+    uncompiled,
 )
 from mhc_compile.compat.inductor import (
     as_list,
@@ -260,6 +261,7 @@ __all__ = [
     "tell_workers",
     "tensor_metadata",
     "trace_artifact",
+    "uncompiled",
     "watch_dynamo",
     "watched",
     "without_fake_tracebacks",

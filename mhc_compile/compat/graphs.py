@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -140,6 +141,23 @@ def for_these_sizes() -> Any:
 def any_number_of_compilations() -> Any:
     """A context in which Dynamo compiles a function however often it did."""
     return torch._dynamo.config.patch(recompile_limit=1 << 30, accumulated_recompile_limit=1 << 30)
+
+
+@contextlib.contextmanager
+def uncompiled(module: torch.nn.Module) -> Iterator[None]:
+    """Have a module called as it is written, whatever `module.compile()` has put in the place of its calls.
+
+    torch keeps that in an attribute of each module (torch 2.11 to 2.14).
+    """
+    name = "_compiled_call_impl"
+    compiled = [(part, call) for part in module.modules() if (call := getattr(part, name, None)) is not None]
+    try:
+        for part, _ in compiled:
+            setattr(part, name, None)
+        yield
+    finally:
+        for part, call in compiled:
+            setattr(part, name, call)
 
 
 def on_dynamo_reset(backend: Any) -> None:

@@ -23,8 +23,8 @@ from tests.fuzz.watch import Verdict, Watch
 __all__ = ["LIMIT", "Verdict", "check"]
 
 # Luck of a few numbers makes a factor of 3; what is larger is tried again on this many inputs, where luck averages out.
-# Where gates are saturated, a few of many tokens carry all of a gradient: what is still larger has a third trial.
-INPUTS = (12, 120)
+# Where gates are saturated, a few of many tokens carry all of a gradient: what is still larger is tried on more.
+INPUTS = (12, 120, 1000)
 FIRST, AGAIN = 3.0, 2.0
 ROUNDINGS = 8.0
 # A gradient that vanishes but for rounding has no size of its own: beneath this part of the root mean square of all
