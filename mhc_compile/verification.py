@@ -268,9 +268,11 @@ def _evaluate(
             if grad:
                 _loss(output, found).backward()  # type: ignore[no-untyped-call]
         results = {f"output{name}": value.detach().clone() for name, value in found.items()}
-        gradients = {f"input{name}": leaf.grad for name, leaf in leaves.items()}
-        gradients |= {name: parameter.grad for name, parameter in module.named_parameters()}
-        results |= {f"gradient of {name}": value.clone() for name, value in gradients.items() if value is not None}
+        leaves = {f"input{name}": leaf for name, leaf in leaves.items()} | dict(module.named_parameters())
+        for name, leaf in leaves.items() if grad else ():
+            if leaf.requires_grad:
+                # A compiled graph gives zeros to what eager code gives no gradient, such as what met no elements.
+                results[f"gradient of {name}"] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.clone()
     finally:
         for parameter in module.parameters():
             parameter.grad = None

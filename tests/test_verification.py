@@ -90,6 +90,21 @@ def test_a_compiled_model_is_verified_as_it_is_written() -> None:
         model(torch.randn(2, 3, 4, 6))
 
 
+def test_no_gradient_is_as_good_as_zeros() -> None:
+    """AOTAutograd gives zeros to a parameter that an index alone is made of, eager code nothing."""
+
+    class Beside(Sublayer):
+        def __init__(self) -> None:
+            super().__init__(4, 6, 3, 2)
+            self.unused = nn.Parameter(torch.randn(6, 6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = super().forward(x)
+            return out + F.linear(out, self.unused).argmax(-1, keepdim=True)
+
+    assert mhc_compile.verify(Beside(), torch.randn(SHAPE), **quietly).ok
+
+
 def test_outputs_alone() -> None:
     # One of the outputs is a single number, whose rounding is a matter of luck.
     torch.manual_seed(3)
