@@ -146,6 +146,7 @@ def _planned(
     gc.disable()  # looking for cycles takes a third of the time, and those of the record are taken apart in the end
     try:
         compat.settle_sizes(compat.common_fake_mode(map(compat.example, graph.nodes)))
+        compat.give_examples(graph)
         with compat.without_fake_tracebacks():
             shadow = shadowing.trace(sizes.from_inputs(functional(graph)), failures)
         stages.done("record")

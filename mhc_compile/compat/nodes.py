@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import operator
@@ -11,6 +12,9 @@ from typing import Any
 import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+
+from mhc_compile.compat.graphs import example
+from mhc_compile.compat.values import fake_mode_of
 
 _STATE_CHANGES = {
     "_set_grad_enabled": "grad",
@@ -213,6 +217,23 @@ def autograd_function(node: fx.Node) -> AutogradFunction | None:
     found = AutogradFunction(node)
     plain = all(isinstance(arg, fx.Node) for arg in node.args) and len(found.bodies) == 2
     return found if plain else None
+
+
+def give_examples(graph: fx.Graph) -> None:
+    """Give an example to each node that has none: those that Inductor's passes made, which come before custom ones.
+
+    One of them computes `tanh(cat([a, b]))` as `cat([tanh(a), tanh(b)])` (torch 2.11 to 2.14).
+    """
+    for node in graph.nodes:
+        known = [example(source) for source in node.all_input_nodes]
+        tensor = next((value for value in known if isinstance(value, torch.Tensor)), None)
+        if node.op not in ("call_function", "call_method") or example(node) is not None or tensor is None:
+            continue
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), example)
+        if is_plain_call(node) and not may_mutate(node):
+            with contextlib.suppress(Exception), torch.enable_grad(), fake_mode_of(tensor):
+                called = getattr(args[0], node.target) if node.op == "call_method" else node.target
+                node.meta["example_value"] = called(*args[node.op == "call_method" :], **kwargs)
 
 
 def is_plain_call(node: fx.Node) -> bool:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mhc_compile import passes
 from tests.zoo import check
 from tests.zoo.common import random_parameter, random_phi
 
@@ -244,6 +245,22 @@ def test_rewritten_with_its_own_gates(kind: type[Own], operators: list[str]) -> 
     assert outcome.operators == operators, str(outcome.report)
     assert not outcome.report.declined, str(outcome.report)
     assert all(site.own for site in outcome.report.rewritten), str(outcome.report)
+
+
+def test_nodes_without_examples() -> None:
+    """Inductor's own passes come first, and do not say what their nodes compute."""
+    reports = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        for node in gm.graph.find_nodes(op="call_method", target="softmax"):
+            del node.meta["example_value"]
+        reports.append(passes.run_recursively(gm))
+        return gm.forward
+
+    torch.compile(Softmax(), backend=backend)(torch.randn(SHAPE))
+    (report,) = reports
+    assert not report.errors, report.errors
+    assert sorted(site.op for site in report.rewritten) == ALL
 
 
 def test_gates_from_outside() -> None:
