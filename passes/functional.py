@@ -122,7 +122,7 @@ class _Functional:
         """Have the example of a view share the memory of what it is a view of now."""
         key = compat.example_key(node)
         old = node.meta[key]
-        made = self._example(node.target, *node.args, **node.kwargs) if not _plain_form(node) else None
+        made = compat.on_examples(node.target, *node.args, **node.kwargs) if not _plain_form(node) else None
         if _alike(made, old):
             node.meta[key] = made
 
@@ -176,19 +176,8 @@ class _Functional:
             done = call(torch.slice_scatter, target, value, axis, start, stop)
         return made if done else None
 
-    def _example(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        """What a call makes of examples; None where it does not take them."""
-        values, options = fx.node.map_arg((args, kwargs), lambda n: n.meta[compat.example_key(n)])
-        try:
-            with torch.enable_grad(), compat.fake_mode_of(values[0]):
-                if isinstance(function, str):
-                    return getattr(values[0], function)(*values[1:], **options)
-                return function(*values, **options)
-        except Exception:
-            return None
-
     def _call(self, function: Any, *args: Any, **kwargs: Any) -> fx.Node | None:
-        example = self._example(function, *args, **kwargs)
+        example = compat.on_examples(function, *args, **kwargs)
         if example is None:
             return None
         source = args[0]

@@ -90,6 +90,7 @@ from mhc_compile.compat.nodes import (
     is_pure,
     may_mutate,
     names_of_bodies,
+    on_examples,
     state_change,
     writes,
 )
@@ -239,6 +240,7 @@ __all__ = [
     "names_of_bodies",
     "no_autocast_cache",
     "on_dynamo_reset",
+    "on_examples",
     "quiet_fakes",
     "quiet_shape_env",
     "rank",

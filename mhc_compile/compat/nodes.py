@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import operator
@@ -225,15 +224,28 @@ def give_examples(graph: fx.Graph) -> None:
     One of them computes `tanh(cat([a, b]))` as `cat([tanh(a), tanh(b)])` (torch 2.11 to 2.14).
     """
     for node in graph.nodes:
-        known = [example(source) for source in node.all_input_nodes]
-        tensor = next((value for value in known if isinstance(value, torch.Tensor)), None)
-        if node.op not in ("call_function", "call_method") or example(node) is not None or tensor is None:
+        if node.op not in ("call_function", "call_method") or example(node) is not None:
             continue
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), example)
         if is_plain_call(node) and not may_mutate(node):
-            with contextlib.suppress(Exception), torch.enable_grad(), fake_mode_of(tensor):
-                called = getattr(args[0], node.target) if node.op == "call_method" else node.target
-                node.meta["example_value"] = called(*args[node.op == "call_method" :], **kwargs)
+            made = on_examples(node.target, *node.args, **node.kwargs)
+            if made is not None:
+                node.meta["example_value"] = made
+
+
+def on_examples(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """What a function, or a method by its name, makes of nodes' examples; None where it does not take them."""
+    values, options = fx.node.map_arg((args, kwargs), example)
+    leaves = torch.utils._pytree.tree_leaves((values, options))
+    tensor = next((value for value in leaves if isinstance(value, torch.Tensor)), None)
+    if tensor is None:
+        return None
+    try:
+        with torch.enable_grad(), fake_mode_of(tensor):
+            if isinstance(function, str):
+                return getattr(values[0], function)(*values[1:], **options)
+            return function(*values, **options)
+    except Exception:  # it is not understood, and stays what it is
+        return None
 
 
 def is_plain_call(node: fx.Node) -> bool:
