@@ -165,13 +165,21 @@ def _centred(d, p, size, AXIS: tl.constexpr):
 
     Where all gradients are equal, or one entry is near 1, the exact result is near 0, and the first sum leaves rounding
     errors of d. A second sum removes what these have in common. What the first subtraction rounds away is kept until
-    then: a result that is not near 0 would be rounded twice, where eager rounds it once.
+    then: a result that is not near 0 would be rounded twice, where eager rounds it once. The second sum nearly cancels,
+    so it keeps what its products round away too.
     """
     first = size * _weighted_sum(d, p, AXIS)
     centred = d - first
     lost = (d - centred) - first
-    second = size * tl.sum(tl.fma(lost, p, centred * p), axis=AXIS, keep_dims=True)
-    return centred + (lost - second)
+    products = rounded_product(centred, p)
+    rounded_away = tl.fma(lost, p, tl.fma(centred, p, -products))
+    second = tl.sum(products, axis=AXIS, keep_dims=True) + tl.sum(rounded_away, axis=AXIS, keep_dims=True)
+    return centred + (lost - size * second)
+
+
+@triton.jit
+def _bounded(x):
+    return tl.minimum(tl.maximum(x, -_LARGEST_FLOAT), _LARGEST_FLOAT)
 
 
 @triton.jit
@@ -184,9 +192,11 @@ def _half_step_backward(p, dp, d, eps, START: tl.constexpr, AXIS: tl.constexpr, 
             dp = _centred(dp, p, tl.where(d > eps, 1.0, 0.0), AXIS)
         else:
             dp = dp - _weighted_sum(dp, p, AXIS)
-        dp = dp * (1.0 / d)
-        # The gradient of an entry that has underflowed may overflow. Bounded, it counts as 0 and not as 0 * inf.
-        return p * d, tl.minimum(tl.maximum(dp, -_LARGEST_FLOAT), _LARGEST_FLOAT)
+        # As `_quotient`. The gradient of an entry that has underflowed may overflow. Bounded, it counts as 0 and not as
+        # 0 * inf, and inf - inf does not occur.
+        inverse = 1.0 / d
+        near = _bounded(dp * inverse)
+        return p * d, _bounded(tl.fma(tl.fma(-near, d, dp), inverse, near))
 
 
 @triton.jit
