@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mhc_compile.ops._checks import accumulation_dtype
@@ -14,6 +15,8 @@ from mhc_compile.ops._checks import accumulation_dtype
 _CHUNK_ELEMENTS = 1 << 18
 # Measured with 4 x 256 and 4 x 4,096 columns: 16 rows gain a fifth with many tokens, and lose half with one.
 _BLOCK_ROWS = 8
+# Tried on a CPU with MKL, float32 and float64, K and J from 2 to 4,004: with multiples of 2 some rows differ.
+_WIDTHS = 4
 _ALIGNMENT = 64  # of torch's memory, and so of every block of rows in it
 
 
@@ -85,21 +88,26 @@ def matmul_rows(rows: Tensor, weight: Tensor) -> Tensor:
     """rows [M, K] @ weight [K, J], each row bitwise the same whatever other rows there are.
 
     On a CPU, BLAS chooses its kernel, and with it the order of a sum, by M (MKL has one for a single row, one for 2
-    and 3, one for more) and some by the alignment of memory. So it is given a batch of equal blocks of rows.
+    and 3, one for more) and by the alignment of memory. So it is given a batch of equal blocks of rows, with zeros
+    behind K and J where these are no multiples of `_WIDTHS`.
     """
     if rows.device.type != "cpu":
         # Of CUDA tensors only float64 gets here, and GPUs too old for the kernels.
         return torch.mm(rows, weight)
-    tokens, width = rows.shape
-    block = _BLOCK_ROWS if width % 2 == 0 else 2 * _BLOCK_ROWS
+    if rows.dtype == torch.float64 and weight.shape[0] < weight.shape[1]:
+        # MKL's threads share out wide results by the number of blocks.
+        return weighted_sums(rows.unsqueeze(1), weight.unsqueeze(0)).squeeze(1)
+    tokens, columns = rows.shape[0], weight.shape[1]
+    inner, outer = -rows.shape[1] % _WIDTHS, -columns % _WIDTHS
     # At least two, because a batch of one may go to another routine.
-    blocks = max(2, -(-tokens // block))
-    if tokens != blocks * block or not rows.is_contiguous() or rows.data_ptr() % _ALIGNMENT:
-        padded = rows.new_zeros(blocks * block, width)
-        padded[:tokens] = rows
-        rows = padded
-    out = torch.bmm(rows.view(blocks, block, width), weight.expand(blocks, -1, -1))
-    return out.view(-1, weight.shape[1])[:tokens]
+    blocks = max(2, -(-tokens // _BLOCK_ROWS))
+    missing = blocks * _BLOCK_ROWS - tokens
+    if inner or missing or not rows.is_contiguous() or rows.data_ptr() % _ALIGNMENT:
+        rows = F.pad(rows, (0, inner, 0, missing))
+    if inner or outer:
+        weight = F.pad(weight, (0, outer, 0, inner))
+    out = torch.bmm(rows.view(blocks, _BLOCK_ROWS, -1), weight.expand(blocks, -1, -1))
+    return out.view(-1, weight.shape[1])[:tokens, :columns]
 
 
 def _matmul_is_exact(value: Tensor) -> bool:
