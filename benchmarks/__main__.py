@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
 
 def chosen(options: argparse.Namespace, device: torch.device) -> Plan:
     """The part of the plan that the options ask for."""
-    from mhc_compile.backend import OPTIONS
+    from mhc_compile.options import OPTIONS
 
     result: dict[str, list[cases.Case]] = {}
     for part, listed in plan(device, quick=options.quick, recompute="mhc.recompute" in OPTIONS).items():

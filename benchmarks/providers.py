@@ -32,7 +32,7 @@ def inductor(work: Workload, mode: str | None) -> Call:
 
 def mhc(work: Workload, mode: str | None) -> Call:
     """torch.compile(backend="mhc") of the same eager module."""
-    unknown = work.case.options.keys() - mhc_compile.backend.OPTIONS.keys()
+    unknown = work.case.options.keys() - mhc_compile.options.OPTIONS.keys()
     if unknown:
         raise Unavailable(f"this backend has no option {', '.join(sorted(unknown))}")
     # Strict: a chain that was left as it is would be measured as Inductor's. torch.compile takes a mode or options.

@@ -20,8 +20,9 @@ from mhc_compile import ops
 
 if TYPE_CHECKING:
     from mhc_compile import backend, checkpoints, nn, testing
-    from mhc_compile.backend import StrictError, disable, enable, is_enabled
+    from mhc_compile.backend import disable, enable, is_enabled
     from mhc_compile.explanation import explain
+    from mhc_compile.hooks import StrictError
     from mhc_compile.passes.report import Report, SiteReport
     from mhc_compile.records import report
     from mhc_compile.verification import Verification, VerificationError, verify
@@ -31,7 +32,7 @@ __version__ = "0.1.0"
 # No module has the name of something in it: its import would put the module in the place of the function `explain`.
 # What needs Dynamo is imported at its first use: it takes seconds, and whoever calls the operators has no need of it.
 _LAZY = {
-    "StrictError": "backend",
+    "StrictError": "hooks",
     "disable": "backend",
     "enable": "backend",
     "is_enabled": "backend",

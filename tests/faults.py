@@ -16,10 +16,11 @@ from typing import Any
 
 from torch import fx
 
-from mhc_compile import backend, records
+from mhc_compile import records
+from mhc_compile.hooks import HOOKS
 
 # Not the guard, which stands around the others, and not the operators, which programs call as they run.
-_PARTS = ("passes", "compat", "backend", "records", "agreement")
+_PARTS = ("passes", "compat", "backend", "hooks", "records", "agreement")
 ERRORS: tuple[Callable[[], Exception], ...] = (
     lambda: RuntimeError("planted\nin two lines"),
     lambda: UnicodeEncodeError("utf-8", "\udcff", 0, 1, "planted"),
@@ -161,7 +162,7 @@ def compiled(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         joint.graph.lint()
         return min_cut_rematerialization_partition(joint, given, **options)
 
-    rewriting, fusing, lowering = (make({}) for make in backend._HOOKS.values())
+    rewriting, fusing, lowering = (make({}) for make in HOOKS.values())
     with hooks.working(), records.graph():
         rewriting(gm.graph)
     gm.graph.lint()

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 
-from mhc_compile import agreement, backend, checking, passes, records
+from mhc_compile import agreement, backend, checking, hooks, passes, records
 from tests.passes.fused import program
 from tests.zoo.near import Sublayer
 
@@ -179,7 +179,7 @@ def _with_inductor() -> dict[str, Any]:
             (backend.compat, "tell_workers"),
         ):
             stack.enter_context(_failing(owner, name))
-        backend._sources_hash.cache_clear()
+        hooks._sources_hash.cache_clear()
         out = torch.compile(wrapped, backend="mhc")(x)
         out.square().sum().backward()
     report = records.last()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mhc_compile
-from mhc_compile import agreement, backend, checking, compat
+from mhc_compile import agreement, checking, compat, hooks
 from mhc_compile.nn import Form, HyperConnection, HyperHead
 from tests.passes.fused import Sublayer
 
@@ -393,10 +393,10 @@ def test_a_program_without_sites_is_compiled_as_ever() -> None:
 
 def test_what_a_cache_knows_a_graph_by() -> None:
     """The option changes no graph, and a site that is left alone does."""
-    passes = [backend.MhcPass(options).uuid() for options in ({}, CHECK)]
+    passes = [hooks.MhcPass(options).uuid() for options in ({}, CHECK)]
     assert passes[0] == passes[1]
     checking._left["graph"] = {"site": "reason"}
-    assert backend.MhcPass(CHECK).uuid() != passes[0]
+    assert hooks.MhcPass(CHECK).uuid() != passes[0]
 
 
 def test_with_inductor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import mhc_compile
-from mhc_compile import backend
+from mhc_compile import backend, hooks
 from mhc_compile import nn as mhc_nn
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -32,7 +32,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     ran: list[Any] = []
 
     def noting(hook: str) -> Callable[[dict[str, Any]], CustomGraphPass]:
-        class Noting(backend._Configured):
+        class Noting(hooks.Configured):
             def __call__(self, graph: fx.Graph) -> None:
                 ran.append(hook)
 
@@ -41,7 +41,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
         return Noting
 
-    monkeypatch.setattr(backend, "_HOOKS", {hook: noting(hook) for hook in HOOKS})
+    monkeypatch.setattr(backend, "HOOKS", {hook: noting(hook) for hook in HOOKS})
     yield ran
     mhc_compile.disable()
     for name in ("_maybe_wrap_and_compile_fx_main", "_compile_fx_inner"):
@@ -264,7 +264,7 @@ def test_what_fails_while_settings_are_made_leaves_a_graph_as_it_was(
         raise RuntimeError("planted")
 
     mhc_compile.enable()
-    monkeypatch.setattr(backend, "_chained", broken)
+    monkeypatch.setattr(backend, "chained", broken)
     assert _ran(seen) == []
     assert "a plain torch.compile is not rewritten: RuntimeError: planted" in caplog.text
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import mhc_compile
-from mhc_compile import backend, compat, guard, passes, records
+from mhc_compile import compat, guard, hooks, passes, records
 from mhc_compile.compat import inductor, launches
 from mhc_compile.passes.report import Location, Report, SiteReport
 from tests import faults
@@ -27,9 +27,9 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 # What a hook calls, and what these functions do. Each of them fails in `make test`, and in `make test-all` all others.
 HOOKS = (
-    *("backend:MhcPass.__call__", "backend:FusePass.__call__", "backend:LowerPass.__call__"),
-    *("backend:_Configured._identity", "backend:_is_for_cpu"),
-    *("backend:_sources", "backend:_sources_hash", "records:Ledger._enter"),
+    *("hooks:MhcPass.__call__", "hooks:FusePass.__call__", "hooks:LowerPass.__call__"),
+    *("hooks:Configured._identity", "hooks:_is_for_cpu"),
+    *("hooks:_sources", "hooks:_sources_hash", "records:Ledger._enter"),
     *("records:Ledger.current", "records:Compiled.digest", "compat.inductor:hash_files"),
     *("compat.inductor:tell_workers", "compat.graphs:trace_artifact"),
     *("compat.inductor:keep_order_of_writes", "compat.inductor:keep_arguments_of_calls", "compat.cpp:compile_beside"),
@@ -61,7 +61,7 @@ HOOKS = (
     ),
 )
 # What stands around the others.
-GUARDS = {"backend:_errors", "backend:_Configured.uuid", "records:Ledger.graph", "records:graph"}
+GUARDS = {"hooks:_errors", "hooks:Configured.uuid", "records:Ledger.graph", "records:graph"}
 # What operators ask as they run. A ValueError there is an operator's own check, which declines a site without a line.
 OPERATORS = {"compat.operators:functorch_is_active", "compat.operators:forward_mode_is_active"}
 # A function that is only asked whether something can be done, where failing means that it cannot.
@@ -100,7 +100,7 @@ def _step(call: Callable[..., Any], model: nn.Module, x: Tensor) -> list[Tensor 
 def _compiled_step(model: nn.Module, x: Tensor) -> list[Tensor | None]:
     torch._dynamo.reset()
     guard.forget()
-    backend._sources_hash.cache_clear()
+    hooks._sources_hash.cache_clear()
     faults.forget_answers()
     return _step(torch.compile(model, backend=faults.compiled), model, x)
 
@@ -195,7 +195,7 @@ def test_a_failure_that_says_nothing_of_itself_is_told(told: list[str]) -> None:
 def test_what_is_meant_to_stop_a_compilation_goes_through() -> None:
     from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 
-    for error in (backend.StrictError("declined"), TensorifyScalarRestartAnalysis(), KeyboardInterrupt()):
+    for error in (hooks.StrictError("declined"), TensorifyScalarRestartAnalysis(), KeyboardInterrupt()):
         with pytest.raises(type(error)), guard.guard("nothing is done"):
             raise error
 
@@ -216,14 +216,14 @@ def test_a_users_own_pass_that_fails_is_the_users() -> None:
         raise RuntimeError("of the user")
 
     module = fx.symbolic_trace(lambda x: x + 1)
-    chain = backend._chained("pre_grad_custom_pass", own, backend.MhcPass())
+    chain = hooks.chained("pre_grad_custom_pass", own, hooks.MhcPass())
     with pytest.raises(RuntimeError, match="of the user"):
         chain(module.graph)
 
 
 def test_a_pass_whose_sources_cannot_be_read_is_found_in_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "_sources_hash", _broken)
-    one = backend.MhcPass()
+    monkeypatch.setattr(hooks, "_sources_hash", _broken)
+    one = hooks.MhcPass()
     assert one.uuid() != one.uuid()
     assert one.uuid()  # an empty one would keep Inductor from running the pass behind its cache
 

@@ -18,7 +18,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import mhc_compile
-from mhc_compile import backend, progress, records
+from mhc_compile import hooks, progress, records
 from mhc_compile.passes.report import Location, Report, SiteReport
 from tests.zoo.near import Sublayer
 
@@ -288,7 +288,7 @@ def test_graphs_of_which_other_things_are_told_are_not_one_in_a_cache() -> None:
     def known(report: Report) -> Any:
         with records.graph() as graph:
             graph.traced.add(report)
-            return backend.LowerPass().uuid()
+            return hooks.LowerPass().uuid()
 
     def site(code: str, line: int) -> Report:
         return Report([SiteReport("aggregate", Location("model.py", line, code), "")], graphs=1)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mhc_compile import backend
+from mhc_compile import hooks
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,7 +23,7 @@ PROGRAM = textwrap.dedent(
     import torch
     from torch._dynamo.utils import counters
     import mhc_compile
-    from mhc_compile import backend
+    from mhc_compile import backend, hooks
     from mhc_compile.nn import Form, HyperConnection
 
     def run(options):
@@ -47,9 +47,9 @@ PROGRAM = textwrap.dedent(
     if len(sys.argv) > 1:
         run({"mhc.strict": True})
         touched = sys.argv[1]  # as if the file had another content
-        backend._sources_hash.cache_clear()
+        hooks._sources_hash.cache_clear()
         hashed = backend.compat.hash_files
-        assert any(touched in file for file in backend._sources()), touched
+        assert any(touched in file for file in hooks._sources()), touched
         backend.compat.hash_files = lambda files: (hashed(files), touched)
         run({})
     """
@@ -89,8 +89,8 @@ def test_a_second_process_finds_the_compiled_graphs(tmp_path: Path) -> None:
 
 
 def test_the_identity_covers_every_source() -> None:
-    package = Path(backend.__file__).parent
-    seen = set(backend._sources())
+    package = Path(hooks.__file__).parent
+    seen = set(hooks._sources())
     for folder in ("compat", "ops", "kernels", "passes"):
         assert {str(file) for file in (package / folder).rglob("*.py")} <= seen
     assert len(seen) > 30

@@ -12,7 +12,7 @@ from expecttest import assert_expected_inline
 from torch import fx
 
 import mhc_compile
-from mhc_compile import backend, compat, records
+from mhc_compile import compat, hooks, records
 from mhc_compile.passes.fuse.joint import arguments, is_backward, is_view
 from mhc_compile.testing.graph_text import graph_text
 from tests.passes.fused import Stack, assert_same, program, streams
@@ -86,8 +86,8 @@ def _kept(name: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("name", ["accumulate", "boundary", "boundary_backward"])
 def test_a_fusion_is_left_out_by_its_name(name: str) -> None:
-    fuse = backend.FusePass({f"mhc.fuse.{name}": False})
-    assert fuse.uuid() != backend.FusePass().uuid()
+    fuse = hooks.FusePass({f"mhc.fuse.{name}": False})
+    assert fuse.uuid() != hooks.FusePass().uuid()
     model, x = Stack(3), streams()
     names = [each for each in ("accumulate", "boundary", "boundary_backward") if fuse.options[f"mhc.fuse.{each}"]]
     fused = program(model, names)

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from mhc_compile import backend, compat, passes, records
+from mhc_compile import compat, hooks, passes, records
 from mhc_compile.testing.float64 import Float64Reference
 from tests.passes.fused import Stack, evaluate
 from tests.passes.lowering import LAUNCH, arguments, boundary_backward, graph_of, launches, operators, step
@@ -386,9 +386,9 @@ def test_tokens_on_cpu_do_not_depend_on_each_other(tokens: int, dtype: torch.dty
 
 def test_what_kernels_are_chosen_by_is_in_the_cache_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph that Inductor has on disk was lowered for so many processors, and where nothing was communicated."""
-    alone = backend.LowerPass().uuid()
+    alone = hooks.LowerPass().uuid()
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    assert backend.LowerPass().uuid() != alone
+    assert hooks.LowerPass().uuid() != alone
     monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -396,12 +396,12 @@ def test_what_kernels_are_chosen_by_is_in_the_cache_key(monkeypatch: pytest.Monk
     for processors in (132, 114):
         properties = type("Properties", (), {"multi_processor_count": processors})
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=properties: found)
-        keys.append(backend.LowerPass().uuid())
+        keys.append(hooks.LowerPass().uuid())
     assert keys[0] != keys[1]
 
 
 def test_option() -> None:
-    assert backend.LowerPass().uuid() != backend.LowerPass({"mhc.lower": False}).uuid()
+    assert hooks.LowerPass().uuid() != hooks.LowerPass({"mhc.lower": False}).uuid()
     with pytest.raises(Exception, match=r"'mhc.lower' is 'no'; expected True or False"):
         torch.compile(Stack(1), backend="mhc", options={"mhc.lower": "no"})(torch.randn(2, STREAMS, WIDTH))
 

@@ -1,0 +1,263 @@
+"""The three passes as Inductor calls them, and how they stand beside the passes of others.
+
+One works on each Dynamo graph before autograd, one on each joint graph after it, one on each graph that Inductor is
+about to compile. All are a `CustomGraphPass` with a `uuid` that covers the sources of operators, kernels and passes and
+the options, so compiled graphs are cached by Inductor as ever, and cached ones go stale when any of those change.
+"""
+
+from __future__ import annotations
+
+import functools
+import secrets
+from collections.abc import Callable
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+import mhc_compile.ops  # noqa: F401  (registers the operators that the passes insert)
+from mhc_compile import checking, compat, kernels, passes, records
+from mhc_compile.guard import Deliberate, guard, told
+from mhc_compile.options import CHECK, FUSE, INPUT_NORM, OPTIONS, SKIP
+from mhc_compile.passes.fuse import FUSIONS
+from mhc_compile.passes.report import Report
+
+# Whether the graphs that Inductor compiles are parts of one that was rewritten as a whole.
+is_rewritten: ContextVar[bool] = ContextVar("is_rewritten", default=False)
+
+
+class StrictError(Deliberate):
+    """Hyper-connection code was found and not rewritten, and `mhc.strict` asks for it to be.
+
+    The first call of the compiled model raises it, and `except mhc_compile.StrictError` around that call catches it.
+    """
+
+
+class Configured(compat.CustomGraphPass):
+    """A pass that goes by the "mhc." options, and is told from others in Inductor's caches by sources and options."""
+
+    def __init__(self, options: dict[str, Any] | None = None) -> None:
+        self.options = OPTIONS | (options or {})
+
+    def uuid(self) -> Any:
+        """What Inductor's caches know the pass by; where that cannot be found out, what no cache knows."""
+        try:
+            return self._identity()
+        except Exception as error:
+            told(error, "compiled graphs are not found in caches", _errors())
+            return ("unknown", secrets.token_hex())
+
+    def _identity(self) -> tuple[Any, ...]:
+        return (_sources_hash(), *((name, value) for name, value in sorted(self.options.items()) if name != CHECK))
+
+    def be_strict(self, compiled: records.Compiled) -> None:
+        """Raise for sites that were left. Not earlier: Dynamo may throw a graph away until autograd has traced it."""
+        if self.options["mhc.strict"]:
+            report = compiled.report()
+            refused = [site for site in report.declined if site.reason != passes.SKIPPED]
+            if refused or report.errors or report.cut:
+                raise StrictError(_words(report))
+
+
+def _hook(run: Callable[[Any, fx.Graph], None]) -> Callable[[Any, fx.Graph], None]:
+    """A pass that Inductor calls, of which no failure reaches Inductor."""
+
+    @functools.wraps(run)
+    def guarded(self: Any, graph: fx.Graph) -> None:
+        try:
+            run(self, graph)
+        except Exception as error:
+            told(error, "a pass over a graph is left out", _errors())
+
+    return guarded
+
+
+def _errors() -> list[str] | None:
+    """Where failures of the compilation in progress are told; None before there is a report."""
+    try:
+        compiled = records.current()
+    except Exception:  # what tells of failures has to do without
+        return None
+    return None if compiled is None else compiled.traced.errors
+
+
+class MhcPass(Configured):
+    """The pre-grad pass: rewrites one Dynamo graph in place and records the report, nested graphs included."""
+
+    @_hook
+    def __call__(self, graph: fx.Graph) -> None:
+        module = graph.owning_module
+        compiled = _compiled()
+        compiled.loaded.clear()  # a cache that had one graph and not the other is of no use
+        if is_rewritten.get():
+            compiled.traced.graphs += 1
+            return
+        compiled.say("Dynamo has traced it")
+        new, report = None, Report(graphs=1)
+        with guard("this graph is compiled as it was", report.errors):
+            norms, left = self.options[INPUT_NORM], checking.left_alone(graph)
+            new, report = passes.run(graph, input_norms=norms, module=module, left=left, skipped=self.options[SKIP])
+        compiled.traced.add(report)
+        trace(compiled, report, module if new is not None else None)
+        with guard("C++ is compiled when Inductor comes to it", compiled.traced.errors):
+            if new is not None and _is_for_cpu(graph):
+                compat.compile_beside()
+
+    def _identity(self) -> tuple[Any, ...]:
+        return (*super()._identity(), checking.all_left_alone())
+
+
+def trace(compiled: records.Compiled, report: Report, rewritten: fx.GraphModule | None) -> None:
+    """Put what was done to a graph, and the graph, into the structured trace."""
+    if rewritten is not None:
+        with guard("the trace has no graph", compiled.traced.errors):
+            compat.trace_artifact("mhc_rewritten_graph", lambda: compat.readable(rewritten))
+    with guard("the trace has no report", compiled.traced.errors):
+        compat.trace_artifact("mhc_report", lambda: str(report))
+
+
+def _words(report: Report) -> str:
+    try:
+        return str(report)
+    except Exception as error:
+        told(error, "the report is told in part", report.errors)
+        return "; ".join([site.reason or "" for site in report.declined] + report.errors)
+
+
+def _is_for_cpu(graph: fx.Graph) -> bool:
+    given = [compat.example(node) for node in graph.find_nodes(op="placeholder")]
+    return all(value.device.type == "cpu" for value in given if isinstance(value, torch.Tensor))
+
+
+def _compiled() -> records.Compiled:
+    """What is known of the graph that is being compiled."""
+    with guard("the report is not kept"):
+        compiled = records.current()
+        if compiled is not None:
+            return compiled
+    return records.Compiled()
+
+
+class FusePass(Configured):
+    """The joint pass: fuses operators of forward and backward, and adds to the report of the graph."""
+
+    @_hook
+    def __call__(self, graph: fx.Graph) -> None:
+        module = graph.owning_module
+        if module is None:
+            return
+        compiled = _compiled()
+        compiled.loaded.clear()
+        compiled.say("autograd has traced it")
+        self.be_strict(compiled)
+        names = [name for name in FUSIONS if self.options[FUSE + name]]
+        compiled.traced.add(passes.fuse(module, names, self.options["mhc.recompute"]))
+
+
+class LowerPass(Configured):
+    """The post-grad pass: lets sublayers that are alike be one graph, takes operators apart, and reports both."""
+
+    @_hook
+    def __call__(self, graph: fx.Graph) -> None:
+        report, compiled = Report(), _compiled()
+        compiled.lowered.append(report)
+        self.be_strict(compiled)
+        compiled.say("Inductor has a graph of its own")
+        self.lower(graph, report)
+        compiled.say("Inductor generates its code")
+
+    def lower(self, graph: fx.Graph, report: Report) -> None:
+        """Lower a graph, and those that it calls."""
+        for settle in (
+            compat.keep_arguments_of_calls,  # of regions that a user marked, too
+            compat.keep_order_of_writes,
+            *((compat.tell_workers,) if self.options["mhc.lower"] else ()),
+        ):
+            with guard("Inductor is left as it is", report.errors):
+                settle()
+        if self.options["mhc.share_layers"] and compat.calls_graphs():
+            inner = _LowerCalled(self.options | {"mhc.share_layers": False}, report)
+            report.add(passes.share(graph, lambda body: compat.run_passes_after_grad(body, inner))[1])
+        if self.options["mhc.lower"]:
+            report.add(passes.lower(graph))
+        if compat.compiles_ahead_of_time():
+            with guard("AOTInductor sees operators without their defaults", report.errors):
+                passes.lowering.spell_out(graph)
+
+    def _identity(self) -> tuple[Any, ...]:
+        """With what kernels are chosen by, and cut for: Inductor knows of a GPU its name alone."""
+        count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
+        processors = [torch.cuda.get_device_properties(i).multi_processor_count for i in range(count)]
+        traced = _compiled().digest()
+        return (super()._identity(), traced, kernels.communicates(), compat.makes_cuda_graphs(), *processors)
+
+
+class _LowerCalled(Configured):
+    """The post-grad pass of a graph that another calls, which adds to the report of the calling graph."""
+
+    def __init__(self, options: dict[str, Any], report: Report) -> None:
+        super().__init__(options)
+        self._report = report
+
+    @_hook
+    def __call__(self, graph: fx.Graph) -> None:
+        LowerPass(self.options).lower(graph, self._report)
+
+
+class _Chain(compat.CustomGraphPass):
+    """Users' own passes, then ours. What Inductor tells passes that ask for it, whether gradients follow, goes on."""
+
+    def __init__(self, *passes: Callable[..., None]) -> None:
+        self.passes = passes
+
+    def __call__(self, graph: fx.Graph, **known: Any) -> None:
+        module = graph.owning_module
+        for one in self.passes:
+            one(graph, **(known if compat.is_inference_aware(one) else {}))
+            graph = module.graph if module is not None else graph
+
+    def uuid(self) -> Any:
+        parts = [one.uuid() if isinstance(one, compat.CustomGraphPass) else None for one in self.passes]
+        return None if any(part is None for part in parts) else tuple(parts)
+
+
+_MODULES = ("agreement.py", "backend.py", "budget.py", "forms.py", "guard.py", "hooks.py", "options.py", "text.py")
+
+
+def _sources() -> list[str]:
+    """Every source file that has a say in what a compiled graph computes."""
+    root = Path(__file__).parent
+    files = [root / name for name in _MODULES]
+    for folder in ("compat", "ops", "kernels", "passes"):
+        files += sorted((root / folder).rglob("*.py"))
+    return [str(file) for file in files]
+
+
+@functools.cache
+def _sources_hash() -> Any:
+    return compat.hash_files(_sources())
+
+
+HOOKS: dict[str, Callable[[dict[str, Any]], compat.CustomGraphPass]] = {
+    "pre_grad_custom_pass": MhcPass,
+    "joint_custom_pre_pass": FusePass,
+    "post_grad_custom_post_pass": LowerPass,
+}
+
+
+def chained(hook: str, given: Any, own: compat.CustomGraphPass) -> compat.CustomGraphPass:
+    """Our pass behind those that are given, or else configured; other passes of ours among these make way."""
+    configured = passes_of(given if given is not None else getattr(compat.inductor_config(), hook))
+    chain = (*(one for one in configured if not isinstance(one, Configured)), own)
+    if len(chain) == 1:
+        return own
+    kind: type[_Chain] = compat.inference_aware(_Chain) if any(map(compat.is_inference_aware, chain)) else _Chain
+    return kind(*chain)
+
+
+def passes_of(configured: Any) -> list[Any]:
+    """Every pass of a setting, those of chains included."""
+    nested = [one.passes if isinstance(one, _Chain) else (one,) for one in compat.as_list(configured)]
+    return [one for several in nested for one in several]
