@@ -221,7 +221,7 @@ def _settings() -> dict[str, Any]:
                 there = getattr(compat.inductor_config(), hook)
                 if not any(isinstance(one, Configured) for one in passes_of(there)):
                     settings[hook] = chained(hook, there, make(last._options))
-            settings |= compat.launches_from_c()
+            settings |= compat.launches_from_c() | compat.settings_of_packages()
     return settings
 
 

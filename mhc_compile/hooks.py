@@ -166,6 +166,9 @@ class LowerPass(Configured):
         self.be_strict(compiled)
         compiled.say("Inductor has a graph of its own")
         self.lower(graph, report)
+        if compat.compiles_ahead_of_time():
+            with guard("the package has no report", report.errors):
+                compat.put_into_package(compiled.packed())
         compiled.say("Inductor generates its code")
 
     def lower(self, graph: fx.Graph, report: Report) -> None:

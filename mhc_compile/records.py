@@ -30,14 +30,15 @@ class Compiled:
 
     traced is of the graph before autograd and of its joint graph. lowered has a report for each graph that Inductor
     makes of these: of the forward, and of the backward, which may follow much later. loaded has both reports of each
-    of these graphs that a cache had. checked is what `mhc.check` did in its first calls. before and after are the
-    breaks by which the graph began, and ended. failure says why there is no compiled graph, strict whether options ask
-    for errors.
+    of these graphs that a cache had, or a package if packaged. checked is what `mhc.check` did in its first calls.
+    before and after are the breaks by which the graph began, and ended. failure says why there is no compiled graph,
+    strict whether options ask for errors.
     """
 
     traced: Report = field(default_factory=Report)
     lowered: list[Report] = field(default_factory=list)
     loaded: list[tuple[Report, Report]] = field(default_factory=list)
+    packaged: bool = False
     checked: Report = field(default_factory=Report)
     before: compat.GraphBreak | None = None
     after: compat.GraphBreak | None = None
@@ -56,7 +57,8 @@ class Compiled:
         # Where the passes ran here, too, they know of the program as it is now.
         if self.loaded and _digest(self.loaded[-1][0]) != _digest(traced):
             traced = self.loaded[-1][0]
-        total = Report(cached=traced.graphs if self.loaded else 0)
+        loaded = traced.graphs if self.loaded else 0
+        total = Report(packaged=loaded) if self.packaged else Report(cached=loaded)
         for one in (traced, *self.lowered, *(lowered for _, lowered in self.loaded), self.checked):
             total.add(one)
         total.cut = list(self._cut(total.cut))
@@ -92,7 +94,7 @@ class Compiled:
         report = _unpacked(text)
         if report not in self.loaded:  # a file may be loaded twice
             self.loaded.append(report)
-            log.info("from a cache: %s", self.report())
+            log.info("from a %s: %s", "package" if self.packaged else "cache", self.report())
 
 
 def _unpacked(text: str) -> tuple[Report, Report]:
@@ -148,6 +150,7 @@ class Ledger:
         self._frames: dict[Any, dict[Any, _Compilation]] = {}
         self._without_frame: list[Compiled] = []
         self._eager: list[compat.GivenUp] = []
+        self._unreported = 0
         self._active: ContextVar[Compiled | None] = ContextVar("active", default=None)
         self._last: _Compilation | Compiled | None = None
 
@@ -198,6 +201,17 @@ class Ledger:
         compat.on_dynamo_reset(_forgetful)
         (self.current() or self._loaded_before(text)).unpack(text)
 
+    def load_package(self, text: str | None) -> None:
+        """A package of AOTInductor was loaded, with its report if it has one. What was built here is known."""
+        compat.on_dynamo_reset(_forgetful)
+        if text is None:
+            self._unreported += 1
+            return
+        graph, (_, lowered) = self._loaded_before(text), _unpacked(text)
+        if lowered not in graph.lowered:
+            graph.packaged = True
+            graph.unpack(text)
+
     def _loaded_before(self, text: str) -> Compiled:
         """The entry for what is loaded outside a compilation: forward and backward of one graph have one."""
         traced, _ = _unpacked(text)
@@ -221,7 +235,7 @@ class Ledger:
 
     def report(self) -> Report:
         """All that Dynamo kept, with what it did not keep of the same code."""
-        total = Report(cut=list(dict.fromkeys(map(_unknown, self._eager))))
+        total = Report(cut=list(dict.fromkeys(map(_unknown, self._eager))), unreported=self._unreported)
         for frame, compilations in self._frames.items():
             kept = (one for number, one in compilations.items() if (frame, number) in compat.watched.kept)
             joined = Report.joined(one.report() for one in kept)
@@ -268,6 +282,7 @@ class Ledger:
         self._frames.clear()
         self._without_frame.clear()
         self._eager.clear()
+        self._unreported = 0
         self._last = None
 
 
@@ -324,6 +339,9 @@ def report() -> Report:
     `cached` counts these graphs, and the text says so. The same holds for what
     `torch.compiler.load_compiled_function` has loaded.
 
+    Packages of AOTInductor carry their report, too, if `enable` was at work when they were built. `packaged` counts
+    what `torch._inductor.aoti_load_package` has loaded of these, `unreported` the packages without a report.
+
     `cut` has the steps that Dynamo tore apart or did not compile, with its reason.
     """
     return _process.report()
@@ -339,3 +357,5 @@ def _pack() -> str | None:
 
 with guard.guard("caches have no reports"):
     compat.carry_with_compiled_graphs(_pack, _process.load)
+with guard.guard("packages have no reports"):
+    compat.watch_packages(_process.load_package)

@@ -94,7 +94,8 @@ class Report:
     - checked: how many sites, by operator, `mhc.check` compared with the program; unchecked: those that it could not;
     - advice: what would keep graphs whole that Dynamo may give up;
     - graphs: how many were looked at; compiled: how many there are of them, if a function was compiled again, for other
-      shapes say; cached: how many of these came from a cache;
+      shapes say; cached: how many of these came from a cache; packaged: how many came from packages of AOTInductor;
+    - unreported: how many such packages were loaded that have no report;
     - errors: internal failures, after which a site or a graph was left as it was, or something beside the graph was not
       done;
     - fusions, shared, lowered: how often, by name, operators were fused in joint graphs, graphs that are compiled once
@@ -110,6 +111,8 @@ class Report:
     graphs: int = 0
     compiled: int = 0
     cached: int = 0
+    packaged: int = 0
+    unreported: int = 0
     seconds: float = 0.0
     errors: list[str] = field(default_factory=list)
     checked: Counter[str] = field(default_factory=Counter)
@@ -140,6 +143,8 @@ class Report:
         self.compiled = self._in_all() + other._in_all()
         self.graphs += other.graphs
         self.cached += other.cached
+        self.packaged += other.packaged
+        self.unreported += other.unreported
         self.seconds += other.seconds
         self.errors += other.errors
         self.checked += other.checked
@@ -200,12 +205,14 @@ class Report:
         graphs = f"{self.graphs} graph{'s' if self.graphs != 1 else ''}"
         if self._in_all() > self.graphs:
             graphs += f", compiled {self._in_all()} times in all"
-        if self.cached:
-            graphs += " from the cache" if self.cached == self._in_all() else f", {self.cached} of them from the cache"
+        for count, source in ((self.cached, "the cache"), (self.packaged, "a package")):
+            if count:
+                graphs += f" from {source}" if count == self._in_all() else f", {count} of them from {source}"
         own = f", {len(self.with_own_gates)} with gates of their own," if self.with_own_gates else ""
         unknown = len(self.unknown)
         torn = f"; {len(self.cut) - unknown} cut or not compiled" if len(self.cut) > unknown else ""
         torn += f"; {unknown} function{'s' if unknown > 1 else ''} not looked at" if unknown else ""
+        torn += f"; {_packages(self.unreported)} without a report" if self.unreported else ""
         return (
             f"mhc: {len(self.rewritten)} of {len(self.sites)} hyper-connection sites rewritten{own} "
             f"in {graphs} ({self.seconds:.2f} s){torn}"
@@ -215,6 +222,9 @@ class Report:
         return max(self.compiled, self.graphs)
 
     def _nothing(self) -> list[str]:
+        if self.unreported:
+            words = "packages carry one if mhc_compile.enable() is at work when they are built"
+            return [f"  no report is in {_packages(self.unreported)}: {words}"]
         if not self.graphs:
             again = "" if self.unknown else "; torch._dynamo.reset() has Dynamo try again what it gave up before"
             return [f"  no graph was looked at: none was compiled{again}"]
@@ -224,6 +234,10 @@ class Report:
 # How many kinds of sites, of declined ones and of errors a report for people shows; with them it fits on a screen.
 _KINDS = 4
 _WIDTH = 160
+
+
+def _packages(count: int) -> str:
+    return f"{count} loaded package{'s' if count > 1 else ''}"
 
 
 def _united(sites: list[SiteReport], others: list[SiteReport]) -> list[SiteReport]:

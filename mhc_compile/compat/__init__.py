@@ -68,6 +68,9 @@ from mhc_compile.compat.inductor import (
 )
 from mhc_compile.compat.keeping import (
     carry_with_compiled_graphs,
+    put_into_package,
+    settings_of_packages,
+    watch_packages,
 )
 from mhc_compile.compat.launches import (
     analyse_once,
@@ -241,6 +244,7 @@ __all__ = [
     "no_autocast_cache",
     "on_dynamo_reset",
     "on_examples",
+    "put_into_package",
     "quiet_fakes",
     "quiet_shape_env",
     "rank",
@@ -252,6 +256,7 @@ __all__ = [
     "same_strides",
     "set_no_more",
     "set_while_compiling",
+    "settings_of_packages",
     "settle_sizes",
     "settle_triton",
     "settled",
@@ -267,6 +272,7 @@ __all__ = [
     "trace_artifact",
     "uncompiled",
     "watch_dynamo",
+    "watch_packages",
     "watched",
     "without_fake_tracebacks",
     "without_guards",

@@ -5,6 +5,9 @@ Most of it happens before Inductor, so most tests run the rewritten graphs opera
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +28,7 @@ from tests.zoo.near import Sublayer
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
+ROOT = str(Path(__file__).parents[2])
 SHAPE = (2, 3, 4, 6)
 BOTH = ["expand_combine", "generate_mix_and_aggregate"]
 
@@ -152,6 +156,36 @@ def test_generation_with_a_cache() -> None:
     assert report.declined == []
 
 
+# Its first package is loaded before anything that makes reports is imported. The last is built after one with a report.
+LOAD = """
+import sys, torch, mhc_compile
+for path in sys.argv[1:]:
+    loaded = [torch._inductor.aoti_load_package(path) for _ in range(2)]
+    print(mhc_compile.report(), "packaged", mhc_compile.report().packaged, mhc_compile.report().cached)
+"""
+
+
+def _check_report_of_package(path: str, built: str) -> None:
+    """Where a package is loaded, its report is that of the process that built it."""
+    plain = path.replace("model.pt2", "plain.pt2")
+    torch._inductor.aoti_compile_and_package(
+        torch.export.export(torch.nn.Tanh(), (torch.randn(3),)), package_path=plain
+    )
+    told = _loads(path, plain).split("packaged")
+    assert built.replace("in 1 graph ", "in 1 graph from a package ") == told[0].rstrip()
+    assert told[1].startswith(" 1 0\n")
+    assert "2 of 2 hyper-connection sites rewritten in 1 graph from a package (" in told[1]
+    assert "; 2 loaded packages without a report\n" in told[1]
+    assert _loads(plain).splitlines()[0].endswith("rewritten in 0 graphs (0.00 s); 2 loaded packages without a report")
+
+
+def _loads(*paths: str) -> str:
+    command = [sys.executable, "-W", "ignore", "-c", LOAD, *paths]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": ROOT}
+    ).stdout
+
+
 # torch's own modules for packages use what its own pytree has deprecated.
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated:FutureWarning")
 @pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.thorough), True])
@@ -164,7 +198,10 @@ def test_export_and_ahead_of_time_compilation(tmp_path: Path, dynamic: bool) -> 
         with mhc_compile.enable():
             path = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "model.pt2"))
         assert _operators(records.last()) == BOTH
+        built = str(mhc_compile.report())
         loaded = torch._inductor.aoti_load_package(path)
+        assert str(mhc_compile.report()) == built  # and no second time
+        _check_report_of_package(path, built)
         for given in (x, torch.cat([x, x[:1]]), torch.cat([x, x[:, :1]], 1)) if dynamic else (x,):
             _close(loaded(given), model(given))
 
