@@ -25,6 +25,7 @@ from mhc_compile.hooks import (
     trace,
 )
 from mhc_compile.options import CHECK, INPUT_NORM, OPTIONS, PREFIX, SKIP, OptionError, split
+from mhc_compile.passes.cut import can_hold
 
 
 @contextlib.contextmanager
@@ -62,11 +63,11 @@ def _wanted(backend: Any, ours: Any, options: dict[str, Any]) -> dict[str, Any] 
 
 
 def given_up(function: compat.GivenUp, ours: Any) -> None:
-    """Note a function that Dynamo gives up, and raise where strict options ask for its hyper-connections."""
+    """Note a function that Dynamo gives up. Strict options raise if a hyper-connection may be among its own lines."""
     wanted = _wanted(function.backend, ours, function.options)
-    if wanted is not None:
-        noted, skipped = records.give_up(function), records.place(function).is_among(wanted.get(SKIP, ()))
-        if noted and wanted.get("mhc.strict") and not skipped:
+    if wanted is not None and records.give_up(function) and wanted.get("mhc.strict"):
+        skipped = records.place(function).is_among(wanted.get(SKIP, ()))
+        if can_hold(function.reached) and not skipped:
             raise StrictError(str(records.report()))
 
 
@@ -84,7 +85,7 @@ def mhc(
 
     - "mhc.skip" (a list of "file.py:12"): leave the sites alone that reports show at these lines;
     - "mhc.strict" (bool): raise `StrictError` if hyper-connection code was found but not rewritten, or if Dynamo gives
-      up a function before a graph of it was looked at, unless "mhc.skip" has the line of the function;
+      up a function that may hold some (`mhc_compile.passes.cut.can_hold`), unless "mhc.skip" has the function's line;
     - "mhc.check" (bool): in its first calls compare each site of a graph with the program's own code, and leave sites
       alone whose operator is less accurate (`mhc_compile.checking`);
     - "mhc.fuse.accumulate", "mhc.fuse.boundary", "mhc.fuse.boundary_backward" (bool): leave out a fusion

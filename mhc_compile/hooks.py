@@ -57,7 +57,7 @@ class Configured(compat.CustomGraphPass):
         if self.options["mhc.strict"]:
             report = compiled.report()
             refused = [site for site in report.declined if site.reason != passes.SKIPPED]
-            if refused or report.errors or report.cut:
+            if refused or report.errors or report.torn:
                 raise StrictError(_words(report))
 
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mhc_compile import compat, guard
-from mhc_compile.passes.cut import MADE_ELSEWHERE
-from mhc_compile.passes.report import FUNCTION, NOT_COMPILED, Location, Report, SiteReport
+from mhc_compile.passes.cut import MADE_ELSEWHERE, can_hold
+from mhc_compile.passes.report import FUNCTION, NOT_COMPILED, WITHOUT_STREAMS, Location, Report, SiteReport
 
 log = logging.getLogger(__name__)
 
@@ -297,7 +297,10 @@ def _unknown(function: compat.GivenUp) -> SiteReport:
         f"Dynamo gives it up at {_told(function.broken).rstrip('.')}. Its own lines{behind} run eagerly and were not "
         "looked at; each function that it calls is compiled by itself, and its sites count once"
     )
-    return SiteReport(FUNCTION, place(function), NOT_COMPILED, words)
+    if can_hold(function.reached):
+        return SiteReport(FUNCTION, place(function), NOT_COMPILED, words)
+    words += ". Strict options accept it: it reaches neither learned numbers for streams nor streams with their gates"
+    return SiteReport(FUNCTION, place(function), WITHOUT_STREAMS, words)
 
 
 def _left_eager(limit: compat.RecompileLimit) -> SiteReport:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import fx
@@ -42,6 +42,40 @@ def advice(graph: fx.Graph) -> list[str]:
     """What to do if the graph is given up."""
     names = {str(node.target) for node in graph.nodes if node.op == "call_function"}
     return [words for part, words in _ADVICE.items() if any(part in name for name in names)]
+
+
+# The most streams that operators take.
+_MOST_STREAMS = 31
+_COUNTS = range(2, _MOST_STREAMS + 1)
+# How many rows a phi may have: for one kind of gates, for n + 1 as in arXiv 2409.19606, for reads and writes, for all.
+_ROWS = {rows for n in _COUNTS for rows in (n, n + 1, 2 * n, n * n + 2 * n)}
+
+
+def can_hold(tensors: Iterable[compat.Reached] | None) -> bool:
+    """Whether lines that can read these tensors, and no others, may be those of a hyper-connection.
+
+    Its gates are made of learned numbers, a phi or static gates, or they are given together with the streams. Lines
+    without either have nothing to weigh streams with. In doubt it is True: a small learned tensor of another kind looks
+    like a phi. None are tensors that are not known.
+    """
+    if tensors is None:
+        return True
+    given = set(tensors)
+    shapes = {one.shape for one in given}
+    return any(one.learned and _makes_gates(one.shape) for one in given) or any(_has_gates(x, shapes) for x in shapes)
+
+
+def _makes_gates(shape: tuple[int, ...]) -> bool:
+    """phi has a row for each gate, or a column; static gates are [n], or a matrix of few rows."""
+    return shape[0] in _COUNTS if len(shape) == 1 else len(shape) == 2 and not _ROWS.isdisjoint(shape)
+
+
+def _has_gates(streams: tuple[int, ...], shapes: set[tuple[int, ...]]) -> bool:
+    """Whether [..., n, C] has gates [..., n] or [..., n, n] beside it."""
+    if len(streams) < 3 or streams[-2] not in _COUNTS:
+        return False
+    gates = streams[:-1]
+    return gates in shapes or (*gates, gates[-1]) in shapes - {streams}
 
 
 def _gates_read(node: fx.Node) -> Iterator[fx.Node]:

@@ -78,7 +78,7 @@ class SiteReport:
 
 
 # What stands for the operator, and for the detail, of a function that Dynamo gives up.
-FUNCTION, NOT_COMPILED = "function", "not compiled"
+FUNCTION, NOT_COMPILED, WITHOUT_STREAMS = "function", "not compiled", "not compiled, without streams"
 _SITES = ("sites", "called", "cut", "unchecked")
 _COUNTS = ("checked", "fusions", "shared", "lowered")
 
@@ -195,7 +195,12 @@ class Report:
     @property
     def unknown(self) -> list[SiteReport]:
         """The functions that Dynamo did not compile, in which nobody looked for sites."""
-        return [site for site in self.cut if (site.op, site.detail) == (FUNCTION, NOT_COMPILED)]
+        return [site for site in self.cut if site.op == FUNCTION and site.detail in (NOT_COMPILED, WITHOUT_STREAMS)]
+
+    @property
+    def torn(self) -> list[SiteReport]:
+        """`cut`, but for functions that cannot hold a hyper-connection: what strict options raise for."""
+        return [site for site in self.cut if site.detail != WITHOUT_STREAMS]
 
     def details(self) -> str:
         """Everything: each line of the program, and each detail."""

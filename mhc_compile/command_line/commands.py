@@ -41,7 +41,7 @@ def explain(options: argparse.Namespace) -> int:
         )
     else:
         say(report.details() if options.verbose else str(report))
-    counts = {"declined": len(report.declined), "cut or not compiled": len(report.cut), "errors": len(report.errors)}
+    counts = {"declined": len(report.declined), "cut or not compiled": len(report.torn), "errors": len(report.errors)}
     if options.strict and any(counts.values()):
         found = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
         sys.stderr.write(f"explain --strict: {found}\n")

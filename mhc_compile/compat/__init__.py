@@ -109,6 +109,9 @@ from mhc_compile.compat.operators import (
     no_autocast_cache,
     registered_operators,
 )
+from mhc_compile.compat.reaching import (
+    Reached,
+)
 from mhc_compile.compat.reading import (
     set_no_more,
     set_while_compiling,
@@ -164,6 +167,7 @@ __all__ = [
     "GivenUp",
     "GraphBreak",
     "NeedsGuard",
+    "Reached",
     "RecompileLimit",
     "SingleLevelFunction",
     "Snapshot",

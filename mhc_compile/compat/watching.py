@@ -22,6 +22,7 @@ import torch
 
 from mhc_compile.compat.graphs import compile_id, on_dynamo_reset
 from mhc_compile.compat.inductor import _guard
+from mhc_compile.compat.reaching import Reached, reached
 
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(.*)_at_\d+$")
 # Dynamo's texts are paragraphs: what happened, an explanation, hints, and what developers want to know.
@@ -49,7 +50,7 @@ class GivenUp:
     """A function that Dynamo leaves to Python for its break; Dynamo compiles the functions that it calls.
 
     Of a function that is resumed, this is the part behind an earlier break. backend is what `torch.compile` was given:
-    the registered function for a name, and the name for Inductor.
+    the registered function for a name, and the name for Inductor. reached are the tensors that its own lines can read.
     """
 
     broken: GraphBreak
@@ -59,6 +60,7 @@ class GivenUp:
     resumed: bool
     backend: Any
     options: dict[str, Any]
+    reached: frozenset[Reached] | None
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ def watch_dynamo() -> None:
             result = convert(self, frame, cache_entry, frame_state)
             with _guard("a function that Dynamo gives up is not told"):
                 if result.guarded_code is None:
-                    _note_eager(frame.f_code, result, list(watched.breaks)[breaks:], self)
+                    _note_eager(frame, result, list(watched.breaks)[breaks:], self)
                 else:
                     _note_compiled(frame.f_code, result.guarded_code, self)
             return result
@@ -194,16 +196,18 @@ def _note_compiled(code: CodeType, made: Any, compiler: Any) -> None:
         tell(code, made.compile_id, _given_to_compile(compiler)[0])
 
 
-def _note_eager(code: CodeType, result: Any, breaks: list[GraphBreak], compiler: Any) -> None:
+def _note_eager(frame: Any, result: Any, breaks: list[GraphBreak], compiler: Any) -> None:
     """Note what Dynamo does not compile, and tell of the user's function that it gives up for one of these breaks."""
     on_dynamo_reset(watched)
+    code = frame.f_code
     if result.apply_to_code:
         watched.strategies[id(code)] = (weakref.ref(code), result.frame_exec_strategy)
     own = [one for one in breaks if one.function == _named(code)]
     if own and not code.co_filename.startswith(_TORCH):
         name, file = own[-1].function
         resumed = name != code.co_name
-        found = GivenUp(own[-1], name, file, code.co_firstlineno, resumed, *_given_to_compile(compiler))
+        backend, options = _given_to_compile(compiler)
+        found = GivenUp(own[-1], name, file, code.co_firstlineno, resumed, backend, options, reached(frame))
         for tell in list(watched.at_given_up):
             tell(found)
 

@@ -1,0 +1,188 @@
+"""Which functions that Dynamo gives up may hold hyper-connections: strict options raise for these alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import mhc_compile
+from mhc_compile import compat
+from mhc_compile.passes.cut import can_hold
+from tests.zoo.near import Sublayer
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+N, C = 4, 16
+STREAMS = (2, 3, N, C)
+
+
+def _broken(x: Tensor) -> Tensor:
+    """Whoever calls this in a loop is given up."""
+    for _ in range(2):
+        x = x * 2
+        torch._dynamo.graph_break()
+    return x
+
+
+def _phi(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape))
+
+
+@dataclass
+class Parameters:
+    phi: nn.Parameter
+
+
+class Net(nn.Module):
+    """A function of a module, beside parameters and children that come with it."""
+
+    def __init__(self, run: Callable[[Any, Tensor], Tensor], **parts: Any) -> None:
+        super().__init__()
+        self.run = run
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
+
+
+PHI = _phi(N * N + 2 * N, N * C)
+HIDDEN = torch.randn(2, 3, N * C)
+
+
+def _global(x: Tensor) -> Tensor:
+    for _ in range(2):
+        x = F.linear(x, PHI)[..., : N * C] @ x.new_ones(N * N + 2 * N, N * C)
+        torch._dynamo.graph_break()
+    return x
+
+
+def _closure(phi: nn.Parameter) -> Callable[[Tensor], Tensor]:
+    def inner(x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = F.linear(x, phi) @ phi
+            torch._dynamo.graph_break()
+        return x
+
+    return inner
+
+
+def _attribute(parts: list[Parameters], x: Tensor) -> Tensor:
+    for _ in range(2):
+        x = F.linear(x, parts[0].phi) @ parts[0].phi
+        torch._dynamo.graph_break()
+    return x
+
+
+def _write(x: Tensor, f: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
+    for _ in range(2):
+        x = h_post.unsqueeze(-1) * f.unsqueeze(-2) + h_res @ x
+        torch._dynamo.graph_break()
+    return x
+
+
+def _any(x: Tensor, *others: Any) -> Tensor:
+    for _ in range(2):
+        x = x.sin()
+        torch._dynamo.graph_break()
+    return x
+
+
+def _by_layer(self: Any, x: Tensor) -> Tensor:
+    for _ in range(2):
+        x = self.layer(x)[..., :C].sum(-1, keepdim=True) + x
+        torch._dynamo.graph_break()
+    return x
+
+
+def _by_layers(self: Any, x: Tensor) -> Tensor:
+    for layer in self.layers:
+        x = layer.connection.phi.sum() + x
+        torch._dynamo.graph_break()
+    return x
+
+
+def _layers(*parts: nn.Module) -> nn.ModuleList:
+    return nn.ModuleList(parts)
+
+
+X = torch.randn(STREAMS)
+CAN: dict[str, tuple[Any, ...]] = {
+    "a global phi": (_global, HIDDEN),
+    "a phi of a closure": (_closure(PHI), HIDDEN),
+    "a phi as an argument": (_any, HIDDEN, PHI),
+    "a phi of an object in a list": (_attribute, [Parameters(PHI)], HIDDEN),
+    "a phi the other way round": (_any, HIDDEN, _phi(N * C, 2 * N)),
+    "a phi for each channel": (_any, X, _phi(C, N + 1)),
+    "a projection that is called": (Net(_by_layer, layer=nn.Linear(C, N)), X),
+    "a projection in a module that is called": (Net(_by_layer, layer=nn.Sequential(nn.Linear(C, N))), X),
+    "a phi of a layer in a list": (Net(_by_layers, layers=_layers(Net(_any, connection=Parameters(PHI)))), HIDDEN),
+    "static gates": (_any, X, _phi(N)),
+    "gates beside their streams": (_write, X, X[:, :, 0], X[..., 0], X[..., :N]),
+    "a matrix beside its streams": (_any, X, X[..., :N]),
+}
+CANNOT: dict[str, tuple[Any, ...]] = {
+    "a tensor": (_any, HIDDEN),
+    "streams": (_any, X),
+    "a loss": (_any, HIDDEN, _phi(128, N * C), torch.zeros(2, 3, dtype=torch.long)),
+    "a mask": (_any, HIDDEN, torch.ones(2, 1, 3, 3)),
+    "queries, keys and values": (_any, torch.randn(2, 8, 64, C), torch.randn(2, 2, 64, C), torch.randn(2, 1, 64, 64)),
+    "experts": (_any, HIDDEN, _phi(4, 2 * C, N * C)),
+    "a small matrix that is not learned": (_any, HIDDEN, torch.randn(N, N)),
+    "a phi that is not named": (_any, HIDDEN, Parameters(PHI)),
+    "integers": (_any, X, torch.ones(2, 3, N, dtype=torch.long)),
+    "a model that is called": (Net(_by_layer, layer=nn.Sequential(nn.Sequential(Sublayer(N, C, 3, 2)))), X),
+    "a wide module that is called": (Net(_by_layer, layer=nn.Linear(N * C, 128)), HIDDEN),
+}
+
+
+@pytest.mark.parametrize("case", [*CAN, *CANNOT])
+def test_what_a_function_reaches(case: str) -> None:
+    function, *given = (CAN | CANNOT)[case]
+    report = mhc_compile.explain(function, *given)
+    (site,) = report.unknown
+    assert report.torn == [one for one in report.cut if one is not site or case in CAN]
+    assert site.detail == ("not compiled" if case in CAN else "not compiled, without streams")
+    assert ("Strict options accept it: it reaches neither" in (site.reason or "")) == (case in CANNOT)
+
+
+@pytest.mark.usefixtures("passes_only")
+def test_strict_options_accept_another_librarys_function() -> None:
+    """It is told all the same."""
+    model, target = Sublayer(N, 6, 3, 2), torch.randn(2, 3, N, 6)
+
+    def loss(out: Tensor) -> Tensor:
+        return _broken((out - target).square().mean())
+
+    compiled = torch.compile(lambda x: loss(model(x)), backend="mhc", options={"mhc.strict": True})
+    with torch.no_grad():
+        compiled(torch.randn(2, 3, N, 6))
+    report = mhc_compile.report()
+    assert len(report.rewritten) == len(report.sites) == 2
+    assert [site.location.code for site in report.unknown] == ["_broken"]
+    assert "; 1 function not looked at\n" in str(report)
+    assert "  not compiled, without streams: 1 x function at tests/test_given_up.py:" in str(report)
+
+
+def test_a_program_that_is_too_large_to_look_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat.reaching, "_MOST", 3)
+    assert mhc_compile.explain(_any, HIDDEN, [[1], [2], [3]]).torn != []
+    assert mhc_compile.explain(_any, HIDDEN, [1, 2, 3]).torn == []
+
+
+def test_the_most_streams_that_operators_take() -> None:
+    """One more, and no operator could have been there."""
+    assert can_hold({compat.Reached((31, 7), True)})
+    assert can_hold({compat.Reached((31 * 31 + 62, 7), True)})
+    assert not can_hold({compat.Reached((67, 128), True)})
+    assert not can_hold({compat.Reached((1, 128), True)})
+    assert not can_hold(set())
+    streams = torch.zeros(1, 32, 3)
+    with pytest.raises(ValueError, match="gives n = 32 streams"):
+        mhc_compile.ops.aggregate(streams, streams[..., 0])
