@@ -233,7 +233,13 @@ class Report:
         if not self.graphs:
             again = "" if self.unknown else "; torch._dynamo.reset() has Dynamo try again what it gave up before"
             return [f"  no graph was looked at: none was compiled{again}"]
-        return [] if self.sites or self.called or self.cut or self.errors else ["  no hyper-connection code was found"]
+        if self.sites or self.called or self.errors or len(self.cut) > len(self.unknown):
+            return []
+        return [
+            "  no hyper-connection code was found. It has streams x[..., n, C] in one tensor, with n >= 2. It reads",
+            "  them as sum_i a[i] x[i], or writes them as p[o] f + sum_i h[i, o] x[i]. Not looked for are models with",
+            "  n = 1, streams in a Python list, and reads with a gate for each channel",
+        ]
 
 
 # How many kinds of sites, of declined ones and of errors a report for people shows; with them it fits on a screen.

@@ -5,6 +5,7 @@ compute them; each has its gradient in an operator `mhc::<name>_backward` of its
 """
 
 from mhc_compile.ops import _launch, _loops  # noqa: F401  (registers them)
+from mhc_compile.ops._checks import typed
 from mhc_compile.ops.aggregate import aggregate
 from mhc_compile.ops.boundary import boundary
 from mhc_compile.ops.contract import contract
@@ -32,3 +33,6 @@ __all__ = [
     "scale",
     "sinkhorn",
 ]
+
+for _name in __all__:
+    globals()[_name] = typed(globals()[_name])

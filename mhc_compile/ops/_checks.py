@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
+from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -21,6 +24,50 @@ def accumulation_dtype(x: Tensor) -> torch.dtype:
 
 def shape_text(shape: Sequence[object]) -> str:
     return "[" + ", ".join(str(size) for size in shape) + "]"
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_EXPECTED = {Tensor: "a tensor", float: "a number", int: "an integer", bool: "True or False", str: "a string"}
+_EXPECTED |= {torch.dtype: "a torch.dtype", type(None): "None"}
+_ALSO: dict[Any, tuple[type, ...]] = {
+    float: (int, torch.SymFloat, torch.SymInt),
+    int: (torch.SymInt,),
+    bool: (torch.SymBool,),
+}
+
+
+def typed(wrapper: Callable[_P, _R]) -> Callable[_P, _R]:
+    """An operator's wrapper that names the argument where torch would print the schema. It costs nothing before."""
+
+    @functools.wraps(wrapper)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if torch.compiler.is_compiling():  # Dynamo says it, and would trace what follows
+            return wrapper(*args, **kwargs)
+        try:
+            return wrapper(*args, **kwargs)
+        except (RuntimeError, TypeError):
+            wrong = _of_another_type(wrapper, args, kwargs)
+            if wrong is None:
+                raise
+        raise TypeError(f"mhc::{wrapper.__name__}: {wrong}")
+
+    return call
+
+
+def _of_another_type(wrapper: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    """What is said of the first argument that is not what the wrapper's annotation says."""
+    hints = get_type_hints(wrapper)
+    try:
+        given = signature(wrapper).bind(*args, **kwargs).arguments
+    except TypeError:  # Python says which argument is missing or unknown
+        return None
+    for name, value in given.items():
+        kinds = get_args(hints[name]) or (hints[name],)
+        if not any(isinstance(value, (kind, *_ALSO.get(kind, ()))) for kind in kinds):
+            what = "None" if value is None else f"of type {type(value).__name__}"
+            return f"{name} is {what}; expected {' or '.join(_EXPECTED[kind] for kind in kinds)}"
+    return None
 
 
 def check_present(name: str, value: Tensor | None) -> None:

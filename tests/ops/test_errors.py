@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -319,6 +320,65 @@ def test_message(case: tuple[Call, type[Exception], str], fake: bool) -> None:
         return
     with FakeTensorMode(), pytest.raises(error, match=re.escape(message)):
         call(lambda *shape, **options: torch.empty(*shape, **options))
+
+
+OTHER_TYPES: dict[str, tuple[Call, str]] = {
+    "no tensor": (
+        lambda make: ops.aggregate(make(5, 2, 3), [1.0]),
+        "aggregate: h_pre is of type list; expected a tensor",
+    ),
+    "no tensor, by its name": (
+        lambda make: ops.expand_combine(make(5, 3), "b", h_post=make(5, 2), x=make(5, 2, 3), h_res=None),
+        "expand_combine: layer_bias is of type str; expected a tensor or None",
+    ),
+    "no dtype": (
+        lambda make: ops.mix_streams(make(5, 2, 3), make(5, 2, 2), out_dtype="bfloat16"),
+        "mix_streams: out_dtype is of type str; expected a torch.dtype or None",
+    ),
+    "no integer": (lambda make: ops.expand(make(5, 3), 4.0), "expand: n is of type float; expected an integer"),
+    "no number": (
+        lambda make: ops.head(make(5, 2, 3), make(2, 6), make(1), make(2), rms_eps="small"),
+        "head: rms_eps is of type str; expected a number",
+    ),
+    "no string": (
+        lambda make: ops.sinkhorn(make(5, 2, 2), start=1),
+        "sinkhorn: start is of type int; expected a string",
+    ),
+    "no truth value": (
+        lambda make: ops.sinkhorn(make(5, 2, 2), clamp="no"),
+        "sinkhorn: clamp is of type str; expected True or False",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_TYPES.values(), ids=OTHER_TYPES)
+def test_wrappers_name_an_argument_of_another_type(case: tuple[Call, str]) -> None:
+    call, message = case
+    with pytest.raises(TypeError) as caught:
+        call(torch.zeros)
+    assert str(caught.value) == f"mhc::{message}"
+
+
+@pytest.mark.parametrize("name", ops.__all__)
+def test_wrappers_know_what_each_argument_may_be(name: str) -> None:
+    """A value of no type that there is, in the place of each argument."""
+    wrapper = getattr(ops, name)
+    arguments = inspect.signature(wrapper).parameters
+    for wrong in arguments:
+        given: dict[str, Any] = {
+            name: torch.zeros(5, 2, 3) for name, one in arguments.items() if one.default is one.empty
+        }
+        with pytest.raises(TypeError, match=rf"^mhc::{name}: \w+ is of type (object|Tensor); expected"):
+            wrapper(**given | {wrong: object()})
+
+
+def test_wrappers_take_whole_numbers_and_leave_the_rest_to_python() -> None:
+    logits = torch.rand(5, 2, 2)
+    assert torch.equal(ops.sinkhorn(logits, eps=1), ops.sinkhorn(logits, eps=1.0))
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'h_pre'"):
+        ops.aggregate(logits)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'steep'"):
+        ops.sinkhorn(logits, steep=1)  # type: ignore[call-arg]
 
 
 def test_compiling_raises_the_same_message() -> None:

@@ -16,6 +16,7 @@ from mhc_compile import ops
 from mhc_compile.nn import HyperConnection
 from mhc_compile.testing import EmptyCaptureError, capture, graph_text
 from tests.passes.fused import Stack, Sublayer, streams
+from tests.zoo import near
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -152,6 +153,45 @@ def test_an_empty_capture_is_an_error() -> None:
     with pytest.raises(EmptyCaptureError, match="pass allow_empty=True if that is meant\nmhc: 0 of 0 hyper-conn"):
         capture(nn.Linear(24, 24), streams())
     assert str(capture(nn.Linear(24, 24), streams(), allow_empty=True)) == "return "
+
+
+def _one_stream() -> tuple[nn.Module, Tensor]:
+    return near.Sublayer(1, 24, 3, 2), torch.randn(2, 3, 1, 24)
+
+
+def _list_of_streams() -> tuple[nn.Module, list[Tensor]]:
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gates = nn.Linear(24, 1)
+
+        def forward(self, each: list[Tensor]) -> list[Tensor]:
+            f = torch.stack([torch.sigmoid(self.gates(x)) * x for x in each]).sum(0).tanh()
+            return [x + torch.sigmoid(self.gates(x)) * f for x in each]
+
+    return Listed(), list(streams().unbind(2))
+
+
+def _gate_for_each_channel() -> tuple[nn.Module, Tensor]:
+    class PerChannel(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(24, 24)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (torch.sigmoid(self.gate(x)) * x).sum(2).tanh()
+
+    return PerChannel(), streams()
+
+
+@pytest.mark.parametrize("build", [_one_stream, _list_of_streams, _gate_for_each_channel])
+def test_where_nothing_is_found_it_is_said_what_was_looked_for(build: Callable[[], tuple[nn.Module, Any]]) -> None:
+    with pytest.raises(EmptyCaptureError) as caught:
+        capture(*build())
+    text = str(caught.value)
+    assert "  no hyper-connection code was found. It has streams x[..., n, C] in one tensor, with n >= 2." in text
+    assert "Not looked for are models with\n  n = 1, streams in a Python list, and reads with a gate" in text
+    assert text.endswith(str(mhc_compile.explain(*build())).partition("\n")[2])
 
 
 def test_an_empty_capture_says_what_was_declined() -> None:
