@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -38,6 +39,7 @@ CALLS = 3
 MOST_CALLS = 16
 
 _NOT_YET = "the first calls are not over, in which the program's own code runs"
+_AHEAD = "its function is compiled ahead of time, and has no first calls"
 
 # Why sites are left alone, by their names, by the structure of their graph.
 _left: dict[str, dict[str, str]] = {}
@@ -239,11 +241,23 @@ class FirstCalls:
         The latter has just been compiled.
         """
         with guard("sites are not checked", entry.traced.errors):
+            again = compat.compilation_again()
+            if again is None:
+                self.unchecked += [replace(check.report, reason=_AHEAD) for check in self.checks]
+                return self.leave(compiled, entry)
             self._program, self._compiled, self._ballot = program, compiled, ballot
-            self._compile_again, self._entry = compat.compilation_again(), entry
+            self._compile_again, self._entry = again, entry
             entry.traced.errors += [error for error in self.errors if error not in entry.traced.errors]
             entry.checked.unchecked = [replace(check.report, reason=_NOT_YET) for check in self.checks]
             return self
+        return compiled
+
+    def leave(self, compiled: Callable[..., Any], entry: records.Compiled) -> Callable[..., Any]:
+        """The compiled graph itself, in which nothing is checked: the report says why."""
+        entry.traced.errors += [error for error in self.errors if error not in entry.traced.errors]
+        entry.checked.unchecked = list(self.unchecked)
+        for reason, count in Counter(site.reason for site in self.unchecked).items():
+            log.warning("%s hyper-connection sites are not checked: %s", count, reason)
         return compiled
 
     def __call__(self, *args: Any) -> Any:
@@ -319,7 +333,7 @@ def nothing(compiled: Callable[..., Any], entry: records.Compiled) -> Callable[.
 def prepare(module: fx.GraphModule, *, input_norms: bool | None) -> Instead:
     """What makes of a Dynamo graph's compiled form one whose sites are checked in its first calls.
 
-    It is made of the graph as it is now, and so before it is compiled. Where there is no site to check it returns the
+    It is made of the graph as it is now, and so before it is compiled. Where there is no site to check it is the
     compiled graph itself.
     """
     first = FirstCalls()
@@ -330,7 +344,7 @@ def prepare(module: fx.GraphModule, *, input_norms: bool | None) -> Instead:
 
     program = attempt("checking", module.graph, first.errors, change, lambda: None)
     if program is None:
-        return nothing
+        return first.leave
     return partial(first.start, program, Ballot(module.graph, len(first.checks)))
 
 

@@ -138,11 +138,14 @@ def verify(
     Raises:
         VerificationError: mhc is less accurate than eager, or its passes failed. The message is the table.
         MemoryError: the float64 copy of the model does not fit.
-        TypeError: model is no module.
+        TypeError: model is no module; functions, compiled or not, have no parameters that could be compared.
     """
     module = getattr(model, "_orig_mod", model)
     if not isinstance(module, nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+        raise TypeError(
+            f"model: expected a torch.nn.Module, got {type(model).__name__}: the float64 evaluation and the comparison "
+            "of gradients need its parameters; pass the module whose method it is, or one whose forward calls it"
+        )
     tell = say or (lambda line: None)
     runs = [run for run in RUNS if inductor or run != "inductor"]
     result = Verification(errors={run: Errors() for run in runs})

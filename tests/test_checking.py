@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops.while_loop import while_loop
 from torch.utils.checkpoint import checkpoint
 
 import mhc_compile
-from mhc_compile import agreement, checking, compat, hooks
+from mhc_compile import checking, compat, hooks
 from mhc_compile.nn import Form, HyperConnection, HyperHead
 from tests.passes.fused import Sublayer
 
@@ -297,6 +298,55 @@ def test_a_graph_that_only_an_operator_runs() -> None:
     assert {site.reason for site in unchecked} == {"it is in a nested graph that runs as a whole"}
 
 
+def _loop(x: Tensor, part: nn.Module) -> Tensor:
+    out: Tensor = while_loop(lambda i, x: i < 2, lambda i, x: (i + 1, part(x)), (torch.tensor(0), x))[1]
+    return out
+
+
+@pytest.mark.usefixtures("without_inductor")
+@pytest.mark.parametrize("around", [_loop, lambda x, part: _branch(part, x)])
+def test_a_program_whose_sites_are_all_in_such_a_graph(
+    around: Callable[[Tensor, nn.Module], Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    part = _connection(4).eval()
+    compiled = torch.compile(lambda x: around(x, part), backend="mhc", options=CHECK)
+    with torch.no_grad():
+        compiled(_streams())
+    report = mhc_compile.report()
+    assert [site.op for site in report.unchecked] == [MIX, COMBINE]
+    assert "  not checked: 1 x expand_combine at " in str(report)
+    words = "hyper-connection sites are not checked: it is in a nested graph that runs as a whole"
+    assert [record.getMessage() for record in caplog.records if "checked" in record.getMessage()] == [f"2 {words}"]
+
+
+def test_what_is_compiled_ahead_of_time_is_not_checked(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = _connection(4), _streams()
+    with compat.fresh_inductor_cache(), torch.no_grad():
+        lazily = torch.compile(model, backend="mhc", fullgraph=True, options=CHECK)
+        compiled = lazily.forward.aot_compile(((x,), {}))
+        torch.testing.assert_close(compiled(model, x), model(x), **CLOSE)
+    report = mhc_compile.report()
+    assert (report.errors, report.checked) == ([], {})
+    reason = "its function is compiled ahead of time, and has no first calls"
+    assert [(site.op, site.reason) for site in report.unchecked] == [(MIX, reason), (COMBINE, reason)]
+    assert f"2 hyper-connection sites are not checked: {reason}" in caplog.text
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_while_enable_is_at_work() -> None:
+    """The option is one of the backend; a plain `torch.compile` is not checked."""
+    with pytest.raises(
+        ValueError, match=re.escape("options: 'mhc.check' needs backend=\"mhc\"; enable does not take it")
+    ):
+        mhc_compile.enable(CHECK)
+    model = _connection(4)
+    with mhc_compile.enable(), torch.no_grad():
+        compiled = torch.compile(model, backend="mhc", options=CHECK)
+        for seed in range(checking.CALLS + 1):
+            compiled(_streams(seed))
+    assert _reported() == ([MIX, COMBINE], [], {MIX: 1, COMBINE: 1})
+
+
 @pytest.mark.usefixtures("without_inductor")
 def test_gradients_that_are_not_finite_are_no_measure() -> None:
     """A loss that is scaled too far in the first steps: the check waits for gradients that can be compared."""
@@ -408,66 +458,3 @@ def test_with_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
             torch.testing.assert_close(compiled(_streams(seed)), model(_streams(seed)), **CLOSE)
     assert _reported() == ([MIX], [COMBINE], {MIX: 1})
     assert mhc_compile.report().lowered == {MIX: 1}
-
-
-class _Store:
-    """A job's store, of one process."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, Any] = {}
-
-    def add(self, key: str, count: int) -> int:
-        self.values[key] = self.values.get(key, 0) + count
-        return int(self.values[key])
-
-    def set(self, key: str, value: str) -> None:
-        self.values[key] = value
-
-    def get(self, key: str) -> bytes:
-        return str(self.values[key]).encode()
-
-    def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        return str(self.values.setdefault(key, value)).encode()
-
-
-def _ballots(monkeypatch: pytest.MonkeyPatch, count: int) -> list[agreement.Ballot]:
-    store = _Store()
-    monkeypatch.setattr(agreement.compat, "job_store", lambda: store)
-    graph = torch.fx.Graph()
-    graph.output(graph.placeholder("x"))
-    made = []
-    for rank in range(count):
-        monkeypatch.setattr(agreement.compat, "rank", lambda rank=rank: 1000 + rank)
-        made.append(agreement.Ballot(graph, 3))
-    return made
-
-
-def test_ranks_change_over_at_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever comes first to a call decides what it does, by what was posted until then."""
-    first, second = _ballots(monkeypatch, 2)
-    first.post({})
-    assert [ballot.outcome(3, 16) for ballot in (first, second)] == [None, None]
-    assert first.outcome(4, 16) is None
-    second.post({1: "it is wrong"})
-    # The first one came before that to the fourth call.
-    assert second.outcome(4, 16) is None
-    found = [ballot.outcome(5, 16) for ballot in (second, first)]
-    assert found == [{1: "on rank 1001, it is wrong"}] * 2
-
-
-def test_a_rank_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, _ = _ballots(monkeypatch, 2)
-    first.post({2: "it is wrong"})
-    assert first.outcome(15, 16) is None
-    assert list(first.outcome(16, 16) or {}) == [2]
-
-
-def test_a_rank_that_finds_something_too_late_stops(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = _ballots(monkeypatch, 2)
-    first.post({})
-    assert first.outcome(16, 16) == {}
-    second.post({1: "it is wrong"})
-    with pytest.raises(
-        agreement.FailedAlone, match="would leave a site alone that other ranks of this job rewrite: it is"
-    ):
-        second.outcome(16, 16)

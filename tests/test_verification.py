@@ -86,6 +86,8 @@ def test_a_compiled_model_is_verified_as_it_is_written() -> None:
     model = Sublayer(4, 6, 3, 2)
     model.compile(backend=fails)
     assert mhc_compile.verify(model, torch.randn(2, 3, 4, 6), **quietly).ok
+    compiled: Any = torch.compile(Sublayer(4, 6, 3, 2), backend=fails)
+    assert mhc_compile.verify(compiled, torch.randn(2, 3, 4, 6), **quietly).ok
     with pytest.raises(Exception, match="called as it is compiled"):
         model(torch.randn(2, 3, 4, 6))
 
@@ -129,8 +131,10 @@ def test_raising_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(TypeError, match=r"model: expected a torch.nn.Module, got function"):
-        mhc_compile.verify(lambda x: x, torch.ones(2))  # type: ignore[arg-type]
+    for function in (lambda x: x, torch.compile(lambda x: x), nn.Linear(2, 2).forward):
+        words = f"model: expected a torch.nn.Module, got {type(function).__name__}: .*; pass the module whose method"
+        with pytest.raises(TypeError, match=words):
+            mhc_compile.verify(function, torch.ones(2))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no output requires a gradient; pass grad=False"):
         mhc_compile.verify(nn.Embedding(3, 2).requires_grad_(False), torch.tensor([1]), **quietly)
     monkeypatch.setattr("mhc_compile.verification._free_memory", lambda device: 8.0)

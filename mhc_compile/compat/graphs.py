@@ -180,15 +180,17 @@ def compile_id() -> tuple[Any, Any, Any]:
     return trace.compile_id.frame_id, trace.compile_id.frame_compile_id, trace.attempt
 
 
-def compilation_again() -> Callable[[], bool]:
+def compilation_again() -> Callable[[], bool] | None:
     """What makes Dynamo compile the frame that it is compiling anew, the next time that it is called.
 
     The function drops the compiled code, which may be running, from those that Dynamo has for the frame. It returns
-    whether it has found it.
+    whether it has found it. None for what is compiled ahead of time: Dynamo keeps no such code for the frame.
     """
-    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.symbolic_convert import InstructionTranslator, tls
     from torch._guards import CompileContext
 
+    if getattr(tls, "current_tx", None) is None:
+        return None
     code = InstructionTranslator.current_tx().output.root_tx.f_code
     current = CompileContext.current_compile_id()
 
