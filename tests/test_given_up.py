@@ -22,7 +22,7 @@ N, C = 4, 16
 STREAMS = (2, 3, N, C)
 
 
-def _broken(x: Tensor) -> Tensor:
+def broken(x: Tensor) -> Tensor:
     """Whoever calls this in a loop is given up."""
     for _ in range(2):
         x = x * 2
@@ -44,7 +44,7 @@ class Net(nn.Module):
 
     def __init__(self, run: Callable[[Any, Tensor], Tensor], **parts: Any) -> None:
         super().__init__()
-        self.run = run
+        self.run, self.name = run, "net"
         for name, part in parts.items():
             setattr(self, name, part)
 
@@ -108,6 +108,13 @@ def _by_layers(self: Any, x: Tensor) -> Tensor:
     return x
 
 
+def _by_name(self: Any, x: Tensor) -> Tensor:
+    for _ in range(2):
+        x = x + len(self.name)
+        torch._dynamo.graph_break()
+    return x
+
+
 def _layers(*parts: nn.Module) -> nn.ModuleList:
     return nn.ModuleList(parts)
 
@@ -138,6 +145,10 @@ CANNOT: dict[str, tuple[Any, ...]] = {
     "a phi that is not named": (_any, HIDDEN, Parameters(PHI)),
     "integers": (_any, X, torch.ones(2, 3, N, dtype=torch.long)),
     "a model that is called": (Net(_by_layer, layer=nn.Sequential(nn.Sequential(Sublayer(N, C, 3, 2)))), X),
+    "a model whose name alone is read": (
+        Net(_by_name, head=nn.Linear(N * C, N), layers=_layers(nn.Linear(3, 3))),
+        HIDDEN,
+    ),
     "a wide module that is called": (Net(_by_layer, layer=nn.Linear(N * C, 128)), HIDDEN),
 }
 
@@ -158,14 +169,14 @@ def test_strict_options_accept_another_librarys_function() -> None:
     model, target = Sublayer(N, 6, 3, 2), torch.randn(2, 3, N, 6)
 
     def loss(out: Tensor) -> Tensor:
-        return _broken((out - target).square().mean())
+        return broken((out - target).square().mean())
 
     compiled = torch.compile(lambda x: loss(model(x)), backend="mhc", options={"mhc.strict": True})
     with torch.no_grad():
         compiled(torch.randn(2, 3, N, 6))
     report = mhc_compile.report()
     assert len(report.rewritten) == len(report.sites) == 2
-    assert [site.location.code for site in report.unknown] == ["_broken"]
+    assert [site.location.code for site in report.unknown] == ["broken"]
     assert "; 1 function not looked at\n" in str(report)
     assert "  not compiled, without streams: 1 x function at tests/test_given_up.py:" in str(report)
 
@@ -186,3 +197,14 @@ def test_the_most_streams_that_operators_take() -> None:
     streams = torch.zeros(1, 32, 3)
     with pytest.raises(ValueError, match="gives n = 32 streams"):
         mhc_compile.ops.aggregate(streams, streams[..., 0])
+
+
+@pytest.mark.usefixtures("passes_only")
+def test_what_another_backend_gave_up_stays_eager() -> None:
+    """Nobody is asked again, and so it is not told."""
+    torch.compile(broken, backend="eager")(HIDDEN)
+    torch.compile(lambda x: broken(x).sin(), backend="mhc")(HIDDEN)
+    assert mhc_compile.report().unknown == []
+    torch._dynamo.reset()
+    torch.compile(lambda x: broken(x).sin(), backend="mhc")(HIDDEN)
+    assert [site.location.code for site in mhc_compile.report().unknown] == ["broken"]

@@ -27,8 +27,8 @@ def reached(frame: Any) -> frozenset[Reached] | None:
     """The floating point tensors that a function can read by itself, when it is about to be called.
 
     These are its arguments, the globals and closures that it names, the attributes that it names of what it reaches,
-    the items of containers, and the parameters of modules that it reaches and of their children. None if there are too
-    many objects to find out.
+    the items of containers, and all parameters of modules that it reaches if these have no children's children: it may
+    call them. None if there are too many objects to find out.
     """
     names = set(_names(frame.f_code))
     left = [*frame.f_locals.values(), *(_content(cell) for cell in getattr(frame, "closure", None) or ())]
@@ -75,9 +75,10 @@ def _parts(value: Any, names: set[str]) -> Iterable[Any]:
         return [value.__self__]
     parts = [part for name, part in getattr(value, "__dict__", {}).items() if name in names]
     if isinstance(value, nn.Module):
-        parts += [part for name, part in value.named_children() if name in names]
-        parts += [part for name, part in value.named_buffers(recurse=False) if name in names]
-        parts += [p for module in (value, *value.children()) for p in module.parameters(recurse=False)]
+        own = [*value.named_parameters(recurse=False), *value.named_buffers(recurse=False), *value.named_children()]
+        parts += [part for name, part in own if name in names]
+        if not any(list(child.children()) for child in value.children()):  # such as a projection, with what adapts it
+            parts += value.parameters()
         if isinstance(value, (nn.ModuleList, nn.ModuleDict)):
             parts += value.children()
     return parts
