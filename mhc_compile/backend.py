@@ -13,7 +13,7 @@ from torch import fx
 
 import mhc_compile.ops  # noqa: F401  (registers the operators that the passes insert)
 from mhc_compile import checking, compat, passes, records
-from mhc_compile.guard import Deliberate, described, guard
+from mhc_compile.guard import Deliberate, guard
 from mhc_compile.hooks import (
     HOOKS,
     Configured,
@@ -26,6 +26,7 @@ from mhc_compile.hooks import (
 )
 from mhc_compile.options import CHECK, INPUT_NORM, OPTIONS, PREFIX, SKIP, OptionError, split
 from mhc_compile.passes.cut import can_hold
+from mhc_compile.text import in_one_line
 
 
 @contextlib.contextmanager
@@ -132,7 +133,8 @@ def _compiling(options: dict[str, Any]) -> Iterator[records.Compiled]:
             expected = isinstance(error, Deliberate) or compat.asks_to_trace_again(error)
             if compiled.strict and compiled.traced.sites and not expected:
                 sites = f"{len(compiled.traced.sites)} hyper-connection sites"
-                raise StrictError(f"a graph with {sites} is not compiled: {described(error)}") from error
+                why = ". ".join([in_one_line(error), *dict.fromkeys(compiled.traced.advice)])
+                raise StrictError(f"a graph with {sites} is not compiled: {why}") from error
             raise
 
 

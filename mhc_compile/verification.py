@@ -20,6 +20,7 @@ from mhc_compile.passes.report import Report
 from mhc_compile.testing.draws import KeepDraws, ReplayDraws
 from mhc_compile.testing.float64 import Float64Reference
 from mhc_compile.testing.judging import Errors, Finding, judge
+from mhc_compile.text import in_one_line
 
 RUNS = ("eager", "inductor", "mhc")
 _HOW = {"float64": "in float64", "eager": "eagerly", "inductor": "compiled by Inductor", "mhc": "compiled by mhc"}
@@ -142,6 +143,7 @@ def verify(
     Raises:
         VerificationError: mhc is less accurate than eager, or its passes failed. The message is the table.
         MemoryError: the float64 copy of the model does not fit.
+        ValueError: an operator of the model does not take float64, or no output requires a gradient.
         TypeError: model is no module; functions, compiled or not, have no parameters that could be compared.
     """
     module = getattr(model, "_orig_mod", model)
@@ -183,9 +185,7 @@ def verify(
             result.errors[run].add(found, exact)
         result.findings = _findings(result.errors, list(exact))
         for repeat in range(_REPEATS if result.failures else 0):
-            tell(
-                f"verify: {len(result.failures)} results are less accurate; runs again with parameters beside these ..."
-            )
+            tell(f"verify: {len(result.failures)} results are less accurate; again, with parameters beside these ...")
             with _beside(module, repeat):
                 _run_again(result, call, module, args, kwargs, grad)
             if not result.failures:
@@ -251,6 +251,11 @@ def _exact(module: nn.Module, args: Any, kwargs: Any, grad: bool, draws: KeepDra
     except torch.OutOfMemoryError as error:
         raise MemoryError(
             "model: its float64 evaluation does not fit; verify a smaller one of the same code"
+        ) from error
+    except (NotImplementedError, RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"model: it runs as it is, and its float64 evaluation does not: {in_one_line(error)}; verify one whose "
+            "operators take float64"
         ) from error
 
 

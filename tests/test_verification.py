@@ -148,11 +148,29 @@ def test_one_unlucky_run_does_not_decide(unlucky: int, ok: bool, monkeypatch: py
     assert result.ok == ok
     assert len(calls) == (3 if ok else 9)
     again = [line for line in lines if "again" in line]
-    assert again[0] == "verify: 2 results are less accurate; runs again with parameters beside these ..."
+    assert again[0] == "verify: 2 results are less accurate; again, with parameters beside these ..."
     assert len(again) == len(calls) - 1
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(calls[0], model(x))
     assert not torch.equal(calls[0], calls[1])
+
+
+@torch.library.custom_op("mhc_test::lower", mutates_args=())
+def _lower(x: Tensor) -> Tensor:
+    if x.dtype == torch.float64:
+        raise RuntimeError("got Double\nin two lines")
+    return x.clone()
+
+
+def test_an_operator_that_does_not_take_float64() -> None:
+    class Lower(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = _lower(x)
+            return out
+
+    words = "model: it runs as it is, and its float64 evaluation does not: RuntimeError: got Double in two lines"
+    with pytest.raises(ValueError, match=words):
+        mhc_compile.verify(Lower(), torch.ones(2), grad=False, **quietly)
 
 
 def test_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:

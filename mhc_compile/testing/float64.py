@@ -25,7 +25,8 @@ class KeepFloat64(TorchFunctionMode):
 
     Model code casts explicitly (`x.float()`, `x.to(torch.float32)`, `softmax(..., dtype=torch.float32)`).
     In a float64 model those would cut the most sensitive places back to float32. Inside this mode such
-    casts, and factory functions with or without an explicit dtype, give float64.
+    casts, and factory functions with or without an explicit dtype, give float64. So do grouped products, as
+    of experts.
 
     Activation checkpointing runs the model again during `backward()`, which torch calls with every mode off.
     Give checkpoint the mode for that time: `context_fn=lambda: (contextlib.nullcontext(), KeepFloat64())`.
@@ -57,6 +58,8 @@ class KeepFloat64(TorchFunctionMode):
             return args[0].double()
         args = tuple(_raised_dtype(value) for value in args)
         kwargs = {name: _raised_dtype(value) for name, value in (kwargs or {}).items()}
+        if getattr(func, "__name__", "") == "_grouped_mm" and args[1].dim() == 3:
+            return _grouped_mm(*args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -82,6 +85,18 @@ class Float64Reference(Generic[ModuleT]):
         args, kwargs = tree_map(_widened, (args, kwargs))
         with KeepFloat64():
             return self.module(*args, **kwargs)
+
+
+def _grouped_mm(
+    rows: torch.Tensor, matrices: torch.Tensor, offs: torch.Tensor, bias: None = None, out_dtype: Any = None
+) -> torch.Tensor:
+    """`torch.nn.functional.grouped_mm` of rows whose groups end at offs. torch has none for float64.
+
+    Rows behind the last group give zeros; torch writes nothing there.
+    """
+    ends = offs.tolist()
+    groups = [rows[i:j] @ matrix for i, j, matrix in zip([0, *ends], ends, matrices, strict=False)]
+    return torch.cat([*groups, rows.new_zeros(rows.shape[0] - ends[-1], matrices.shape[-1])])
 
 
 def _raised_dtype(value: Any) -> Any:

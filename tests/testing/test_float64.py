@@ -30,6 +30,28 @@ CASTS = {
 }
 
 
+@pytest.mark.parametrize("ends", [[3, 3, 8], [2, 5, 6]])
+def test_grouped_products(ends: list[int]) -> None:
+    """Of rows by matrices of their own, such as experts: torch has them for lower precision alone."""
+    rows, matrices = torch.randn(8, 16, requires_grad=True), torch.randn(3, 16, 32, requires_grad=True)
+    offs = torch.tensor(ends, dtype=torch.int32)
+    lower = F.grouped_mm(rows, matrices, offs=offs)[: ends[-1]]
+    wide = rows.detach().double().requires_grad_(), matrices.detach().double().requires_grad_()
+    with pytest.raises(RuntimeError, match="got Double"):
+        F.grouped_mm(*wide, offs=offs)
+    with KeepFloat64():
+        exact = F.grouped_mm(*wide, offs=offs)
+    assert (exact.dtype, exact.shape) == (torch.float64, (8, 32))
+    exact = exact[: ends[-1]]
+    # Sixteen products in float32; their squares go into the gradients.
+    torch.testing.assert_close(lower.double(), exact, rtol=1e-5, atol=1e-5)
+    found = torch.autograd.grad(lower.square().sum(), (rows, matrices))
+    wanted = torch.autograd.grad(exact.square().sum(), wide)
+    # torch writes nothing behind the last group.
+    torch.testing.assert_close(found[0][: ends[-1]].double(), wanted[0][: ends[-1]], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[1].double(), wanted[1], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("cast", CASTS)
 def test_no_cast_leaves_float64(cast: str) -> None:
     x = torch.randn(2, 3, dtype=torch.float64)
