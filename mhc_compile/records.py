@@ -299,7 +299,7 @@ def _unknown(function: compat.GivenUp) -> SiteReport:
     )
     if can_hold(function.reached):
         return SiteReport(FUNCTION, place(function), NOT_COMPILED, words)
-    words += ". Strict options accept it: it reaches neither learned numbers for streams nor streams with their gates"
+    words += ". Strict options accept it: it reaches neither numbers that make gates nor streams with their gates"
     return SiteReport(FUNCTION, place(function), WITHOUT_STREAMS, words)
 
 

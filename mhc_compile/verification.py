@@ -94,11 +94,15 @@ class Verification:
             return f"ok: {what}" + ("; what is cut or not compiled stands above" if self.report.cut else "")
         if not self.failures:
             return "FAILED: the passes failed on a graph, which was compiled as it was"
-        verdict = f"FAILED: {len(self.failures)} results are less accurate than eager's"
+        verdict = f"FAILED: {_counted(self.failures)} less accurate than eager's"
         inductor = "inductor" in self.errors and all(
             f.measure(self.errors["inductor"]) > f.limit for f in self.failures
         )
         return verdict + (", with plain Inductor as well: the rewriting is not the cause" if inductor else "")
+
+
+def _counted(findings: list[Finding]) -> str:
+    return "1 result is" if len(findings) == 1 else f"{len(findings)} results are"
 
 
 def _severity(finding: Finding) -> float:
@@ -161,6 +165,7 @@ def verify(
         compat.uncompiled(module),
         compat.fresh_inductor_cache(),
         compat.inductor_config().patch(fallback_random=True),
+        compat.without_tracebacks(),
     ):
         _check_memory(module)
         draws = KeepDraws()
@@ -185,7 +190,7 @@ def verify(
             result.errors[run].add(found, exact)
         result.findings = _findings(result.errors, list(exact))
         for repeat in range(_REPEATS if result.failures else 0):
-            tell(f"verify: {len(result.failures)} results are less accurate; again, with parameters beside these ...")
+            tell(f"verify: {_counted(result.failures)} less accurate; again, with parameters beside these ...")
             with _beside(module, repeat):
                 _run_again(result, call, module, args, kwargs, grad)
             if not result.failures:

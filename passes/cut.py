@@ -54,20 +54,31 @@ _ROWS = {rows for n in _COUNTS for rows in (n, n + 1, 2 * n, n * n + 2 * n)}
 def can_hold(tensors: Iterable[compat.Reached] | None) -> bool:
     """Whether lines that can read these tensors, and no others, may be those of a hyper-connection.
 
-    Its gates are made of learned numbers, a phi or static gates, or they are given together with the streams. Lines
-    without either have nothing to weigh streams with. In doubt it is True: a small learned tensor of another kind looks
-    like a phi. None are tensors that are not known.
+    Its gates are made of a phi or of static gates, or they are given together with the streams. Lines without either
+    have nothing to weigh streams with. In doubt it is True: a small learned tensor of another kind looks like a phi.
+    None are tensors that are not known.
     """
     if tensors is None:
         return True
     given = set(tensors)
     shapes = {one.shape for one in given}
-    return any(one.learned and _makes_gates(one.shape) for one in given) or any(_has_gates(x, shapes) for x in shapes)
+    return (
+        any(one.learned and _makes_gates(one.shape) for one in given)
+        or any(_projects(shape, shapes) for shape in shapes)
+        or any(_has_gates(shape, shapes) for shape in shapes)
+    )
 
 
 def _makes_gates(shape: tuple[int, ...]) -> bool:
     """phi has a row for each gate, or a column; static gates are [n], or a matrix of few rows."""
     return shape[0] in _COUNTS if len(shape) == 1 else len(shape) == 2 and not _ROWS.isdisjoint(shape)
+
+
+def _projects(phi: tuple[int, ...], shapes: set[tuple[int, ...]]) -> bool:
+    """Whether a matrix, learned or not, has few rows and may multiply a tensor beside it, flat or not."""
+    beside = [shape for shape in shapes if len(shape) >= 3]
+    widths = {shape[-1] for shape in beside} | {shape[-2] * shape[-1] for shape in beside}
+    return len(phi) == 2 and any(rows in _ROWS and width in widths for rows, width in (phi, phi[::-1]))
 
 
 def _has_gates(streams: tuple[int, ...], shapes: set[tuple[int, ...]]) -> bool:

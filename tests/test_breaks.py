@@ -309,6 +309,12 @@ def test_a_graph_that_is_thrown_away_does_not_count(capfd: pytest.CaptureFixture
     assert "Traceback" not in "".join(capfd.readouterr())
 
 
+def test_verify_prints_no_traceback_of_such_a_graph(capfd: pytest.CaptureFixture[str]) -> None:
+    result = mhc_compile.verify(NoBackward(4, 6, 3, 2), torch.randn(X), inductor=False, raises=False, say=None)
+    assert "generate_mix_and_aggregate" in _names(result.report.cut)
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
 def test_what_was_compiled_before_a_reset_is_forgotten() -> None:
     """Dynamo numbers its frames anew, whichever backends it had."""
     torch.compile(lambda x: x.sin(), backend="eager")(torch.randn(3))

@@ -126,6 +126,8 @@ CAN: dict[str, tuple[Any, ...]] = {
     "a phi as an argument": (_any, HIDDEN, PHI),
     "a phi of an object in a list": (_attribute, [Parameters(PHI)], HIDDEN),
     "a phi the other way round": (_any, HIDDEN, _phi(N * C, 2 * N)),
+    "a phi that is not learned": (_any, X, torch.randn(N * N + 2 * N, N * C)),
+    "a phi of flat streams that is not learned": (_any, HIDDEN, torch.randn(2 * N, N * C)),
     "a phi for each channel": (_any, X, _phi(C, N + 1)),
     "a projection that is called": (Net(_by_layer, layer=nn.Linear(C, N)), X),
     "a projection in a module that is called": (Net(_by_layer, layer=nn.Sequential(nn.Linear(C, N))), X),
