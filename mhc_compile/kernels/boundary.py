@@ -16,11 +16,11 @@ from mhc_compile.kernels import (
 )
 from mhc_compile.kernels.common import empty_gradient, nothing, token_view, wanted
 from mhc_compile.kernels.input_norm import input_norm
-from mhc_compile.kernels.mix import backward_gates, empty_gates
+from mhc_compile.kernels.mix import Logits, backward_gates, empty_gates
 from mhc_compile.kernels.products import reduce_parameters
 
 
-def _rows(
+def rows_to_combine(
     f: torch.Tensor, h_post: torch.Tensor, x: torch.Tensor, h_res: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """What the kernels of one pass combine, token by token."""
@@ -51,7 +51,7 @@ def forward(
     projected = None
     if streams_dtype in (None, x.dtype) and combine_project.fits(f, layer_bias, x, h_res, phi):
         x_new = torch.empty_like(x)
-        f_rows, post, x_rows, res = _rows(f, h_post, x, h_res)
+        f_rows, post, x_rows, res = rows_to_combine(f, h_post, x, h_res)
         combine = f_rows, post, res, token_view(x_new, 2)
         in_one = boundary_pass.fits(x, phi) and boundary_pass.pays(x)
         if input_norm_eps is None and in_one:
@@ -69,6 +69,50 @@ def forward(
         input_norm_eps=input_norm_eps, out_dtype=out_dtype, partials=projected,
     )  # fmt: skip
     return x_new, *mix
+
+
+def go_in_one_pass(
+    streams: Sequence[torch.Tensor | None],
+    layer_bias: torch.Tensor | None,
+    h_res: torch.Tensor | None,
+    phi: torch.Tensor,
+    needs: Sequence[bool],
+) -> bool:
+    """Whether `backward_in_one_pass` is for these d_x_new, d_layer_input, x_new, f and x; needs begins with f's."""
+    whole = layer_bias is None and h_res is not None and all(needs[i] for i in (0, 2, 3, 4))
+    return whole and boundary_gradients.fits(streams, phi)
+
+
+def backward_in_one_pass(
+    d_x_new: torch.Tensor,
+    logits: Logits,
+    f: torch.Tensor,
+    h_post: torch.Tensor,
+    x: torch.Tensor,
+    h_res: torch.Tensor | None,
+    phi: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    x_new: torch.Tensor,
+    need_parameters: Sequence[bool],
+    dweight: torch.Tensor,
+    in_place: bool,
+) -> tuple[torch.Tensor, ...]:
+    """The gradients of f, layer_bias, h_post, x, h_res, phi, scale, bias and norm_weight.
+
+    dweight is filled from the parts of logits; in_place gives up d_x_new, whose memory becomes that of dx.
+    """
+    assert logits.d_out is not None
+    df, dx = torch.empty_like(f), d_x_new if in_place else torch.empty_like(x)
+    f_rows, post, x_rows, res = rows_to_combine(f, h_post, x, h_res)
+    dphi_part, sums = boundary_gradients.backward(
+        token_view(dx, 2), token_view(df, 1), token_view(d_x_new, 2), logits.d_out, token_view(x_new, 2), f_rows,
+        x_rows, phi, norm_weight, logits.dh, logits.coefficient, logits.h_pre, post, res,
+    )  # fmt: skip
+    d_post, d_res = empty_gradient(h_post, True, x), empty_gradient(h_res, True, x)
+    weight_part = nothing(x) if logits.weight_part is None else logits.weight_part
+    expand_combine.reduce_partial_sums(sums, weight_part, weight_part.shape[0], d_post, d_res, dweight, x_rows)
+    d_parameters = reduce_parameters(dphi_part, x_rows, phi, norm_weight, logits.affine, need_parameters)
+    return df, nothing(x), d_post, dx, d_res, *d_parameters
 
 
 def backward(
@@ -104,28 +148,19 @@ def backward(
     in_place gives up d_x_new, whose memory becomes that of dx where the two are alike.
     """
     needs = wanted([*needs, False][:10], 10)
-    streams = (d_x_new, d_layer_input, x_new, f, x)
-    whole = layer_bias is None and all(needs[i] for i in (0, 2, 3, 4))
     norm = input_norm(input_norm_weight, input_norm_eps)
-    if whole and h_res is not None and boundary_gradients.fits(streams, phi):
-        df = torch.empty_like(f)
-        dx = d_x_new if in_place and d_x_new is not None else torch.empty_like(x)
-        d_new, d_input, new, f_rows, x_rows = (token_view(t, t.dim() - f.dim() + 1) for t in streams if t is not None)
+    if go_in_one_pass((d_x_new, d_layer_input, x_new, f, x), layer_bias, h_res, phi, needs):
+        assert d_x_new is not None
+        assert d_layer_input is not None
         logits = backward_gates(
-            d_input, None, d_next_post, d_next_res, d_h, d_ms, new, phi.shape[0], scale, bias, h, ms,
-            rms=rms, gates=gates, sinkhorn=sinkhorn, norm=norm, need_weight=needs[9],
+            token_view(d_layer_input, 1), None, d_next_post, d_next_res, d_h, d_ms, token_view(x_new, 2), phi.shape[0],
+            scale, bias, h, ms, rms=rms, gates=gates, sinkhorn=sinkhorn, norm=norm, need_weight=needs[9],
         )  # fmt: skip
-        assert logits.d_out is not None
-        dphi_part, sums = boundary_gradients.backward(
-            token_view(dx, 2), token_view(df, 1), d_new, logits.d_out, new, f_rows, x_rows, phi, norm_weight, logits.dh,
-            logits.coefficient, logits.h_pre, token_view(h_post, 1).contiguous(), token_view(h_res, 2).contiguous(),
-        )  # fmt: skip
-        d_post, d_res = empty_gradient(h_post, True, x), empty_gradient(h_res, True, x)
-        weight_part = nothing(x) if logits.weight_part is None else logits.weight_part
         dweight = empty_gradient(input_norm_weight, needs[9], x)
-        expand_combine.reduce_partial_sums(sums, weight_part, weight_part.shape[0], d_post, d_res, dweight, x_rows)
-        d_parameters = reduce_parameters(dphi_part, x_rows, phi, norm_weight, logits.affine, needs[5:9])
-        return df, nothing(x), d_post, dx, d_res, *d_parameters, dweight
+        streams = backward_in_one_pass(
+            d_x_new, logits, f, h_post, x, h_res, phi, norm_weight, x_new, needs[5:9], dweight, in_place
+        )
+        return *streams, dweight
     into_streams = any(needs[:5])
     d_new, *parameters = generate_mix_and_aggregate.backward(
         d_layer_input, d_next_post, d_next_res, d_h, d_ms, x_new, phi, scale, bias, norm_weight, h, ms,

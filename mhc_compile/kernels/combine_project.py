@@ -2,6 +2,8 @@
 
     x'[o] = h_post[o] f + sum_i h_res[i, o] x[i]        h = x' phi^T        squares = sum x'^2
 
+and, where the gates of the read are given, its result: layer_input = sum_o h_pre[o] x'[o]
+
 A program owns some tokens and goes through blocks of columns of all streams, while the next block is copied into
 shared memory. x' takes the place of x there, from where tensor cores get it; phi, in three bf16 parts, they read where
 it was copied to. In C-units of n = 4 that is 9, where combine and projection apart move 13.
@@ -55,20 +57,22 @@ def _fetch(x_s, f_s, phi_s, stage, x, f, phi, tile, start, bound, M, C, N: gl.co
     async_copy.commit_group()
 
 
-@opaque("out", "h_part", "squares_part")
+@opaque("out", "layer_input", "h_part", "squares_part")
 @gluon.jit(do_not_specialize=["M", "stored", "chunks_each", "chunk_blocks"])
-def combine_project_kernel(f, h_post, x, h_res, phi, norm_weight, out, h_part, squares_part, M, C, phi_k, phi_c,
-                           stored, chunks_each, chunk_blocks, N: gl.constexpr, K: gl.constexpr, PARTS: gl.constexpr,
-                           ROWS: gl.constexpr, AHEAD: gl.constexpr, HAS_NORM: gl.constexpr, GROUPS: gl.constexpr,
-                           TOKENS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_C: gl.constexpr,
+def combine_project_kernel(f, h_post, x, h_res, h_pre, phi, norm_weight, out, layer_input, h_part, squares_part, M,
+                           C, phi_k, phi_c, stored, chunks_each, chunk_blocks, N: gl.constexpr, K: gl.constexpr,
+                           PARTS: gl.constexpr, ROWS: gl.constexpr, AHEAD: gl.constexpr, HAS_NORM: gl.constexpr,
+                           GROUPS: gl.constexpr, TOKENS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_C: gl.constexpr,
                            WARPS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """out [M, n, C], h_part [stored, K, M] and squares_part [stored, M]: each of the latter of chunks_each chunks.
+    """out [M, n, C], layer_input [M, C] where h_pre [M, n] is given, and sums of chunks_each chunks: h_part
+    [stored, K, M] and squares_part [stored, M].
 
     AHEAD: phi [PARTS, ROWS, n*C] comes as bf16 parts, the largest first, its rows beyond K zero. Otherwise it is split
     here, block by block. A program has TOKENS of the BLOCK_M rows that tensor cores multiply, and with one stage a
     single block.
     """
     COMBINE: gl.constexpr = f is not None
+    READ: gl.constexpr = h_pre is not None
     LANES: gl.constexpr = BLOCK_C // 8
     TILE: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
     TOKEN: gl.constexpr = gl.SliceLayout(1, TILE)
@@ -111,6 +115,10 @@ def combine_project_kernel(f, h_post, x, h_res, phi, norm_weight, out, h_part, s
             post = post + (gl.load(h_post + tok * N + o, mask=live, other=0.0).to(gl.float32),)
         for both in gl.static_range(N * N):
             res = res + (gl.load(h_res + tok * (N * N) + both, mask=live, other=0.0).to(gl.float32),)
+    pre = ()
+    if READ:
+        for o in gl.static_range(N):
+            pre = pre + (gl.load(h_pre + tok * N + o, mask=live, other=0.0).to(gl.float32),)
     h = gl.zeros([BLOCK_M, ROWS], gl.float32, MMA)
     squares = gl.zeros([TOKENS], gl.float32, TOKEN)
     turn = 0
@@ -142,6 +150,8 @@ def combine_project_kernel(f, h_post, x, h_res, phi, norm_weight, out, h_part, s
             for i in gl.static_range(N):
                 old = old + (x_s[i].index(turn).slice(0, TOKENS, 0).load(TILE),)
             terms = gl.zeros([TOKENS, BLOCK_C], gl.float32, TILE)
+            if READ:
+                read = gl.zeros([TOKENS, BLOCK_C], gl.float32, TILE)
             for o in gl.static_range(N):
                 new = old[o]
                 if COMBINE:
@@ -151,6 +161,11 @@ def combine_project_kernel(f, h_post, x, h_res, phi, norm_weight, out, h_part, s
                     x_s[o].index(turn).slice(0, TOKENS, 0).store(new)
                 v = new.to(gl.float32)
                 terms = gl.fma(v, v, terms)
+                if READ:
+                    read = gl.fma(pre[o][:, None], v, read)
+            if READ:
+                read_at = layer_input + tok[:, None] * C + c
+                gl.store(read_at, read.to(layer_input.dtype.element_ty), mask=mask)
             squares_chunk += gl.sum(terms, axis=1)
             if COMBINE:
                 barrier()
@@ -197,10 +212,12 @@ def forward(
     phi: torch.Tensor,
     norm_weight: torch.Tensor | None,
     combine: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    read: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> Partials:
     """The partial sums of the projection of x [M, n, C], or of x'.
 
-    combine: f [M, C], h_post, h_res, and out for x' [M, n, C], which is filled.
+    combine: f [M, C], h_post, h_res, and out for x' [M, n, C], which is filled; read: h_pre [M, n], and out for the sum
+    [M, C] that it weighs, which is filled.
     """
     tokens, n, width = x.shape
     rows = phi.shape[0]
@@ -226,12 +243,13 @@ def forward(
     few = each * chunk_blocks == 1 and cdiv(expected(tokens), FEW.tokens) * stored <= processors(x.device)
     tile = FEW if few else MANY
     f, h_post, h_res, out = combine or (None, None, None, None)
+    h_pre, layer_input = read or (None, None)
     with on_device(x):
         launch(
             combine_project_kernel, (cdiv(tokens, tile.tokens) * stored,),
-            f, h_post, x, h_res, weight, norm_weight, out, h, squares, tokens, width, weight.stride(-2),
-            weight.stride(-1), stored, each, chunk_blocks, N=n, K=rows, PARTS=parts, ROWS=ROWS, AHEAD=ahead,
-            HAS_NORM=norm_weight is not None and not ahead, GROUPS=GROUPS, TOKENS=tile.tokens, BLOCK_M=MANY.tokens,
-            BLOCK_C=tile.columns, WARPS=tile.warps, STAGES=tile.stages, num_warps=tile.warps,
+            f, h_post, x, h_res, h_pre, weight, norm_weight, out, layer_input, h, squares, tokens, width,
+            weight.stride(-2), weight.stride(-1), stored, each, chunk_blocks, N=n, K=rows, PARTS=parts, ROWS=ROWS,
+            AHEAD=ahead, HAS_NORM=norm_weight is not None and not ahead, GROUPS=GROUPS, TOKENS=tile.tokens,
+            BLOCK_M=MANY.tokens, BLOCK_C=tile.columns, WARPS=tile.warps, STAGES=tile.stages, num_warps=tile.warps,
         )  # fmt: skip
     return Partials(h, squares, stored, chunks // each, chunk // chunk_blocks)

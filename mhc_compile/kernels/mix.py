@@ -408,10 +408,12 @@ def backward_gates(
     sinkhorn: Sinkhorn | None,
     norm: InputNorm | None = None,
     need_weight: bool = False,
+    read_with: torch.Tensor | None = None,
 ) -> Logits:
     """The gradient of h from those of the gates, for x [M, n, C] and d_out [M, C], which stands for that of h_pre.
 
-    d_out of the result is the one given, or what it comes to before the norm; need_weight: of the norm.
+    d_out of the result is the one given, or what it comes to before the norm; need_weight: of the norm. read_with: the
+    gates [M, n] that made what d_out is of; h_pre of the result is these, and d_out then says nothing of d_pre.
     """
     tokens, n, width = x.shape
     form = (sinkhorn or Sinkhorn()).iterated
@@ -427,7 +429,7 @@ def backward_gates(
     pre_parts, pre_strides = 1, (0, 0, 0)
     pre = weight_part = None
     with on_device(x):
-        if d_out is not None:
+        if d_out is not None and read_with is None:
             if norm is None:
                 pre = pre_gradient(d_out, x)
             else:
@@ -456,6 +458,8 @@ def backward_gates(
             ROW=dh.shape[2], PARTS=dh.shape[0] == 3, BLOCK_T=block_t,
             num_warps=4,
         )  # fmt: skip
+    if read_with is not None:
+        h_pre = read_with.float().t().contiguous()
     return Logits(dh, coefficient, h_pre, Affine(scale, bias, affine_part, tiles), d_out, weight_part)
 
 
@@ -482,8 +486,10 @@ def backward_mix(
     in_place: bool = False,
     norm: InputNorm | None = None,
     need_weight: bool = False,
+    read_with: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dx + d_x, dphi, dscale, dbias, dnorm_weight, d weight of norm); at most one of d_layer_input and d_pre is given.
+    """(dx + d_x, dphi, dscale, dbias, dnorm_weight, d weight of norm); at most one of d_layer_input and d_pre is given,
+    but with read_with, the gates [..., n] that made layer_input in place of h_pre.
 
     in_place gives up d_x, whose memory becomes that of dx where the two are alike.
     """
@@ -500,6 +506,7 @@ def backward_mix(
     logits = backward_gates(
         d_out, d_pre, d_post, d_res, d_h, d_ms, flat, phi.shape[0], scale, bias, h, ms,
         rms=rms, gates=gates, sinkhorn=sinkhorn, norm=norm, need_weight=need_weight,
+        read_with=None if read_with is None else token_view(read_with, 1),
     )  # fmt: skip
     if in_place and d_x is not None and needs[0] and d_x.stride() == x.stride() and d_x.dtype == x.dtype:
         # A program reads d_x where it writes dx, and nowhere else.

@@ -17,6 +17,7 @@ from mhc_compile.ops.head import head
 from mhc_compile.ops.mix_streams import mix_streams
 from mhc_compile.ops.projection import projection
 from mhc_compile.ops.scale import scale
+from mhc_compile.ops.shifted_boundary import shifted_boundary
 from mhc_compile.ops.sinkhorn import sinkhorn
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "mix_streams",
     "projection",
     "scale",
+    "shifted_boundary",
     "sinkhorn",
 ]
 

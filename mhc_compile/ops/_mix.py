@@ -26,7 +26,7 @@ from mhc_compile.ops._checks import (
 )
 from mhc_compile.ops._input_norm import InputNorm
 from mhc_compile.ops._input_norm import backward as norm_backward
-from mhc_compile.ops._tensors import rows_of, settle_gradient, settle_streams
+from mhc_compile.ops._tensors import rows_of, settle_gradient, settle_streams, upcast
 from mhc_compile.ops.aggregate import pre_gradient
 from mhc_compile.ops.projection import check_phi
 from mhc_compile.ops.projection import gradients as projection_gradients
@@ -195,11 +195,13 @@ def backward(
     needs: Sequence[bool],
     d_x: Tensor | None,
     input_norm: InputNorm | None = None,
+    read_with: Tensor | None = None,
     **forms: Any,
 ) -> tuple[Tensor, ...]:
     """dx (+ d_x), dphi, dscale, dbias, dnorm_weight; at most one of d_layer_input and d_h_pre is given.
 
-    With an input norm the gradient of its weight follows, and needs has a flag more.
+    With an input norm the gradient of its weight follows, and needs has a flag more. read_with: the gates [..., n] that
+    made layer_input in place of h_pre; both gradients may be given then.
     """
     wide = needs[0] or needs[1] or needs[4]
     narrow_needs = (wide, needs[0], needs[2], needs[3])
@@ -207,6 +209,7 @@ def backward(
     d_weight = None
     if input_norm is not None:
         d_h_pre, d_rows, d_weight = behind_norm(input_norm, d_layer_input, x, h, ms, scale, bias, needs[5], **forms)
+    if input_norm is not None or read_with is not None:
         d_layer_input = None
     gradients = (d_layer_input, d_h_pre, d_h_post, d_h_res)
     h_pre, dh, dms, dscale, dbias = narrow_backward(*gradients, x, h, ms, scale, bias, narrow_needs, **forms)
@@ -215,7 +218,8 @@ def backward(
         dh = dh if d_h is None else dh + rows_of(d_h)
         dms = dms if d_ms is None or dms is None else dms + d_ms.reshape(-1)
         wide_needs = (needs[0], needs[1], needs[4])
-        aggregated = None if d_rows is None else (rows_of(h_pre), d_rows)
+        read = h_pre if read_with is None else upcast(read_with, dh.dtype)
+        aggregated = None if d_rows is None else (rows_of(read), d_rows)
         dx, dphi, dnorm_weight = projection_gradients(dh, dms, x, phi, norm_weight, wide_needs, d_x, aggregated)
     results = (
         settle_streams(dx, x),

@@ -133,9 +133,11 @@ def _combine_project(
     h_post: Tensor | None,
     x: Tensor,
     h_res: Tensor | None,
+    h_pre: Tensor | None,
     phi: Tensor,
     norm_weight: Tensor | None,
     out: Tensor | None,
+    layer_input: Tensor | None,
     h_part: Tensor,
     squares_part: Tensor,
     *_: Any,
@@ -144,7 +146,10 @@ def _combine_project(
 ) -> None:
     """In float64, each sum whole in the place of its first part."""
     rows = h_part.shape[1]
-    flat = _new_streams(f, h_post, x, h_res, out).double().flatten(1)
+    new = _new_streams(f, h_post, x, h_res, out).double()
+    if h_pre is not None and layer_input is not None:
+        layer_input.copy_(torch.einsum("ti,tic->tc", h_pre.double(), new))
+    flat = new.flatten(1)
     weight = phi.double().sum(0)[:rows] if AHEAD else phi.double() * (1.0 if norm_weight is None else norm_weight)
     h_part.zero_()[0] = weight @ flat.t()
     squares_part.zero_()[0] = flat.square().sum(1)
