@@ -218,10 +218,12 @@ def _reference_backward(
     **forms: Any,
 ) -> tuple[Tensor, ...]:
     into_streams = any(needs[:5])
-    gradients = (d_layer_input, d_next_pre, d_next_post, d_next_res, d_h, d_ms)
-    saved = (x_new, phi, scale, bias, norm_weight, h, ms)
-    given = ([into_streams, *needs[6:]], d_x_new if into_streams else None)
-    d_new, *d_parameters = _mix.backward(*gradients, *saved, *given, read_with=h_pre, **forms)
+    mix_needs, d_x = [into_streams, *needs[6:]], d_x_new if into_streams else None
+    gates = (d_next_pre, d_next_post, d_next_res, d_h, d_ms)
+    parameters = (phi, scale, bias, norm_weight)
+    d_new, *d_parameters = _mix.backward(
+        d_layer_input, *gates, x_new, *parameters, h, ms, mix_needs, d_x, read_with=h_pre, **forms
+    )
     d_pre = None
     if needs[5]:
         d_pre = h_pre.new_zeros(h_pre.shape) if d_layer_input is None else pre_gradient(d_layer_input, x_new)

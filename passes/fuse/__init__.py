@@ -1,6 +1,6 @@
 """Stage 6, fuse: what becomes one operator once forward and backward are in one graph.
 
-accumulate -> boundary -> boundary_backward -> recompute
+accumulate -> boundary -> boundary_backward -> shifted_boundary -> shifted_boundary_backward -> recompute
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from mhc_compile import compat
 from mhc_compile.passes.fuse.accumulate import accumulate
 from mhc_compile.passes.fuse.boundary import boundary, boundary_backward
 from mhc_compile.passes.fuse.recompute import Layers, check_layers, recompute
+from mhc_compile.passes.fuse.shifted import shifted_boundary, shifted_boundary_backward
 
 # By the name under which each can be switched off, in the order in which they run.
 FUSIONS: dict[str, Callable[[fx.Graph], int]] = {
     "accumulate": accumulate,
     "boundary": boundary,
     "boundary_backward": boundary_backward,
+    "shifted_boundary": shifted_boundary,
+    "shifted_boundary_backward": shifted_boundary_backward,
 }
 
 

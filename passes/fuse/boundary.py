@@ -32,8 +32,8 @@ from mhc_compile.passes.fuse.joint import (
 _MIXES = ("generate_mix_and_aggregate", "head")
 # Results of `boundary` that stand for those of the mix, by number.
 _RESULTS = {"generate_mix_and_aggregate": {0: 1, 1: 2, 2: 3, 3: 4, 4: 5}, "head": {0: 1, 1: 4, 2: 5}}
-_TENSORS = ("f", "layer_bias", "h_post", "x", "h_res")
-_PARAMETERS = ("phi", "scale", "bias", "norm_weight")
+TENSORS = ("f", "layer_bias", "h_post", "x", "h_res")
+PARAMETERS = ("phi", "scale", "bias", "norm_weight")
 # Of generate_mix_and_aggregate alone.
 _INPUT_NORM = "input_norm_weight"
 
@@ -47,8 +47,8 @@ def boundary(graph: fx.Graph) -> int:
             mixes.setdefault(combine, mix)
     count = 0
     for combine, mix in mixes.items():
-        early = _hoistable(mix, combine)
-        alike = _same_block(combine, mix) and _same_width(combine, arguments(combine)["x"])
+        early = hoistable(mix, combine)
+        alike = same_block(combine, mix) and same_width(combine, arguments(combine)["x"])
         if early is None or not alike or not same_stretch(combine, mix):
             continue
         for node in early:
@@ -57,12 +57,11 @@ def boundary(graph: fx.Graph) -> int:
     return count
 
 
-def _hoistable(mix: fx.Node, combine: fx.Node) -> list[fx.Node] | None:
-    """What the mix's parameters are made of after the combine, in order; None if that depends on what is between."""
+def hoistable(reader: fx.Node, combine: fx.Node) -> list[fx.Node] | None:
+    """What a reader of the new streams is given beside them and is made after the combine, in order; None if that
+    depends on what is between."""
     found: set[fx.Node] = set()
-    pending = [
-        node for name, node in arguments(mix).items() if name in (*_PARAMETERS, _INPUT_NORM) and node is not None
-    ]
+    pending = [node for name, node in arguments(reader).items() if name != "x" and isinstance(node, fx.Node)]
     while pending:
         node = pending.pop()
         if node in found or node < combine:
@@ -74,12 +73,12 @@ def _hoistable(mix: fx.Node, combine: fx.Node) -> list[fx.Node] | None:
     return sorted(found)
 
 
-def _same_block(combine: fx.Node, mix: fx.Node) -> bool:
+def same_block(combine: fx.Node, mix: fx.Node) -> bool:
     """Whether activation checkpointing treats both alike."""
     return all(combine.meta.get(key) == mix.meta.get(key) for key in ("recompute", "ac_graph_id"))
 
 
-def _same_width(x_new: fx.Node, x: fx.Node) -> bool:
+def same_width(x_new: fx.Node, x: fx.Node) -> bool:
     """Whether both are computed with in one precision: float64 parameters go with float64 streams alone."""
     return bool((x_new.meta["val"].dtype == torch.float64) == (x.meta["val"].dtype == torch.float64))
 
@@ -87,7 +86,7 @@ def _same_width(x_new: fx.Node, x: fx.Node) -> bool:
 def _fuse(graph: fx.Graph, combine: fx.Node, mix: fx.Node) -> bool:
     """Returns whether the results are laid out as before; otherwise nothing is changed."""
     first, second = arguments(combine), arguments(mix)
-    args = (*(first[name] for name in _TENSORS), *(second[name] for name in _PARAMETERS), second.get(_INPUT_NORM))
+    args = (*(first[name] for name in TENSORS), *(second[name] for name in PARAMETERS), second.get(_INPUT_NORM))
     kwargs: dict[str, Any] = dict(mix.kwargs)
     if first["out_dtype"] is not None:
         kwargs["streams_dtype"] = first["out_dtype"]
@@ -113,9 +112,9 @@ def boundary_backward(graph: fx.Graph) -> int:
         gradient = arguments(combine)["d_x_new"]
         source = unviewed(gradient)
         mix = item_of(source, tuple(f"{name}_backward" for name in _MIXES), 0)
-        if mix is None or not _only_used_by(source, combine) or arguments(combine)["d_x"] is not None:
+        if mix is None or not only_used_by(source, combine) or arguments(combine)["d_x"] is not None:
             continue
-        alike = _same_block(combine, mix) and _same_width(source, arguments(combine)["x"])
+        alike = same_block(combine, mix) and same_width(source, arguments(combine)["x"])
         if not alike or not same_stretch(mix, combine):
             continue
         # Placed where the mix is, so that nothing which reads its other results has to move.
@@ -125,7 +124,7 @@ def boundary_backward(graph: fx.Graph) -> int:
     return count
 
 
-def _only_used_by(source: fx.Node, combine: fx.Node) -> bool:
+def only_used_by(source: fx.Node, combine: fx.Node) -> bool:
     node = source
     while len(node.users) == 1:
         node = next(iter(node.users))
@@ -146,7 +145,7 @@ def _fuse_backward(graph: fx.Graph, combine: fx.Node, mix: fx.Node) -> bool:
         second["d_h"],
         second["d_ms"],
     )
-    tensors = (*(first[name] for name in _TENSORS), *(second[name] for name in _PARAMETERS))
+    tensors = (*(first[name] for name in TENSORS), *(second[name] for name in PARAMETERS))
     saved = (second["x"], second["h"], second["ms"])
     needs = [*first["needs"], *second["needs"][1:], *([False] if head else [])]
     with graph.inserting_before(mix):
@@ -158,12 +157,12 @@ def _fuse_backward(graph: fx.Graph, combine: fx.Node, mix: fx.Node) -> bool:
         return False
     with graph.inserting_after(new):
         replace_items(graph, combine, new, of_combine)
-        _erase_views(graph, first["d_x_new"])
+        erase_views(graph, first["d_x_new"])
         replace_items(graph, mix, new, of_mix)
     return True
 
 
-def _erase_views(graph: fx.Graph, node: fx.Node) -> None:
+def erase_views(graph: fx.Graph, node: fx.Node) -> None:
     """Erase a gradient that has lost its only reader, back to the call that made it."""
     while node.target is not operator.getitem:
         source = node.args[0]

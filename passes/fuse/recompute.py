@@ -36,7 +36,8 @@ from mhc_compile.passes.fuse.joint import (
 
 Layers = int | str | None
 
-_COMBINES = ("expand_combine", "boundary")
+_FUSED = ("boundary", "shifted_boundary")
+_COMBINES = ("expand_combine", *_FUSED)
 _ARGUMENTS = ("f", "layer_bias", "h_post", "x", "h_res")
 
 
@@ -97,7 +98,7 @@ def _made_by(streams: fx.Node) -> fx.Node | None:
     if is_operator(streams, "expand_combine"):
         return streams
     source = streams.args[0] if streams.target is operator.getitem and streams.args[1] == 0 else None
-    return source if isinstance(source, fx.Node) and is_operator(source, "boundary") else None
+    return source if isinstance(source, fx.Node) and is_operator(source, *_FUSED) else None
 
 
 def _streams(combine: fx.Node) -> list[fx.Node]:
@@ -127,7 +128,7 @@ def _again(graph: fx.Graph, combine: fx.Node, again: dict[fx.Node, fx.Node], blo
     if source not in again and is_operator(combine, "expand_combine"):
         new = combine
     else:
-        kind = "streams_dtype" if is_operator(combine, "boundary") else "out_dtype"
+        kind = "streams_dtype" if is_operator(combine, *_FUSED) else "out_dtype"
         with graph.inserting_after(max(_streams(combine))):
             x = again.get(source, source)
             for view in views:

@@ -30,7 +30,8 @@ from mhc_compile.passes.memory import Memory
 
 log = logging.getLogger(__name__)
 
-_IN_PLACE = ("expand_combine_backward", "boundary_backward")  # whose first argument, d_x_new, can become the result dx
+# Operators whose first argument, d_x_new, can become the result dx.
+_IN_PLACE = ("expand_combine_backward", "boundary_backward", "shifted_boundary_backward")
 _DX = 3
 _LAUNCH = torch.ops.mhc._launch.default
 

@@ -253,6 +253,64 @@ def boundary_backward(
     return *combine(d_new, f, layer_bias, h_post, x, h_res, list(needs[:5])), *d_parameters
 
 
+def shifted_boundary(
+    f: Tensor,
+    layer_bias: Tensor | None,
+    h_post: Tensor,
+    x: Tensor,
+    h_res: Tensor | None,
+    h_pre: Tensor,
+    *parameters: Any,
+    streams_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+    **scalars: Any,
+) -> tuple[Tensor, ...]:
+    """expand_combine, and aggregate and generate_mix of what it returns."""
+    x_new = expand_combine(f, layer_bias, h_post, x, h_res, out_dtype=streams_dtype)
+    return x_new, aggregate(x_new, h_pre, out_dtype=out_dtype), *generate_mix(x_new, *parameters, **scalars)
+
+
+def shifted_boundary_backward(
+    d_x_new: Tensor | None,
+    d_layer_input: Tensor | None,
+    d_next_pre: Tensor | None,
+    d_next_post: Tensor | None,
+    d_next_res: Tensor | None,
+    d_h: Tensor | None,
+    d_ms: Tensor | None,
+    f: Tensor,
+    layer_bias: Tensor | None,
+    h_post: Tensor,
+    x: Tensor,
+    h_res: Tensor | None,
+    h_pre: Tensor,
+    phi: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    norm_weight: Tensor | None,
+    x_new: Tensor,
+    h: Tensor,
+    ms: Tensor,
+    needs: Sequence[bool],
+    **scalars: Any,
+) -> tuple[Tensor, ...]:
+    """The gradient of x' by that of the mix, to which the read's is added, and from it those of expand_combine."""
+    dtype, d_pre, d_x = accumulation_dtype(x), None, d_x_new
+    if d_layer_input is not None:
+        if needs[5]:
+            d_pre = _loops.products(x_new, d_layer_input[..., None, :])[..., 0].to(h_pre.dtype)
+        d_x = h_pre.to(dtype)[..., None] * d_layer_input.to(dtype)[..., None, :]
+        d_x = d_x if d_x_new is None else d_x + d_x_new.to(dtype)
+    elif needs[5]:
+        d_pre = torch.zeros_like(h_pre)
+    gradients = (None, d_next_pre, d_next_post, d_next_res, d_h, d_ms)
+    saved = (x_new, phi, scale, bias, norm_weight, h, ms, [True, *needs[6:]], d_x)
+    d_new, *d_parameters = _mix_backward(gradients, *saved, **scalars)
+    combine = expand_combine_backward if _is_fused(x, needs) else torch.ops.mhc.expand_combine_backward
+    streams = combine(d_new, f, layer_bias, h_post, x, h_res, list(needs[:5]))
+    return *streams, settle_gradient(d_pre, h_pre, x), *d_parameters
+
+
 _PARTS: dict[str, Callable[..., Any]] = {
     "aggregate": aggregate,
     "mix_streams": mix_streams,
@@ -266,6 +324,8 @@ _PARTS: dict[str, Callable[..., Any]] = {
     "head_backward": head_backward,
     "boundary": boundary,
     "boundary_backward": boundary_backward,
+    "shifted_boundary": shifted_boundary,
+    "shifted_boundary_backward": shifted_boundary_backward,
 }
 
 
@@ -288,7 +348,7 @@ def parts(name: str, x: Tensor, given: dict[str, Any]) -> Callable[..., Any] | N
         return None
     if name == "expand_combine_backward" and not _is_fused(x, needs):
         return None
-    if name == "boundary_backward" and not any(needs[:5]):
+    if name in ("boundary_backward", "shifted_boundary_backward") and not any(needs[:5]):
         return None
     if name == "generate_mix_and_aggregate_backward" and _has_norm(given):
         return None
