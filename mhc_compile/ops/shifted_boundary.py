@@ -14,7 +14,7 @@ from mhc_compile.ops._register import define, differentiate, scalars
 from mhc_compile.ops._tensors import fake_gradients, settle_gradient
 from mhc_compile.ops.aggregate import pre_gradient
 from mhc_compile.ops.aggregate import reference as aggregate_reference
-from mhc_compile.ops.expand_combine import check as check_combine
+from mhc_compile.ops.expand_combine import check
 from mhc_compile.ops.expand_combine import fake as fake_combine
 from mhc_compile.ops.expand_combine import reference as combine_reference
 from mhc_compile.ops.expand_combine import reference_backward as combine_backward
@@ -46,14 +46,14 @@ def shifted_boundary(
     streams_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`expand_combine`, then `aggregate` with the gates of one boundary before, and `generate_mix` for the next one.
+    """`expand_combine`, then `aggregate` with gates of the boundary before, and `generate_mix` for the boundaries after.
 
         x' = expand_combine(f, layer_bias, h_post, x, h_res)
         layer_input = aggregate(x', h_pre)
         h_pre', h_post', h_res' = generate_mix(x', phi, scale, bias, norm_weight)
 
-    h_post' and h_res' write into x' after the sublayer that reads layer_input; h_pre' reads the streams that this write
-    makes. So the read waits for no gate of its own streams, and one pass over them is enough.
+    After the sublayer that reads layer_input, h_post' and h_res' write into x', and h_pre' reads what this write makes.
+    No read waits for gates of its own streams, so one pass makes x', layer_input and the projection.
 
     Args:
         f, layer_bias, h_post, x, h_res: as in `expand_combine`.
@@ -112,7 +112,7 @@ def _check(
     out_dtype: torch.dtype | None,
     **forms: Any,
 ) -> None:
-    check_combine(f, layer_bias, h_post, x, h_res)
+    check(f, layer_bias, h_post, x, h_res)
     check_tensor("h_pre", h_pre, x.shape[:-1], "[..., n]", x)
     check_out_dtype(streams_dtype, "streams_dtype")
     check_out_dtype(out_dtype)
@@ -178,7 +178,7 @@ def _check_backward(
     needs: Sequence[bool],
     **forms: Any,
 ) -> None:
-    check_combine(f, layer_bias, h_post, x, h_res)
+    check(f, layer_bias, h_post, x, h_res)
     check_needs(needs, 10)
     check_tensor("h_pre", h_pre, x.shape[:-1], "[..., n]", x)
     check_tensor("x_new", x_new, x.shape, "the shape of x", x)

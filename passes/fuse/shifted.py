@@ -144,8 +144,8 @@ def _belong_together(combine: fx.Node, later: fx.Node, earlier: fx.Node) -> bool
 
 
 def _between(earlier: fx.Node, later: fx.Node, combine: fx.Node) -> list[fx.Node] | None:
-    """What is made before the later operator of the earlier one's results, but for the gradient of the streams, in order;
-    None if the later one or the combine's backward depends on that."""
+    """What is made before the later operator of the earlier one's results, in order, but for the gradient of x'; None if
+    the later one or the combine's backward depends on that."""
     found: set[fx.Node] = set()
     pending = [user for number, node in items(earlier) if number != 0 for user in node.users]
     while pending:

@@ -49,6 +49,25 @@ def _boundary_backward(make: Callable[..., Tensor], **changed: Any) -> Any:
     return torch.ops.mhc.boundary_backward(*(make(*v) if isinstance(v, tuple) else v for v in shapes.values()))
 
 
+def _shifted(make: Callable[..., Tensor], **changed: Any) -> Any:
+    arguments: dict[str, Any] = {"f": (5, 3), "layer_bias": (3,), "h_post": (5, 2), "x": (5, 2, 3), "h_res": (5, 2, 2)}
+    arguments |= {"h_pre": (5, 2), "phi": (8, 6), "scale": (3,), "bias": (8,)} | changed
+    return ops.shifted_boundary(**{k: make(*v) if isinstance(v, tuple) else v for k, v in arguments.items()})
+
+
+def _shifted_backward(make: Callable[..., Tensor], **changed: Any) -> Any:
+    shapes: dict[str, Any] = {
+        "d_x_new": (5, 2, 3),
+        "d_layer_input": (5, 3),
+        "d_next_pre": (5, 2),
+        "d_next_post": (5, 2),
+    }
+    shapes |= {"d_next_res": (5, 2, 2), "d_h": (5, 8), "d_ms": (5,), "f": (5, 3), "layer_bias": (3,), "h_post": (5, 2)}
+    shapes |= {"x": (5, 2, 3), "h_res": (5, 2, 2), "h_pre": (5, 2), "phi": (8, 6), "scale": (3,), "bias": (8,)}
+    shapes |= {"norm_weight": (6,), "x_new": (5, 2, 3), "h": (5, 8), "ms": (5,), "needs": [True] * 10} | changed
+    return torch.ops.mhc.shifted_boundary_backward(*(make(*v) if isinstance(v, tuple) else v for v in shapes.values()))
+
+
 CASES: dict[str, tuple[Call, type[Exception], str]] = {
     "x is a vector": (
         lambda make: _mix(make, x=(6,)),
@@ -299,6 +318,56 @@ CASES: dict[str, tuple[Call, type[Exception], str]] = {
         ValueError,
         "mhc::boundary_backward: d_layer_input has shape [5, 2]; expected [..., C] = [5, 3]",
     ),
+    "shifted_boundary with gates of the read for each column": (
+        lambda make: _shifted(make, h_pre=(5, 3)),
+        ValueError,
+        "mhc::shifted_boundary: h_pre has shape [5, 3]; expected [..., n] = [5, 2]",
+    ),
+    "shifted_boundary with gates of the read in float64": (
+        lambda make: _shifted(make, h_pre=make(5, 2, dtype=torch.float64)),
+        TypeError,
+        "mhc::shifted_boundary: h_pre is float64, but x is torch.float32; expected float64 only beside float64 x",
+    ),
+    "shifted_boundary without gates of the read": (
+        lambda make: _shifted(make, h_pre=None),
+        TypeError,
+        "mhc::shifted_boundary: h_pre is None; expected a tensor",
+    ),
+    "shifted_boundary with h_res of the wrong side": (
+        lambda make: _shifted(make, h_res=(5, 2, 3)),
+        ValueError,
+        "mhc::shifted_boundary: h_res has shape [5, 2, 3]; expected [..., n, n] = [5, 2, 2]",
+    ),
+    "shifted_boundary with rows of no gates": (
+        lambda make: _shifted(make, phi=(7, 6), bias=(7,)),
+        ValueError,
+        "mhc::shifted_boundary: phi has K = 7 rows; with n = 2 streams expected",
+    ),
+    "shifted_boundary's streams_dtype": (
+        lambda make: _shifted(make, streams_dtype=torch.int64),
+        TypeError,
+        "mhc::shifted_boundary: streams_dtype is torch.int64; expected bfloat16, float16, float32, float64 or None",
+    ),
+    "shifted_boundary's out_dtype": (
+        lambda make: _shifted(make, out_dtype=torch.int64),
+        TypeError,
+        "mhc::shifted_boundary: out_dtype is torch.int64; expected bfloat16, float16, float32, float64 or None",
+    ),
+    "shifted_boundary_backward's needs": (
+        lambda make: _shifted_backward(make, needs=[True] * 9),
+        ValueError,
+        "mhc::shifted_boundary_backward: needs has 9 entries; expected 10, one per differentiable argument",
+    ),
+    "shifted_boundary_backward's saved streams": (
+        lambda make: _shifted_backward(make, x_new=(5, 3, 2)),
+        ValueError,
+        "mhc::shifted_boundary_backward: x_new has shape [5, 3, 2]; expected the shape of x = [5, 2, 3]",
+    ),
+    "shifted_boundary_backward's gradient of the next gates": (
+        lambda make: _shifted_backward(make, d_next_pre=(5, 8)),
+        ValueError,
+        "mhc::shifted_boundary_backward: d_next_pre has shape [5, 8]; expected [..., n] = [5, 2]",
+    ),
     "gradient of streams is a vector": (
         lambda make: torch.ops.mhc.expand_backward(make(3)),
         ValueError,
@@ -402,6 +471,7 @@ def test_compiling_raises_the_same_message() -> None:
         "contract",
         "expand_combine",
         "boundary",
+        "shifted_boundary",
     ],
 )
 def test_second_derivative_names_the_operator(name: str) -> None:
@@ -421,6 +491,8 @@ def test_second_derivative_names_the_operator(name: str) -> None:
     }
     arguments["boundary"] = (*arguments["expand_combine"], *arguments["generate_mix_and_aggregate"][1:])
     arguments["generate_mix"] = arguments["generate_mix_and_aggregate"]
+    parameters = arguments["generate_mix"][1:]
+    arguments["shifted_boundary"] = (*arguments["expand_combine"], torch.rand(3, 2), *parameters)
     results = getattr(torch.ops.mhc, name)(*arguments[name])
     first = (results if isinstance(results, Tensor) else results[0]).square().sum()
     (dx,) = torch.autograd.grad(first, x, create_graph=True)

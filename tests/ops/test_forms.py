@@ -122,6 +122,46 @@ def test_boundary_equals_its_eager_composition(name: str, n: int) -> None:
         torch.testing.assert_close(result, true, **CLOSE)
 
 
+@pytest.mark.parametrize("n", [1, 2, 4, 5])
+@pytest.mark.parametrize("name", FORMS)
+def test_shifted_boundary_equals_its_eager_composition(name: str, n: int) -> None:
+    form = FORMS[name]
+    _, *parameters = mix_arguments(n, 6, per_row=form.scale_per_row)
+    inputs = [*combine_arguments(n, 6), *_upstream((2, 3, n)), *parameters]
+    upstream = _upstream((2, 3, n, 6), (2, 3, 6), (2, 3, 6), (2, 3, n), (2, 3, n, n))
+
+    def read(x: Tensor, h_pre: Tensor) -> Tensor:
+        return (h_pre.unsqueeze(-1) * x).sum(-2)
+
+    def call(*values: Tensor) -> tuple[Tensor, ...]:
+        """The new h_pre by what it reads of x', as in the eager code."""
+        x_new, layer_input, next_pre, *gates = ops.shifted_boundary(*values, **form.scalars)
+        return (x_new, layer_input, read(x_new, next_pre), *gates)
+
+    def composition(*values: Tensor) -> tuple[Tensor, ...]:
+        x_new = combine(*values[:5])
+        return (x_new, read(x_new, values[5]), *form.eager(x_new, *values[6:]))
+
+    results = gradients(call, inputs, upstream)
+    for result, true in zip(results, gradients(composition, inputs, upstream), strict=True):
+        torch.testing.assert_close(result, true, **CLOSE)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_shifted_boundary_equals_its_three_operators_bitwise(dtype: torch.dtype) -> None:
+    """x' is rounded to its dtype before it is read and mixed: what follows reads what is stored."""
+    combined = combine_arguments(4, 6, dtype=dtype)
+    h_pre, *parameters = (value.float() for value in (*_upstream((2, 3, 4)), *mix_arguments(4, 6)[1:]))
+    for streams_dtype in (None, torch.float32):
+        x_new, layer_input, *gates = ops.shifted_boundary(
+            *combined, h_pre, *parameters, streams_dtype=streams_dtype, out_dtype=torch.float32
+        )
+        expected = ops.expand_combine(*combined, out_dtype=streams_dtype)
+        assert torch.equal(x_new, expected)
+        assert torch.equal(layer_input, ops.aggregate(expected, h_pre, out_dtype=torch.float32))
+        assert all(map(torch.equal, gates, ops.generate_mix(expected, *parameters)))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_boundary_equals_its_two_operators_bitwise(dtype: torch.dtype) -> None:
     """x' is rounded to its dtype before it is mixed: what follows reads what is stored."""

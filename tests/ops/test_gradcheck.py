@@ -126,6 +126,30 @@ def test_boundary(name: str, n: int) -> None:
     assert gradcheck(lambda *a: torch.ops.mhc.boundary(*a, **scalars), leaves, fast_mode=True)
 
 
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("name", FORMS)
+def test_shifted_boundary(name: str, n: int) -> None:
+    form = FORMS[name]
+    _, *parameters = mix_arguments(n, 3, (2,), per_row=form.scale_per_row)
+    h_pre, norm_weight = torch.rand(2, n, dtype=torch.float64), torch.rand(n * 3, dtype=torch.float64)
+    leaves = _leaves([*combine_arguments(n, 3, (2,)), h_pre, *parameters, norm_weight])
+    scalars = form.scalars | {"sinkhorn_steps": 3}
+    # Random projections of the Jacobian, as above.
+    assert gradcheck(lambda *a: torch.ops.mhc.shifted_boundary(*a, **scalars), leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_shifted_boundary_with_parts_left_out(parts: int) -> None:
+    f, _, h_post, x, _ = combine_arguments(2, 3, (2,))
+    _, *parameters = mix_arguments(2, 3, (2,), parts=parts)
+    leaves = _leaves([f, h_post, x, torch.rand(2, 2, dtype=torch.float64), *parameters])
+
+    def call(f: Tensor, h_post: Tensor, x: Tensor, *rest: Tensor) -> Any:
+        return torch.ops.mhc.shifted_boundary(f, None, h_post, x, None, *rest, sinkhorn_steps=3)
+
+    assert gradcheck(call, leaves, fast_mode=True)
+
+
 @pytest.mark.parametrize("parts", [1, 2, 3])
 def test_boundary_with_parts_left_out(parts: int) -> None:
     f, _, h_post, x, _ = combine_arguments(2, 3, (2,))

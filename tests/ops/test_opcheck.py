@@ -79,6 +79,10 @@ def _forward_samples() -> Iterator[Sample]:
         if name.endswith("-unmixed"):
             tensors += [None] * (9 - len(tensors)) + [_leaf(torch.rand(combined[0].shape[-1]))]
             yield f"boundary-{name}-norm", tuple(tensors), scalars | {"input_norm_eps": 1e-3}
+    for name, combined, parameters, scalars in _boundaries():
+        h_pre = torch.rand(combined[2].shape, dtype=combined[2].dtype)
+        tensors = [None if value is None else _leaf(value) for value in (*combined, h_pre, *parameters)]
+        yield f"shifted_boundary-{name}", tuple(tensors), scalars | {"streams_dtype": combined[3].dtype}
 
 
 def _boundaries() -> Iterator[tuple[str, list[torch.Tensor | None], list[torch.Tensor], dict[str, Any]]]:
@@ -178,6 +182,16 @@ def _backward_samples() -> Iterator[Sample]:
         )
         only_x = [index == 3 for index in range(9)]
         yield f"boundary_backward-{name}-x", (None, layer_input, None, None, None, None, *tensors, only_x), kept
+        h_pre = torch.rand_like(h_post)
+        tensors = (f, layer_bias, h_post, x, h_res, h_pre, *parameters[:3], norm_weight, x_new, h, ms)
+        gates = (h_pre.clone(), next_post, next_res)
+        needs = [value is not None for value in tensors[:10]]
+        grads = (x_new.clone(), layer_input, *gates, h, ms)
+        yield f"shifted_boundary_backward-{name}", (*grads, *tensors, needs), kept
+        only_x = [index == 3 for index in range(10)]
+        yield f"shifted_boundary_backward-{name}-x", (None, layer_input, *[None] * 5, *tensors, only_x), kept
+        narrow = [index >= 5 and needs[index] for index in range(10)]
+        yield f"shifted_boundary_backward-{name}-narrow", (None, None, *gates, None, ms, *tensors, narrow), kept
     for n, tokens, dtype in ((4, (2, 3), torch.bfloat16), (1, (), torch.float32), (2, (0, 2), torch.float64)):
         f, layer_bias, h_post, x, h_res = combine_arguments(n, 6, tokens, dtype=dtype)
         accumulating = (x, f, layer_bias, h_post, x.clone(), h_res, [True] * 5, x.clone())
@@ -223,10 +237,11 @@ def test_cuda_equals_cpu(sample: Sample) -> None:
     for mine, true in zip(results, expected, strict=True):
         # Both accumulate few terms of order 1 in float32, then round to the dtype: an ulp of it may differ.
         tolerance = {"rtol": 2 * torch.finfo(true.dtype).eps, "atol": max(2e-5, torch.finfo(true.dtype).eps)}
-        if name.startswith("boundary_backward"):
+        if "boundary_backward" in name:
             # The gradient of x', of order 10, is rounded to the streams' dtype on the way: what is summed over it
             # differs by an ulp of that where the two round to different sides.
-            tolerance["atol"] = max(2e-5, 10 * torch.finfo(arguments[9].dtype).eps)
+            streams = op._schema.arguments.index(next(a for a in op._schema.arguments if a.name == "x"))
+            tolerance["atol"] = max(2e-5, 10 * torch.finfo(arguments[streams].dtype).eps)
         if "_backward-" in name and name.endswith("-norm"):
             # So is the gradient of what the norm reads, which 1 / sqrt(eps) of the norm makes 30 times as large.
             tolerance["atol"] = max(2e-5, 30 * torch.finfo(arguments[0].dtype).eps)

@@ -75,6 +75,7 @@ def _calls() -> dict[str, tuple[Callable[..., Any], list[Tensor]]]:
         "expand": (lambda f: ops.expand(f, 2), [f]),
         "contract": (ops.contract, [x]),
         "expand_combine": (ops.expand_combine, [f, layer_bias, h_post, x, h_res]),
+        "shifted_boundary": (ops.shifted_boundary, [f, layer_bias, h_post, x, h_res, h_post, phi, scale, bias]),
     }
 
 
