@@ -38,6 +38,10 @@ _UNITS: dict[str, Callable[[int], int]] = {
     "boundary_backward": lambda n: (
         (n + 1) + (n + n + 1 + n + 1 + n + 1 if n in _IN_ONE_PASS else (n + 1 + n + n) + (n + n + 1 + n + 1))
     ),
+    # The gates of the read are there before x' is: one pass combines, reads and projects. Otherwise each reads x'.
+    "shifted_boundary": lambda n: n + 1 + n + 1 if n in _IN_ONE_PASS else (n + 1 + n) + (n + 1) + n,
+    # As that of boundary: the gradient of the given gates first, then the rest.
+    "shifted_boundary_backward": lambda n: _UNITS["boundary_backward"](n),
 }
 OPERATORS = tuple(_UNITS)
 

@@ -84,6 +84,7 @@ def _calls(n: int, width: int, tokens: int, dtype: torch.dtype) -> None:
         streamed_products.multiply(x, f, x, phi, norm, dh, ms, pre.t().contiguous(), x, True)
     if n <= 4:
         combine_project.forward(x, phi, norm, (f, post, res, x))
+        combine_project.forward(x, phi, norm, (f, post, res, x), (pre, f))
         combine_project.forward(x, phi, norm)
         boundary_gradients.backward(x, f, x, f, x, f, x, phi, norm, dh, ms, pre.t().contiguous(), post, res)
 

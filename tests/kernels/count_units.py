@@ -24,6 +24,7 @@ from mhc_compile.kernels import (
     mix_streams,
     one_pass,
     projection,
+    shifted_boundary,
 )
 from tests.kernels.compile_kernels import _recorded
 
@@ -91,5 +92,10 @@ def _calls(n: int) -> dict[str, Callable[[], object]]:
         "boundary_backward": lambda: boundary.backward(
             streams(), d_input, post, res, None, None, *combine, *mix, None, new, *saved,
             [True, False, True, True, True, *needs[1:]], **forms,
+        ),
+        "shifted_boundary": lambda: shifted_boundary.forward(*combine, pre, *mix, **forms),
+        "shifted_boundary_backward": lambda: shifted_boundary.backward(
+            streams(), d_input, pre, post, res, None, None, *combine, pre, *mix, None, new, *saved,
+            [True, False, True, True, True, True, *needs[1:]], **forms,
         ),
     }  # fmt: skip

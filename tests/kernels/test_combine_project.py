@@ -109,16 +109,25 @@ def test_what_is_stored(tokens: int, width: int, monkeypatch: pytest.MonkeyPatch
 )
 def test_against_what_it_computes(tokens: int, n: int, width: int, rows: int, norm: bool) -> None:
     f, x = draw(tokens, width, dtype=BF16), draw(tokens, n, width, dtype=BF16)
-    post, res = draw(tokens, n), draw(tokens, n, n, scale=0.5)
+    pre, post, res = draw(tokens, n), draw(tokens, n), draw(tokens, n, n, scale=0.5)
     phi, weight = draw(rows, n * width, scale=0.1), draw(n * width) if norm else None
 
-    def run(replace: bool) -> tuple[Tensor, Tensor, Tensor]:
-        out = torch.empty_like(x)
+    def run(replace: bool, dtype: torch.dtype | None = BF16) -> tuple[Tensor, ...]:
+        """dtype: of what is read, None where nothing is."""
+        out, row = torch.empty_like(x), torch.empty_like(f, dtype=dtype)
         with watched(replace):
-            partials = combine_project.forward(x, phi, weight, (f, post, res, out))
-        return out, partials.h.double().sum(0), partials.squares.double().sum(0)
+            read = None if dtype is None else (pre, row)
+            partials = combine_project.forward(x, phi, weight, (f, post, res, out), read)
+        made = out, partials.h.double().sum(0), partials.squares.double().sum(0)
+        return made if dtype is None else (*made, row)
 
     got, again, wanted = run(False), run(False), run(True)
+    assert all(torch.equal(a, b) for a, b in zip(got, run(False, None), strict=False))
+    # What is read is the sum of the x' that is stored, rounded once.
+    exact = torch.einsum("ti,tic->tc", pre.double(), got[0].double())
+    in_float32 = run(False, torch.float32)[3]
+    assert float((in_float32.double() - exact).norm() / exact.norm()) < 2e-7
+    assert torch.equal(got[3], in_float32.bfloat16())
     given = combine_project.forward(got[0], phi, weight)
     assert torch.equal(given.h.double().sum(0), got[1])
     assert torch.equal(given.squares.double().sum(0), got[2])
