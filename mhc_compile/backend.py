@@ -89,8 +89,8 @@ def mhc(
       up a function that may hold some (`mhc_compile.passes.cut.can_hold`), unless "mhc.skip" has the function's line;
     - "mhc.check" (bool): in its first calls compare each site of a graph with the program's own code, and leave sites
       alone whose operator is less accurate (`mhc_compile.checking`);
-    - "mhc.fuse.accumulate", "mhc.fuse.boundary", "mhc.fuse.boundary_backward" (bool): leave out a fusion
-      (`mhc_compile.passes.fuse`);
+    - "mhc.fuse.accumulate", "mhc.fuse.boundary", "mhc.fuse.boundary_backward", "mhc.fuse.shifted_boundary",
+      "mhc.fuse.shifted_boundary_backward" (bool): leave out a fusion (`mhc_compile.passes.fuse`);
     - "mhc.fuse.input_norm" (bool or None): take the RMS norm that reads a layer input into the operator that makes it;
       None, the default, does so on GPUs, where it is faster;
     - "mhc.recompute" ("auto", a number of layers, or None): of so many layers keep one set of streams for the backward

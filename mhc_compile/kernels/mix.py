@@ -220,16 +220,20 @@ def _gate_gradient(d_gate, h, r, scale, bias, d_h, dh, affine_at, i, tok, mask, 
 
 
 @triton.jit(do_not_specialize=["M", "pre_parts", "pre_s", "pre_i", "pre_m", "pairs"])
-def mix_backward_kernel(h, ms, scale, bias, d_pre, d_post, d_res, d_h, d_ms, dh, coefficient, h_pre,
+def mix_backward_kernel(h, ms, scale, bias, d_pre, d_post, d_res, d_h, d_ms, read_with, dh, coefficient, h_pre,
                         affine_part, history, M, pre_parts, pre_s, pre_i, pre_m, post_m, post_i, res_m, res_i, res_o,
+                        read_m, read_i,
                         inverse_columns, rms_eps, pre_eps, post_mult, sinkhorn_eps, start_eps, pairs,
                         N: tl.constexpr, NP: tl.constexpr, K: tl.constexpr, RMS_MODE: tl.constexpr,
                         START: tl.constexpr, FIRST: tl.constexpr, CLAMP: tl.constexpr,
                         ODD: tl.constexpr, GROUPED: tl.constexpr, HAS_PRE: tl.constexpr,
                         HAS_POST: tl.constexpr, HAS_RES: tl.constexpr, HAS_DH: tl.constexpr,
-                        HAS_DMS: tl.constexpr, ROW: tl.constexpr, PARTS: tl.constexpr,
+                        HAS_DMS: tl.constexpr, READ_GIVEN: tl.constexpr, ROW: tl.constexpr, PARTS: tl.constexpr,
                         BLOCK_T: tl.constexpr):  # fmt: skip
-    """From the gates' gradients to dh [parts, M, ROW], 2 dms / (nC), h_pre [n, M], affine_part [tiles, 2, K]."""
+    """From the gates' gradients to dh [parts, M, ROW], 2 dms / (nC), h_pre [n, M], affine_part [tiles, 2, K].
+
+    READ_GIVEN: read_with takes the place of h_pre in the result.
+    """
     tile = tl.program_id(0)
     tokens = M.to(tl.int64)
     tok1 = tile.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -280,7 +284,10 @@ def mix_backward_kernel(h, ms, scale, bias, d_pre, d_post, d_res, d_h, d_ms, dh,
             d_gate += tl.load(d_pre + part * pre_s + i * pre_i + tok * pre_m, mask=mask, other=0.0).to(tl.float32)
     gate, terms = _gate_gradient(d_gate, h, r, scale, bias, d_h, dh, affine_at, i, tok, mask, tokens, 0, N, K, ROW,
                                  PARTS, HAS_DH, GROUPED)  # fmt: skip
-    tl.store(h_pre + i * tokens + tok, gate + pre_eps, mask=mask)
+    read = gate + pre_eps
+    if READ_GIVEN:
+        read = tl.load(read_with + tok * read_m + i * read_i, mask=mask, other=0.0).to(tl.float32)
+    tl.store(h_pre + i * tokens + tok, read, mask=mask)
     r_dr += terms
     if K > N:
         d_gate = tl.zeros([NP, BLOCK_T], tl.float32)
@@ -448,18 +455,17 @@ def backward_gates(
         history = scratch(form.steps, n, tokens) if res is not None else coefficient
         launch(
             mix_backward_kernel, (tiles,),
-            h, ms, scale, bias, pre, post, res, d_h, d_ms, dh, coefficient, h_pre, affine_part, history, tokens,
-            pre_parts, *pre_strides, *(post.stride() if post is not None else (0, 0)),
-            *(res.stride() if res is not None else (0, 0, 0)), 1.0 / (n * width), rms.eps, gates.pre_eps,
+            h, ms, scale, bias, pre, post, res, d_h, d_ms, read_with, dh, coefficient, h_pre, affine_part, history,
+            tokens, pre_parts, *pre_strides, *(post.stride() if post is not None else (0, 0)),
+            *(res.stride() if res is not None else (0, 0, 0)),
+            *(read_with.stride() if read_with is not None else (0, 0)), 1.0 / (n * width), rms.eps, gates.pre_eps,
             gates.post_mult, form.eps, form.start_eps, form.steps // 2, N=n, NP=next_power_of_2(n), K=rows,
             RMS_MODE=rms.mode, START=form.start, FIRST=form.first, CLAMP=form.clamp,
             ODD=form.steps % 2 == 1, GROUPED=group_scale(scale, rows), HAS_PRE=pre is not None,
             HAS_POST=post is not None, HAS_RES=res is not None, HAS_DH=d_h is not None, HAS_DMS=d_ms is not None,
-            ROW=dh.shape[2], PARTS=dh.shape[0] == 3, BLOCK_T=block_t,
+            READ_GIVEN=read_with is not None, ROW=dh.shape[2], PARTS=dh.shape[0] == 3, BLOCK_T=block_t,
             num_warps=4,
         )  # fmt: skip
-    if read_with is not None:
-        h_pre = read_with.float().t().contiguous()
     return Logits(dh, coefficient, h_pre, Affine(scale, bias, affine_part, tiles), d_out, weight_part)
 
 

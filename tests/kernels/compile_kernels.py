@@ -41,6 +41,7 @@ from mhc_compile.kernels import (
     products,
     projection,
     scale,
+    shifted_boundary,
     sinkhorn,
     streamed_products,
 )
@@ -75,6 +76,9 @@ def _calls(n: int, width: int, tokens: int, dtype: torch.dtype) -> None:
     sinkhorn.backward(sinkhorn.forward(logits, sinkhorn=Sinkhorn()), logits, sinkhorn=Sinkhorn())
     aggregate.backward(aggregate.forward(x, pre), x, pre, [True] * 2)
     mix_streams.backward(mix_streams.forward(x, res), x, res, [True] * 2, x)
+    shifted = f, layer_bias, post, x, res, pre, phi, alpha, bias, norm
+    shifted_boundary.forward(*shifted, **forms)
+    shifted_boundary.backward(x, f, pre, post, res, None, None, *shifted, x, h, ms, [True] * 10, **forms)
     if dtype != torch.bfloat16:
         return
     dh = products.dh_parts(x, rows)

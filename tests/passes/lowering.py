@@ -63,6 +63,14 @@ def boundary_backward(x: Tensor, f: Tensor, phi: Tensor, scale: Tensor, bias: Te
     return mhc.boundary_backward(new, u, next_post, next_res, None, None, *saved, needs)
 
 
+def shifted_backward(x: Tensor, f: Tensor, phi: Tensor, scale: Tensor, bias: Tensor, post: Tensor, res: Tensor) -> Any:
+    given = (f, None, post, x, res, 0.5 * post, phi, scale, bias)
+    new, u, next_pre, next_post, next_res, h, ms = mhc.shifted_boundary(*given)
+    needs = [True, False, *[True] * 7, False]
+    gradients = (new, u, next_pre, next_post, next_res, None, None)
+    return mhc.shifted_boundary_backward(*gradients, *given, None, new, h, ms, needs)
+
+
 def any_number(shape_env: ShapeEnv) -> Any:
     """A symbolic size, 64 when the graph was made."""
     symbol = shape_env.create_symbol(64, source=ConstantSource("tokens"), dynamic_dim=DimDynamic.DYNAMIC)

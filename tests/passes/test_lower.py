@@ -22,7 +22,16 @@ from torch.utils._pytree import tree_leaves
 from mhc_compile import compat, hooks, passes, records
 from mhc_compile.testing.float64 import Float64Reference
 from tests.passes.fused import Stack, evaluate
-from tests.passes.lowering import LAUNCH, arguments, boundary_backward, graph_of, launches, operators, step
+from tests.passes.lowering import (
+    LAUNCH,
+    arguments,
+    boundary_backward,
+    graph_of,
+    launches,
+    operators,
+    shifted_backward,
+    step,
+)
 from tests.zoo import check
 from tests.zoo.common import STREAMS, WIDTH
 
@@ -91,6 +100,25 @@ def test_kernels_in_gluon_are_launched_by_an_operator(fakes: FakeTensorMode) -> 
         given, demanded = map(tree_leaves, (node.args, node.meta["eager_input_vals"][0]))
         for value, fake in zip(given, demanded, strict=True):
             assert not isinstance(value, fx.Node) or value.meta["val"].stride() == fake.stride()
+
+
+def test_a_shifted_boundary_becomes_launches(fakes: FakeTensorMode) -> None:
+    values = arguments(fakes)
+    graph = graph_of(shifted_backward, values)
+    assert passes.lower(graph).lowered == {"shifted_boundary": 1, "shifted_boundary_backward": 1}
+    graph.lint()
+    assert operators(graph) == []
+    # combine; read; project and mix; the gradient of the read's gates and its sum; mix_backward; products, combine, and
+    # what adds up the partial sums of each
+    assert len(launches(graph)) == 11
+    with fakes:
+        values |= {name: values[name].bfloat16() for name in "xf"}
+    graph = graph_of(shifted_backward, values)
+    passes.lower(graph)
+    graph.lint()
+    assert operators(graph) == ["mhc._launch.default"] * 2
+    # mix; the gradient of the read's gates and its sum; mix_backward; the sums of gates and of parameters
+    assert len(launches(graph)) == 6
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -241,6 +269,23 @@ def test_the_backward_of_a_boundary_takes_over_memory(fakes: FakeTensorMode, obs
     assert [kernel["d_x"] is kernel["dx"] for kernel in products] == [not observed] * 3
     assert all(kernel["d_out"] is kernel["dx"] for kernel in combines)
     assert report.lowered["in place"] == (0 if observed else 3)
+
+
+def test_the_backward_of_a_shifted_boundary_takes_over_memory(fakes: FakeTensorMode) -> None:
+    """As that of a boundary."""
+
+    def function(x: Tensor, f: Tensor, post: Tensor, res: Tensor, **rest: Tensor) -> Any:
+        parameters = rest["phi"], rest["scale"], rest["bias"]
+        h, ms = mhc.projection(x, rest["phi"])
+        saved = (f, None, post, x, res, post, *parameters, None, x, h, ms, [True, False, *[True] * 7, False])
+        return mhc.shifted_boundary_backward(2 * x, f, post, post, res, None, None, *saved)
+
+    graph = graph_of(function, arguments(fakes))
+    assert passes.lower(graph).lowered["in place"] == 1
+    kernels = [node.kwargs["kwargs"] for node in launches(graph)]
+    (products,) = [kernel for kernel in kernels if "dphi_part" in kernel and "d_x" in kernel]
+    (combined,) = [kernel for kernel in kernels if "d_out" in kernel and "sums_part" in kernel]
+    assert products["d_x"] is products["dx"] is combined["dx"]
 
 
 def test_inputs_are_not_written_to(fakes: FakeTensorMode) -> None:

@@ -67,6 +67,52 @@ def test_references_stand_in_for_loops_that_cannot_be_compiled() -> None:
     _by_references(torch.float32, 3e-6)
 
 
+def _shifted(f: Tensor, x: Tensor, phi: Tensor, scale: Tensor, bias: Tensor, w: Tensor) -> Tensor:
+    """Two boundaries, with logits of order 1: a gradient of x' from outside, and from both of its readers."""
+    phi = phi / phi.shape[-1] ** 0.5
+    h_pre, post, res = ops.generate_mix(x, phi, scale, bias)
+    for _ in range(2):
+        x, u, h_pre, post, res = ops.shifted_boundary(f, w, post, x, res, h_pre, phi, scale, bias)
+        f = torch.tanh(f + u)
+    return ops.expand_combine(f, None, post, x, res)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_shifted_boundaries(dtype: torch.dtype) -> None:
+    leaves = _leaves(dtype)
+    exact = _results(_shifted, [leaf.detach().double().requires_grad_() for leaf in leaves])
+    eager = _worst(_results(_shifted, leaves), exact)
+    found = _results(torch.compile(_shifted, backend="mhc"), leaves)
+    # The largest of 7 errors of a few roundings each, which are other ones in another order of sums.
+    assert _worst(found, exact) < max(2 * eager, 1e-12)
+    assert {name: records.last().lowered[name] for name in ("shifted_boundary", "shifted_boundary_backward")} == {
+        "shifted_boundary": 2, "shifted_boundary_backward": 2,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_shifted_boundaries_of_half_precision(dtype: torch.dtype) -> None:
+    """As accurate as the operators one by one, to the roundings of streams and their gradients."""
+    leaves = _leaves(dtype)
+    exact = _results(_shifted, [leaf.detach().double().requires_grad_() for leaf in leaves])
+    apart = _worst(_results(_shifted, leaves), exact)
+    assert _worst(_results(torch.compile(_shifted, backend="mhc"), leaves), exact) < 1.5 * apart
+
+
+@pytest.mark.parametrize("needed", ["only the streams", "only parameters"])
+def test_a_part_of_the_gradients_of_a_shifted_boundary(needed: str) -> None:
+    leaves = _leaves(torch.float32)
+    for leaf, name in zip(leaves, SHAPES, strict=True):
+        leaf.requires_grad_((name == "x") == (needed == "only the streams"))
+
+    def step(function: Callable[..., Tensor], given: list[Tensor]) -> list[Tensor]:
+        out = function(*given)
+        return [out, *torch.autograd.grad(out.sin().sum(), [leaf for leaf in given if leaf.requires_grad])]
+
+    exact = step(_shifted, [leaf.detach().double().requires_grad_(leaf.requires_grad) for leaf in leaves])
+    assert _worst(step(torch.compile(_shifted, backend="mhc"), leaves), exact) < 3e-6
+
+
 def test_gradients_of_parameters_are_not_for_autocast_to_round() -> None:
     """Where it is on in the backward pass alone, the graph was compiled without it."""
 

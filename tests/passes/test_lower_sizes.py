@@ -61,10 +61,14 @@ def _with_everything(
     ones = [True] * 10
     new = mhc.boundary(f, weight, post, x, res, phi, scale, bias, norm, weight, input_norm_eps=1e-6)
     saved = (f, weight, post, x, res, phi, scale, bias, norm, new[0], new[4], new[5], ones)
+    given = (f, weight, post, x, res, post, phi, scale, bias, norm)
+    shifted = mhc.shifted_boundary(*given)
     return (
         new,
         mhc.boundary_backward(*new[:4], None, None, *saved, weight, input_norm_eps=1e-6),
         mhc.boundary_backward(*new[:4], None, None, f, None, *saved[2:-1], [True, False, *ones[2:9]]),
+        shifted,
+        mhc.shifted_boundary_backward(*shifted, *given, *shifted[:1], *shifted[5:], ones),
         mhc.generate_mix(x, phi, scale, bias, norm),
         mhc.head(x, pre_phi, pre_scale, pre_bias),
         mhc.expand_combine_backward(new[0], f, weight, post, x, res, ones[:5]),
@@ -85,7 +89,7 @@ def test_symbolic_batch_and_length_on_a_gpu(dtype: torch.dtype, fakes: FakeTenso
             values[name] = torch.empty(shape, dtype=dtype if name in "xf" else torch.float32, device="cuda:0")
     graph = graph_of(_with_everything, values)
     guards, before = len(shape_env.guards), operators(graph)
-    assert passes.lower(graph).lowered.total() == len(before) == 7
+    assert passes.lower(graph).lowered.total() == len(before) == 9
     assert set(operators(graph)) <= {"mhc._launch.default"}
     graph.lint()
     assert len(shape_env.guards) == guards
