@@ -124,11 +124,12 @@ def boundary_backward(graph: fx.Graph) -> int:
     return count
 
 
-def only_used_by(source: fx.Node, combine: fx.Node) -> bool:
+def only_used_by(source: fx.Node, reader: fx.Node) -> bool:
+    """Whether a node has one user, that user has one, and so on up to `reader`."""
     node = source
     while len(node.users) == 1:
         node = next(iter(node.users))
-        if node is combine:
+        if node is reader:
             return True
     return False
 

@@ -144,8 +144,10 @@ def _belong_together(combine: fx.Node, later: fx.Node, earlier: fx.Node) -> bool
 
 
 def _between(earlier: fx.Node, later: fx.Node, combine: fx.Node) -> list[fx.Node] | None:
-    """What is made before the later operator of the earlier one's results, in order, but for the gradient of x'; None if
-    the later one or the combine's backward depends on that."""
+    """What stands before the later operator and is made of the earlier one's results, the gradient of x' left out.
+
+    None if the later one or the combine's backward depends on that, or if it may not be moved.
+    """
     found: set[fx.Node] = set()
     pending = [user for number, node in items(earlier) if number != 0 for user in node.users]
     while pending:
