@@ -11,11 +11,12 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 
 from mhc_compile import backend, records
+from mhc_compile.passes.fuse.shifted import shifted_boundary_backward
 from mhc_compile.testing.graph_text import graph_text
 from tests.passes.fused import ALL, assert_same, fused_and_not, fused_like_eager, judge, program, streams
 from tests.passes.shifted import ORDERS, Model, Stack
 from tests.passes.test_fuse_recompute import _bytes, _kept_streams, _saved
-from tests.passes.test_fuse_traps import NEEDS, N, Program, combine, combine_back, fused
+from tests.passes.test_fuse_traps import NEEDS, N, Program, _traced, combine, combine_back, fused
 from tests.zoo import check
 from tests.zoo.common import BATCH, LENGTH, WIDTH
 
@@ -413,3 +414,10 @@ BACKWARD: dict[str, tuple[Program, dict[str, int]]] = {
 def test_backward(case: str) -> None:
     function, counts = BACKWARD[case]
     assert fused(function) == counts
+
+
+def test_the_graph_stays_in_order() -> None:
+    """For the fusions that come after: they ask which of two nodes is first."""
+    graph = _traced(_made_between).graph
+    assert shifted_boundary_backward(graph) == 1
+    graph.lint()
