@@ -53,6 +53,7 @@ from mhc_compile.passes.recognise.contraction import StreamsView
 from mhc_compile.passes.recognise.gates import Matrices, Mixing, Sigmoid
 from mhc_compile.passes.recognise.input_norm import InputNorm, input_norm
 from mhc_compile.passes.recognise.layout import is_movement
+from mhc_compile.passes.recognise.mixing import mixed_alone
 from mhc_compile.passes.recognise.pieces import TOGETHER
 from mhc_compile.passes.recognise.projection import streams_by_rows
 from mhc_compile.passes.shadow import Shadow, Value
@@ -110,7 +111,7 @@ def plan(shadow: Shadow, findings: Findings, errors: list[str] | None = None, *,
     claimed: set[Value] = set()
     evident: set[Value] = set()
     for readings in _last_first(findings.combines):
-        readings = [c for c in readings if not known.isdisjoint(c.gates()) or connections.is_write(c)]
+        readings = [c for c in readings if not known.isdisjoint(c.gates()) or connections.is_write(c, known)]
         if not readings or readings[0].out in claimed:
             continue
         evident |= {read.out for read in connections.reads_before(readings[0])}
@@ -126,6 +127,10 @@ def plan(shadow: Shadow, findings: Findings, errors: list[str] | None = None, *,
     with guard("single operators are not looked for", errors):
         _single_operators(findings, free, sites, known, evident, consider)
     views = _views(sites)
+    with guard("streams that are mixed alone are not looked for", errors):
+        for mixing in list(mixed_alone(findings.reader, views)):
+            if consider("mix_streams", mixing.op.node, lambda m=mixing: MixingSite(m)):  # type: ignore[misc]
+                views = _views(sites)
     with guard("projections are not looked for", errors):
         for projected in list(projection_sites(shadow, findings, sites, views, reached)):
             node = projected.products[0].projection.out.op.node  # type: ignore[union-attr]

@@ -39,7 +39,8 @@ def _roles(site: WithGates) -> Iterator[tuple[str, Value]]:
     if isinstance(site, MixingSite):
         yield "h", site.mixing.gate
         return
-    yield "h_post", site.combine.outer.post
+    if site.combine.outer.post is not None:
+        yield "h_post", site.combine.outer.post
     yield from (("h_res", mix.res) for mix in site.combine.mixes if mix.res is not None)
 
 

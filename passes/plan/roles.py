@@ -43,7 +43,7 @@ def connections(mixtures: list[Mixture], findings: Findings) -> list[Roles]:
     x = mixtures[0].projection.x
     written: dict[Value, Roles] = {}
     for c in findings.combines:
-        post = every.get(c.outer.post)
+        post = every.get(c.outer.post) if c.outer.post is not None else None
         res = every.get(c.mix.res) if c.mix is not None and c.mix.res is not None else None
         if post is None or not isinstance(post.kind, Sigmoid) or post.value in written:
             continue

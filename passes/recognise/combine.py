@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from mhc_compile.passes.recognise.contraction import (
     Axis,
@@ -17,8 +17,9 @@ from mhc_compile.passes.recognise.contraction import (
     joined,
     split,
 )
-from mhc_compile.passes.recognise.layout import Layout, NotALayout, Steps, merged, origin, refine, tidy
+from mhc_compile.passes.recognise.layout import Layout, NotALayout, Steps, refine, tidy
 from mhc_compile.passes.recognise.misses import Miss
+from mhc_compile.passes.recognise.outer import Outer, flat, outer_sums
 from mhc_compile.passes.recognise.reader import Reader
 from mhc_compile.passes.recognise.terms import Term
 from mhc_compile.passes.shadow import Op, Value, spelled
@@ -45,17 +46,6 @@ class Mix:
         """Whether the matrix is applied as its transpose, as a plain matmul would not."""
         _, read, written = self.res_layout.dims
         return bool(read and written and read[0][1] > written[0][1])
-
-
-@dataclass(frozen=True)
-class Outer:
-    """const * post[o] * f, with layouts [token, o] and [token, channel]; for a bias f has no tokens."""
-
-    post: Value
-    post_layout: Layout
-    f: Value
-    f_layout: Layout
-    const: float
 
 
 @dataclass(frozen=True)
@@ -86,7 +76,8 @@ class Combine:
         return len(self.mixes) == 1 and self.mixes[0].res is None and self.mixes[0].const == 1.0
 
     def gates(self) -> Iterator[Value]:
-        yield self.outer.post
+        if self.outer.post is not None:
+            yield self.outer.post
         yield from (mix.res for mix in self.mixes if mix.res is not None)
 
 
@@ -172,7 +163,7 @@ def _written_with(
         yield Miss(out, gate, reason, 3)
         return
     reason = f"adds something else to the mixed streams than h_post times one tensor [..., C]{_made_by(terms)}"
-    for outer, bias in _outer_sums(terms, out, written):
+    for outer, bias in outer_sums(terms, out, written):
         if outer.f.numel == x.numel // streams.n:
             yield Combine(out, outer, mixes, x, streams, written, bias)
         reason = "adds to the mixed streams what is not of one token's width"
@@ -216,7 +207,7 @@ def _alone(term: Term, out: Value, x: Value, view: StreamsView) -> tuple[Mix, St
 def _translated(c: Contraction, view: StreamsView) -> Iterator[tuple[tuple[int, int], ...]]:
     """The gate's steps along the tokens, streams and channels of what it multiplies."""
     steps = Steps([(a.size, a.right, a.left) for a in c.axes])
-    return (steps.translate(_flat_rows(dim)) for dim in (view.tokens, (view.stream,), view.channel))
+    return (steps.translate(flat(dim)) for dim in (view.tokens, (view.stream,), view.channel))
 
 
 def _layout_of(c: Contraction, out: Value) -> Layout:
@@ -251,53 +242,6 @@ def _written(layout: Layout, out: Value, view: StreamsView) -> StreamsView | Non
         return None
 
 
-def _outer_sums(terms: tuple[Term, ...], out: Value, written: StreamsView) -> Iterator[tuple[Outer, Value | None]]:
-    """The terms as post f, or as post f + post layer_bias, laid out as `written`."""
-    if len(terms) == 1:
-        for outer in _outers(terms[0], out, written):
-            apart = _without_bias(outer, written)
-            if apart is not None:
-                yield apart
-            yield outer, None
-    elif len(terms) == 2:
-        for first, second in (terms, terms[::-1]):
-            for outer in _outers(first, out, written):
-                for other in _outers(second, out, written, bias=True):
-                    if (other.post, other.post_layout, other.const) == (outer.post, outer.post_layout, outer.const):
-                        yield outer, other.f
-
-
-def _without_bias(outer: Outer, written: StreamsView) -> tuple[Outer, Value] | None:
-    """post (f + layer_bias) with the layer's bias apart, if f is such a sum."""
-    op = outer.f.op
-    if (
-        op is None
-        or op.name != "add"
-        or op.kwargs.get("alpha", 1) != 1
-        or not all(isinstance(a, Value) for a in op.args[:2])
-        or len(outer.f_layout.dims[1]) > 1
-        or (outer.f_layout.dims[1] and outer.f_layout.dims[1][0][1] != 1)
-    ):
-        return None
-    channels = written.channels
-    for f, bias in (op.args[:2], op.args[1::-1]):
-        vector, layout = origin(bias)
-        wide, order = origin(f)
-        sized = vector.numel == channels == bias.shape[-1] and vector.numel < wide.numel == outer.f.numel
-        if sized and layout.is_identity() and order.is_identity():
-            return replace(outer, f=wide), vector
-    return None
-
-
-def _outers(term: Term, out: Value, written: StreamsView, *, bias: bool = False) -> Iterator[Outer]:
-    if term.summed:
-        return
-    for c in contractions(term, out, parts=True):
-        outer = _read_outer(c, written, bias=bias)
-        if outer is not None:
-            yield outer
-
-
 def _read_mix(c: Contraction) -> tuple[Mix, StreamsView, StreamsView] | Miss:
     """The matrix, and where the streams are read and written."""
     summed = joined(by_stride([a for a in c.axes if a.summed], "right"))
@@ -326,46 +270,3 @@ def _read_mix(c: Contraction) -> tuple[Mix, StreamsView, StreamsView] | Miss:
 
 def _view(token: list[Axis], stream: tuple[int, int], channel: list[Axis]) -> StreamsView:
     return StreamsView(tidy([(a.size, a.out) for a in token]), stream, tidy([(a.size, a.out) for a in channel]))
-
-
-def _read_outer(c: Contraction, written: StreamsView, *, bias: bool) -> Outer | None:
-    """post times a tensor that has a row for each token or, for a bias, one row for all."""
-    if any(a.summed for a in c.axes):
-        return None
-    places = {"token": written.tokens, "stream": (written.stream,), "channel": written.channel}
-    post: dict[str, list[tuple[int, int]]] = {name: [] for name in places}
-    f: dict[str, list[tuple[int, int]]] = {name: [] for name in places}
-    try:
-        rows = merged(
-            refine(
-                Layout(tuple(_flat_rows(places[name]) for name in places)),
-                *(_over(c, places, side) for side in ("left", "right")),
-            )
-        )
-    except NotALayout:
-        return None
-    names = list(places)
-    for d, size, (_, left, right) in rows:
-        post[names[d]].append((size, left))
-        f[names[d]].append((size, right))
-    if any(s for _, s in post["channel"]) or any(s for _, s in f["stream"]) or not all(s for _, s in post["stream"]):
-        return None
-    if not all(s for _, s in f["channel"]):
-        return None
-    if any(s for _, s in f["token"]) if bias else not all(s for _, s in f["token"]):
-        return None
-    if bias and (len(tidy(f["channel"])) > 1 or (f["channel"] and tidy(f["channel"])[0][1] != 1)):
-        return None
-    post_layout = Layout((tidy(post["token"]), tidy(post["stream"])), c.left_offset)
-    f_layout = Layout((() if bias else tidy(f["token"]), tidy(f["channel"])))
-    return Outer(c.left, post_layout, c.right, f_layout, c.const)
-
-
-def _flat_rows(dim: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-    return tuple(step for step in dim if step[0] > 1)
-
-
-def _over(c: Contraction, places: dict[str, tuple[tuple[int, int], ...]], side: str) -> Layout:
-    """One operand laid out over [token, stream, channel], from how both are written into the result."""
-    steps = Steps([(a.size, a.out, getattr(a, side)) for a in c.axes])
-    return Layout(tuple(tidy(steps.translate(_flat_rows(dim))) for dim in places.values()))

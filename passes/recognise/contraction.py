@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from mhc_compile.passes.recognise.layout import Factor as Step
-from mhc_compile.passes.recognise.layout import Layout, NotALayout, merged, refine, tiles
+from mhc_compile.passes.recognise.layout import Layout, NotALayout, is_shown, merged, refine, tiles
 from mhc_compile.passes.recognise.terms import Factor, Source, Term
 from mhc_compile.passes.shadow import Value
 
@@ -61,7 +61,7 @@ def contractions(term: Term, out: Value, *, parts: bool = False) -> Iterator[Con
                 yield reading
                 yield reading.swapped()
     for one, other in ((0, 1), (1, 0)) if parts else ():
-        held = [source for source in term.factors[one] if source.base.nodes]
+        held = [source for source in term.factors[one] if source.base.nodes] or term.factors[one][-1:]
         for left in [] if whole[one] else held[:1]:
             for right in whole[other]:
                 reading = _reading(term, out, left, right)
@@ -77,14 +77,19 @@ def _reading(term: Term, out: Value, left: Source, right: Source) -> Contraction
 
 
 def exact(factor: Factor) -> Iterator[Source]:
-    """The descriptions of a factor that reach every element of their base: the farthest base, one of each size."""
-    sizes: set[int] = set()
+    """The descriptions of a factor that reach every element of their base: one of each size.
+
+    It is the one with the farthest base that the program has, or with the farthest base if the program has none.
+    """
+    found: dict[int, Source] = {}
     for source in reversed(factor):
-        strided = [step for dim in source.layout.dims for step in dim if step[1]]
-        if source.base.numel in sizes or source.layout.offset or not tiles(strided, source.base.numel):
+        base, known = source.base, found.get(source.base.numel)
+        if known is not None and (is_shown(known.base) or not is_shown(base)):
             continue
-        sizes.add(source.base.numel)
-        yield source
+        strided = [step for dim in source.layout.dims for step in dim if step[1]]
+        if not source.layout.offset and tiles(strided, base.numel):
+            found[base.numel] = source
+    yield from found.values()
 
 
 def axes_of(term: Term, out: Value, source: Source) -> tuple[Axis, ...]:

@@ -314,6 +314,11 @@ def keeps_order(op: Op) -> bool:
         return False
 
 
+def is_shown(value: Value) -> bool:
+    """Whether the program has a value, or a view of it with its elements in order; not what lives inside one node."""
+    return bool(value.nodes) or any(keeps_order(op) and is_shown(op.out) for op in value.users)
+
+
 def _is_float_cast(op: Op) -> bool:
     return all(v.dtype in _FLOATS for v in (*op.inputs(), op.out))
 

@@ -7,7 +7,7 @@ The rows count as streams if the program puts them side by side as the channels 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -93,6 +93,21 @@ def _read(c: Contraction) -> Mixing | None:
         out = Layout(tuple(_steps(axes, "out") for axes in (token, rows, channel)))
         return Mixing(c.out, c.left, gate, c.right, x, out, c.const)
     return None
+
+
+def mixed_alone(reader: Reader, views: Mapping[Value, StreamsView]) -> Iterator[Mixing]:
+    """The streams that are others mixed by a matrix to which nothing is added, and so on back; views: known streams."""
+    known = dict(views)
+    pending = list(views)
+    for out in pending:
+        view = known[out]
+        for mixing in mixings(reader, out):
+            if mixing.sizes[:2] == (view.n, view.n) and mixing.out_layout == view.layout:
+                yield mixing
+                if mixing.x not in known and mixing.streams is not None:
+                    known[mixing.x] = mixing.streams
+                    pending.append(mixing.x)
+                break
 
 
 def _steps(axes: list[Axis], side: str) -> Dim:

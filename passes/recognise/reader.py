@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import reduce
 from itertools import islice
+from math import prod
 from typing import Any
 
 import torch
@@ -273,11 +274,14 @@ class Reader:
         return None if first is None or second is None else collected((*first, *second))
 
     def _addend(self, value: Value, factor: float | None, shape: tuple[int, ...]) -> Terms | None:
-        """The terms of a summand; a sum that others use too is a value of its own."""
+        """The terms of a summand; a sum that others use too, or that is added to several rows, is a value of its own."""
         if factor is None or _is_nought(value):
             return None if factor is None else ()
         terms = self.terms(value)
-        if (len(terms) > 1 and _is_shared(value)) or (self._whole and origin(value)[0] in self._whole):
+        is_sum = len(terms) > 1 or (terms[0].summed and value.numel < prod(shape))
+        if (is_sum and (value.numel < prod(shape) or _is_shared(value))) or (
+            self._whole and origin(value)[0] in self._whole
+        ):
             moved = self._moved(self.views(value), len(value.shape), lambda lead: lead.expand(shape))
             return (Term(factor, (moved,)),)
         return self._scaled(value, factor, shape)

@@ -37,9 +37,16 @@ class Connections:
             if read.streams.n == write.streams.n and self._depends(read.x, write.x)
         ]
 
-    def is_write(self, write: Combine) -> bool:
-        """Whether f depends on a read of the streams, or comes in from outside for a write that has all its gates."""
+    def is_write(self, write: Combine, known: Container[Value] = ()) -> bool:
+        """Whether f depends on a read of the streams, or comes in from outside for a write that has all its gates.
+
+        What is added to all streams alike also follows from pooling. It is a write if f depends on a weighted sum, and
+        the streams are mixed or the weights are `known`.
+        """
         x, f = write.x, write.outer.f
+        if write.outer.post is None:
+            reads = [read for read in self.reads_before(write) if isinstance(read, Aggregate)]
+            return any(write.mix is not None or read.gate in known for read in reads)
         behind = self.between(x, f)
         if x not in behind:
             mix = write.mix

@@ -28,6 +28,7 @@ from mhc_compile.passes.plan import (
 from mhc_compile.passes.recognise.combine import Mix
 from mhc_compile.passes.recognise.contraction import StreamsView
 from mhc_compile.passes.recognise.layout import Layout, NotALayout, tiles
+from mhc_compile.passes.recognise.outer import Outer
 from mhc_compile.passes.rewrite.copies import Copies
 from mhc_compile.passes.rewrite.order import erase_dead, sort
 from mhc_compile.passes.rewrite.vectors import Vectors
@@ -156,7 +157,7 @@ class Rewriter(Vectors):
         x, dims = self._streams(c.x, c.streams)
         tokens, n = compat.example(x).shape[:-2], c.streams.n
         f = self._shaped(self._arranged(c.outer.f, c.outer.f_layout), (*tokens, c.streams.channels))
-        post = self._times(self._gate_operand(c.outer.post, c.outer.post_layout, dims, (*tokens, n)), c.outer.const)
+        post = self._times(self._post(c.outer, dims, (*tokens, n)), c.outer.const)
         res = None if c.is_plain else self._matrix([self._mixed(mix, dims, tokens, n) for mix in c.mixes])
         bias = None
         if c.layer_bias is not None:
@@ -168,6 +169,13 @@ class Rewriter(Vectors):
         if (target.dtype == c.out.dtype or target is not c.out) and not self.aliases.is_written(self._node(target)):
             self.streams[target] = (written, new, dims)
         self._replace(target, self._laid_out(new, dims, written.layout))
+
+    def _post(self, outer: Outer, dims: list[int], shape: Sequence[Any]) -> fx.Node:
+        if outer.post is not None:
+            return self._gate_operand(outer.post, outer.post_layout, dims, shape)
+        assert self.anchor is not None
+        ones = self._call(torch.ones, shape[-1], dtype=torch.float32, device=compat.example(self.anchor).device)
+        return self._call("expand", ones, *map(self._size_of, shape))
 
     def _mixed(self, mix: Mix, dims: list[int], tokens: Sequence[Any], n: int) -> fx.Node:
         """The matrices [*tokens, n, n] that streams are multiplied by."""

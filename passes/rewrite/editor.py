@@ -12,7 +12,7 @@ from torch import fx
 from mhc_compile import compat
 from mhc_compile.passes.called import INSERTED
 from mhc_compile.passes.plan import Decline, Site, surface, visible
-from mhc_compile.passes.record import map_leaves
+from mhc_compile.passes.record import leaves, map_leaves
 from mhc_compile.passes.rewrite.aliases import Aliases
 from mhc_compile.passes.rewrite.copies import Copies
 from mhc_compile.passes.shadow import Shadow, Value
@@ -40,11 +40,25 @@ class Editor:
         return self._held(value)[1]
 
     def _held(self, value: Value) -> tuple[Value, fx.Node]:
-        """As `_visible`, with the value that the node shows."""
+        """As `_visible`, with the value that the node shows. What lives inside one node is computed again, if small."""
         held = visible(value)
-        if held is None:
+        if held is not None:
+            return held, self.copies.current(self._node(held))
+        assert self.site is not None
+        if value.numel >= next(iter(self.site.sources())).numel:
             raise Decline("an operand is not a value of its own in the program")
-        return held, self.copies.current(self._node(held))
+        return value, self._again(value)
+
+    def _again(self, value: Value) -> fx.Node:
+        """A value that lives inside one node of the program, by the calls that the node makes for it."""
+        if value.nodes:
+            return self.copies.current(self._node(value))
+        op = value.op
+        if op is None or not hasattr(op.target, "_schema") or any(isinstance(a, torch.SymInt) for a in leaves(op.args)):
+            raise Decline("an operand is not a value of its own in the program")
+        args, kwargs = map_leaves(lambda a: self._again(a) if isinstance(a, Value) else a, (op.args, op.kwargs))
+        node = self._call(op.target, *args, **kwargs)
+        return node if len(op.outs) == 1 else self._item(node, op.outs.index(value))
 
     def _surfaced(self, value: Value) -> Value:
         try:

@@ -1,0 +1,162 @@
+"""Writes without a post gate, residual mixing by itself, and gates that live inside one einsum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.passes.test_own_gates import ALL, BOTH, SHAPE, WIDTH, N, Own, Softmax, Static
+from tests.zoo import check
+from tests.zoo.common import random_parameter
+from tests.zoo.near import Sublayer
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+class PostOfOne(Softmax):
+    """Every stream gets the sublayer's output as it is."""
+
+    def write(self, x: Tensor, f: Tensor, p: Tensor, r: Tensor) -> Tensor:
+        return r.transpose(-1, -2) @ x + f.unsqueeze(-2)
+
+
+class PostOfOneExpanded(PostOfOne):
+    def write(self, x: Tensor, f: Tensor, p: Tensor, r: Tensor) -> Tensor:
+        return 0.5 * f.unsqueeze(-2).expand_as(x) + r.transpose(-1, -2) @ x
+
+
+class StaticPostOfOne(Static):
+    def write(self, x: Tensor, f: Tensor, p: Tensor, r: Tensor) -> Tensor:
+        return torch.einsum("io,bsic->bsoc", r, x) + f.unsqueeze(-2)
+
+
+class StaticPostOfOneStreamsFirst(Static):
+    def forward(self, x: Tensor) -> Any:
+        x = x.sin().movedim(2, 0).contiguous()
+        a, _, r = self.gates(x)
+        return torch.einsum("io,ibsc->obsc", r, x) + self.layer(torch.einsum("n,nbsc->bsc", a, x))
+
+
+class MixedFirst(Softmax):
+    """The streams are mixed before they are read, and nothing is added to them there."""
+
+    def body(self, x: Tensor) -> Any:
+        a, p, r = self.gates(x)
+        x = r.transpose(-1, -2) @ x
+        return x + p.unsqueeze(-1) * self.layer(self.read(x, a)).unsqueeze(-2)
+
+
+class StaticMixedFirst(Static):
+    def body(self, x: Tensor) -> Any:
+        a, p, r = self.gates(x)
+        x = torch.einsum("io,bsic->bsoc", r, x)
+        return x + p.unsqueeze(-1) * self.layer(torch.einsum("n,bsnc->bsc", a, x)).unsqueeze(-2)
+
+
+class ProductOfGates(Softmax):
+    """Gates of which two are multiplied inside the einsum."""
+
+    def read(self, x: Tensor, a: Tensor) -> Tensor:
+        return torch.einsum("bsn,n,bsnc->bsc", a, self.a, x)
+
+    def write(self, x: Tensor, f: Tensor, p: Tensor, r: Tensor) -> Tensor:
+        return torch.einsum("bsio,o,bsic->bsoc", r, self.p, x) + torch.einsum("bso,bsc->bsoc", p, f)
+
+
+class Mixture(Own):
+    """A mixture of a few matrices, summed inside the einsum that mixes the streams."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrices = random_parameter(3, N, N, std=0.5)
+
+    def gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        a, p, r = self.logits(x)
+        return a.softmax(-1), torch.tanh(p), r.flatten(-2)[..., :3].softmax(-1)
+
+    def write(self, x: Tensor, f: Tensor, p: Tensor, r: Tensor) -> Tensor:
+        mixed = torch.einsum("bsk,kio,bsic->bsoc", r, self.matrices, x)
+        return mixed + torch.einsum("bso,bsc->bsoc", p, f)
+
+
+class MixtureTogether(Mixture):
+    """The same for one product that reads and mixes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrices = random_parameter(3, N, N + 1, std=0.5)
+
+    def body(self, x: Tensor) -> Any:
+        _, p, r = self.gates(x)
+        both = torch.einsum("bsk,kio,bsic->bsoc", r, self.matrices, x)
+        f = self.layer(both[..., 0, :])
+        return both[..., 1:, :] + torch.einsum("bso,bsc->bsoc", p, f)
+
+
+FORMS: list[tuple[type[Own], list[str]]] = [
+    (PostOfOne, ALL),
+    (PostOfOneExpanded, ALL),
+    (StaticPostOfOne, BOTH),
+    (StaticPostOfOneStreamsFirst, BOTH),
+    (MixedFirst, ["aggregate", "expand_combine", "mix_streams", "projection"]),
+    (StaticMixedFirst, ["aggregate", "expand_combine", "mix_streams"]),
+    (ProductOfGates, ALL),
+    (Mixture, ALL),
+    (MixtureTogether, ALL),
+]
+
+
+@pytest.mark.parametrize(("kind", "operators"), FORMS, ids=[kind.__name__ for kind, _ in FORMS])
+def test_rewritten(kind: type[Own], operators: list[str]) -> None:
+    outcome = check.run(kind(), (torch.randn(SHAPE),))
+    check.assert_as_accurate(outcome)
+    assert outcome.operators == operators, str(outcome.report)
+    assert not outcome.report.declined, str(outcome.report)
+
+
+class KnownGateAlone(Sublayer):
+    """A known gate reads the streams, and every stream gets the output."""
+
+    def write(self, x: Tensor, f: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
+        return x + f.unsqueeze(-2)
+
+    def gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        pre, post, res = self.logits(self.split(self.mixes(x)))
+        return torch.sigmoid(pre), post, res
+
+
+def test_streams_that_a_known_gate_reads() -> None:
+    outcome = check.run(KnownGateAlone(4, 6, 3, 2), (torch.randn(SHAPE),))
+    check.assert_as_accurate(outcome)
+    assert outcome.operators == ["expand_combine", "head"], str(outcome.report)
+
+
+class _Layer(Own):
+    """Biases that Dynamo's node adds inside, behind the product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.bilinear = nn.Linear(WIDTH, WIDTH), nn.Bilinear(WIDTH, WIDTH, WIDTH)
+
+
+LAYERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "Linear over a transposed input": lambda m, u: m.linear(u.transpose(0, 1)).transpose(0, 1),
+    "Linear over columns": lambda m, u: m.linear(u.mT.contiguous().mT),
+    "Linear over every other token": lambda m, u: m.linear(torch.cat((u, u), 1)[:, ::2]),
+    "Bilinear": lambda m, u: m.bilinear(u, u),
+    "two in a row": lambda m, u: m.linear(m.bilinear(u, u).transpose(0, 1)).transpose(0, 1),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("kind", [Static, Softmax, PostOfOne])
+def test_a_bias_that_one_node_adds_stays_in_the_sublayer(kind: type[Own], name: str) -> None:
+    model = type("Model", (_Layer, kind), {"layer": LAYERS[name]})()
+    outcome = check.run(model, (torch.randn(SHAPE),))
+    check.assert_as_accurate(outcome)
+    assert outcome.operators == (BOTH if kind is Static else ALL), str(outcome.report)
+    assert not outcome.report.declined, str(outcome.report)
