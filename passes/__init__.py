@@ -33,6 +33,7 @@ from mhc_compile.passes.called import called
 from mhc_compile.passes.cut import advice, cut
 from mhc_compile.passes.functional import functional
 from mhc_compile.passes.fuse.joint import is_operator
+from mhc_compile.passes.lists import Lists
 from mhc_compile.passes.plan import (
     INTERNAL,
     AggregateSite,
@@ -140,7 +141,7 @@ def _planned(
 ) -> Iterator[tuple[shadowing.Shadow, Plan]]:
     """A graph's record, which lasts for the context, and the plan for it."""
     wanted = INPUT_NORMS if input_norms is None else input_norms
-    shadow: shadowing.Shadow | None = None
+    shadows: list[shadowing.Shadow] = []
     compat.float_watch.clear()
     collecting = gc.isenabled()
     gc.disable()  # looking for cycles takes a third of the time, and those of the record are taken apart in the end
@@ -148,16 +149,28 @@ def _planned(
         compat.settle_sizes(compat.common_fake_mode(map(compat.example, graph.nodes)))
         compat.give_examples(graph)
         with compat.without_fake_tracebacks():
-            shadow = shadowing.trace(sizes.from_inputs(functional(graph)), failures)
+            shadows.append(shadowing.trace(sizes.from_inputs(functional(graph)), failures))
         stages.done("record")
-        findings = recognise(shadow, failures)
-        stages.done("recognise")
-        plan = planning.plan(shadow, findings, failures, input_norms=wanted)
+        lists = Lists(shadows[0], failures)
+        while True:
+            stacked = lists.graph()
+            shadow = shadows[0]
+            if stacked is not None:
+                with compat.without_fake_tracebacks():
+                    shadow = shadowing.trace(stacked, failures)
+                shadows.append(shadow)
+                stages.done("record")
+            findings = recognise(shadow, failures)
+            stages.done("recognise")
+            plan = planning.plan(shadow, findings, failures, input_norms=wanted)
+            if lists.are_made(plan):
+                break
+        lists.tell(plan)
         _leave_alone(plan, left)
         stages.done("plan")
         yield shadow, plan
     finally:
-        if shadow is not None:
+        for shadow in shadows:
             shadow.release()
         if collecting:
             gc.enable()

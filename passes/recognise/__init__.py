@@ -192,6 +192,8 @@ def _read_wide(
     if not _may_hold_products(op, reader):
         return
     terms = reader.terms(op.out)
+    if op.name == "add" and len(terms) == 1 and terms[0].summed:  # the sum of a list of streams
+        others += aggregate.other_readings(reader, op.out)
     if op.name in TOGETHER or any(term.summed for term in terms):
         # A part of a projection is one, too, but what its rows make is told of the whole.
         part = is_movement(op) and origin(op.args[0], any_view)[0] in readings

@@ -73,6 +73,8 @@ def aggregates(reader: Reader, out: Value) -> Iterator[Aggregate | Miss]:
 def other_readings(reader: Reader, out: Value) -> Iterator[Reading]:
     """Reads of streams that no operator makes: their mean or sum, or one with a gate for each channel."""
     terms = reader.terms(out)
+    if len(terms) > 1 and out.op is not None:
+        terms = reader.reduction(out.op) or terms
     if len(terms) != 1 or not terms[0].summed or len(terms[0].factors) > 2:
         return
     if any(isinstance(found, Aggregate) for found in aggregates(reader, out)):

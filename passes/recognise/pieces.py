@@ -42,7 +42,7 @@ def put_together(op: Op) -> Together | None:
         if len({len(piece.shape) for piece in op.args[0]}) > 1:
             return None
         return Together(tuple(op.args[0]), op.arg(1, "dim", 0) % rank, op.name == "stack")
-    name, axis = op.name, op.arg(2, "dim", 0) % rank
+    name, axis = op.name, _axis(op)
     found: dict[int, Value] = {}
     current: Op | None = op
     while current is not None and current.name == name and current.arg(2, "dim", 0) % rank == axis:
@@ -90,17 +90,35 @@ def _adjoined(layouts: list[Layout], axis: int) -> Layout | None:
     return None if dim is None else Layout((*first.dims[:axis], dim, *first.dims[axis + 1 :]), first.offset)
 
 
+def _axis(op: Op) -> int:
+    return op.arg(2, "dim", 0) % len(op.out.shape)  # type: ignore[no-any-return]
+
+
+def _beside(op: Op, axis: int, first: int, last: int) -> Value:
+    """What a tensor was before a part of it was written, where none of these elements along the axis is in the part."""
+    start = (
+        op.arg(3, "index" if op.name == "select_scatter" else "start", 0) if op.name not in ("cat", "stack") else None
+    )
+    if not isinstance(start, int) or op.arg(5, "step", 1) != 1:
+        raise NotALayout
+    start %= op.out.shape[axis]
+    length = 1 if op.name == "select_scatter" else op.args[1].shape[axis]
+    if last >= start and first < start + length:
+        raise NotALayout
+    return op.args[0]  # type: ignore[no-any-return]
+
+
 def piece_of(op: Op, source: Source) -> tuple[Value, Layout]:
     """The piece of a value put together in which all that the layout reaches lies, and the layout over it."""
     together = put_together(op)
-    if together is None:
-        raise NotALayout
-    shape, axis = source.base.shape, together.axis
+    shape, axis = source.base.shape, together.axis if together is not None else _axis(op)
     inner = reduce(lambda a, b: a * b, shape[axis + 1 :], 1)
     whole = shape[axis] * inner
     lowest = highest = source.layout.offset % whole
     for dim in source.layout.dims:
         highest += sum((size - 1) * stride for size, stride in dim if stride % whole)
+    if together is None:
+        return _beside(op, axis, lowest // inner, highest // inner), source.layout
     start = 0
     for piece in together.pieces:
         length = inner * (1 if together.stacked else piece.shape[axis])

@@ -126,7 +126,7 @@ class Reader:
                 found.append(Source(inner.base, layout.through(inner.layout)))
             except NotALayout:
                 continue
-        return found
+        return found + self._in_piece(Source(piece, layout))
 
     def _find_terms(self, value: Value) -> Terms | None:
         op = value.op
@@ -194,22 +194,28 @@ class Reader:
         return self._product(op.args[0], op.args[0], op.out.shape) if op.args[1] == 2 else None
 
     def sum(self, op: Op) -> Terms | None:
-        return self._reduced(op, op.args[0])
+        return self._reduced(op, self.terms(op.args[0]), len(op.args[0].shape))
 
     def mean(self, op: Op) -> Terms | None:
         source = op.args[0]
-        sizes = [source.meta.shape[d] for d in _axes(op, source)]
+        sizes = [source.meta.shape[d] for d in _axes(op, len(source.shape))]
         if not all(isinstance(size, int) for size in sizes):
             return None  # the number of elements differs from call to call
         count = reduce(lambda a, b: a * b, sizes, 1)
-        terms = self._reduced(op, source) if count else None
+        terms = self._reduced(op, self.terms(source), len(source.shape)) if count else None
         return terms and tuple(Term(t.const / count, t.factors, t.summed) for t in terms)
 
-    def _reduced(self, op: Op, source: Value) -> Terms:
-        axes, keep = _axes(op, source), bool(op.arg(2, "keepdim", False))
+    def reduction(self, op: Op) -> Terms | None:
+        """A sum or mean over dimensions of its input, whatever that is the sum of; without the mean's factor."""
+        if op.name not in ("sum", "mean"):
+            return None
+        source = op.args[0]
+        return self._reduced(op, (Term(1.0, (self.views(source),)),), len(source.shape))
+
+    def _reduced(self, op: Op, terms: Terms, rank: int) -> Terms:
+        axes, keep = _axes(op, rank), bool(op.arg(2, "keepdim", False))
 
         def view(layout: Layout) -> Layout:
-            rank = len(source.shape)
             lead = [() if d in axes else dim for d, dim in enumerate(layout.dims[:rank]) if keep or d not in axes]
             return Layout((*lead, *layout.dims[rank:], *(layout.dims[d] for d in axes)), layout.offset)
 
@@ -219,7 +225,7 @@ class Reader:
                 tuple(tuple(Source(s.base, view(s.layout)) for s in factor) for factor in t.factors),
                 t.summed + len(axes),
             )
-            for t in self.terms(source)
+            for t in terms
         )
 
     def matmul(self, op: Op) -> Terms:
@@ -274,8 +280,8 @@ class Reader:
         return None if first is None or second is None else collected((*first, *second))
 
     def _addend(self, value: Value, factor: float | None, shape: tuple[int, ...]) -> Terms | None:
-        """The terms of a summand; a sum that others use too, or that is added to several rows, is a value of its own."""
-        if factor is None or _is_nought(value):
+        """The terms of a summand; a sum that others use too, or that several rows get, is a value of its own."""
+        if factor is None or is_nought(value):
             return None if factor is None else ()
         terms = self.terms(value)
         is_sum = len(terms) > 1 or (terms[0].summed and value.numel < prod(shape))
@@ -299,6 +305,8 @@ class Reader:
         whole = put_together(op)
         if whole is None or all(self.is_plain(piece) for piece in whole.pieces):
             return None
+        if any(source.base.numel == op.out.numel for source in self._gathered(op, op.out)):
+            return None  # all parts of one tensor, which is a sum itself
         forms = [self.terms(piece) for piece in whole.pieces]
         if len({len(form) for form in forms}) != 1 or len({piece.shape for piece in whole.pieces}) != 1:
             return None
@@ -392,7 +400,7 @@ def _is_shared(value: Value) -> bool:
     return True
 
 
-def _is_nought(value: Value) -> bool:
+def is_nought(value: Value) -> bool:
     """Whether a value is made of zeros, as what a loop adds to begins with."""
     while value.op is not None and (is_movement(value.op) or value.op.name == "detach"):
         value = next(value.op.inputs())
@@ -403,9 +411,8 @@ def _is_nought(value: Value) -> bool:
     return op.name in ("zeros", "zeros_like", "new_zeros", "zero") or (op.name in ("full", "full_like") and fill == 0)
 
 
-def _axes(op: Op, source: Value) -> list[int]:
+def _axes(op: Op, rank: int) -> list[int]:
     dims = op.arg(1, "dim")
-    rank = len(source.shape)
     if dims is None or dims == []:
         return list(range(rank))
     return [d % rank for d in (dims if isinstance(dims, (list, tuple)) else [dims])]

@@ -73,6 +73,8 @@ class Views(Editor):
         bounds = [prod(shape[d:]) for d in range(len(shape) + 1)]
         dims = tuple(tuple(part for step in dim for part in _cut(step, bounds)) for dim in layout.dims)
         steps = {step for dim in dims for step in dim if step[1]}
+        if any(stride % next(b for b in bounds[1:] if b <= stride) for _, stride in steps):
+            raise Decline("a gate is read along a diagonal of its tensor")
         lengths, kept = list(shape), list(actual)
         rest = layout.offset
         for d, (have, inner) in enumerate(zip(shape, bounds[1:], strict=True)):

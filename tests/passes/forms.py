@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.passes import test_fractions as fractions
+from tests.passes import test_lists as lists
 from tests.passes import test_norms as norms
+from tests.passes import test_other_writes as writes
 from tests.passes import test_own_gates as own
 from tests.passes import test_reasons as reasons
 from tests.zoo import ZOO
@@ -71,6 +73,10 @@ def _own(text: str, kind: Any, *operators: str, state: str = "own gates", reason
 
 def _fractions(text: str, kind: type[fractions.Fractions], *operators: str) -> Form:
     return Form(text, kind, lambda: (torch.randn(fractions.SHAPE),), operators, "own gates")
+
+
+def _list(text: str, kind: type[lists.Listed], *operators: str) -> Form:
+    return Form(text, kind, _streams, operators, "own gates")
 
 
 def _near(text: str, kind: type[Sublayer], *operators: str, state: str = "own gates", reason: str = "") -> Form:
@@ -135,6 +141,21 @@ GROUPS: dict[str, list[Form]] = {
         _own("x + (H - I) x", own.MinusIdentity, READ, WRITE, PROJECT),
         _own("a blend of x and H x", own.Blended, READ, WRITE, PROJECT),
     ],
+    "Writes without a post gate, and gates within one einsum": [
+        _own("every stream gets the output as it is", writes.PostOfOne, READ, WRITE, PROJECT),
+        _own("the same for all tokens", writes.StaticPostOfOne, READ, WRITE),
+        _own("streams that are mixed before they are read", writes.MixedFirst, READ, WRITE, MIX, PROJECT),
+        _own("a product of two gates inside the einsum", writes.ProductOfGates, READ, WRITE, PROJECT),
+        _own("a mixture of matrices inside the einsum", writes.Mixture, READ, WRITE, PROJECT),
+    ],
+    "Streams in a Python list of n tensors": [
+        _list("taken from one tensor, and summed in the end", lists.Listed, *[READ_FUSED, WRITE] * 2),
+        _list("never one tensor", lists.Embedded, *[READ_FUSED, WRITE] * 2),
+        _list("for all tokens", lists.Static, *[READ, WRITE] * 2),
+        _list("tanh, a gate for each stream", lists.Tanh, *[READ, WRITE] * 2),
+        _list("read as the mean of all", lists.StaticSummed, *[WRITE] * 2),
+        _list("parts of one tensor, written one by one", lists.WrittenIntoParts, *[WRITE] * 2),
+    ],
     "Frac-connections (arXiv 2503.14125): rows side by side": [
         _fractions("three products, static", fractions.Static, *[MIX] * 3),
         _fractions("three products, of a projection", fractions.OfTheProjection, *[MIX] * 3, PROJECT),
@@ -160,12 +181,12 @@ GROUPS: dict[str, list[Form]] = {
         _near("dropout of the mixed streams", reasons.DropoutOfMixed, READ_FUSED, state="left", reason="dropout"),
         _near("a projection in float64", reasons.ProjectionInFloat64, READ, WRITE, state="left", reason="float64"),
         Form(
-            "streams in a Python list",
+            "streams in a Python list that leaves the graph",
             lambda: reasons.ListOfStreams(4, 32, 3, 2),
             lambda: (torch.randn(2, 3, 4, 32),),
             ("generate_mix", PROJECT),
             "left",
-            "a list",
+            "one by one",
         ),
     ],
 }

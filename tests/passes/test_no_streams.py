@@ -181,6 +181,56 @@ def interpolation_between_neighbours(m: Any, weights: Tensor, neighbours: Tensor
     return m.one(torch.bmm(weights.softmax(-1), neighbours)) + m.gate
 
 
+@_model(TOKENS)
+def list_of_experts(m: Any, x: Tensor) -> Tensor:
+    weights = m.router(x).softmax(-1)
+    experts = [torch.tanh(layer(x)) for layer in (m.one, m.two, m.one, m.two)]
+    return x + sum(weights[..., i : i + 1] * f for i, f in enumerate(experts))
+
+
+@_model(TOKENS)
+def list_of_everything_before(m: Any, x: Tensor) -> Tensor:
+    """A DenseNet, whose layers read weighted sums of all features there are."""
+    features = [x]
+    for layer in (m.one, m.two, m.one):
+        features.append(torch.relu(layer(sum(m.nodes[i] * f for i, f in enumerate(features)))))
+    return torch.cat(features, -1)
+
+
+@_model((B, 12, C))
+def list_of_scales(m: Any, x: Tensor) -> Tensor:
+    scales = [F.avg_pool1d(x.mT, k).mT for k in (1, 2, 3, 4)]
+    wide = [F.interpolate(s.mT, size=12).mT for s in scales]
+    weights = m.nodes.softmax(0)
+    return m.two(torch.relu(m.one(sum(weights[i] * s for i, s in enumerate(wide)))))
+
+
+@_model(TOKENS, TOKENS)
+def list_of_tasks(m: Any, x: Tensor, y: Tensor) -> Any:
+    """Cross-stitch units: features of tasks are mixed, and each goes through a layer of its own."""
+    features = [torch.relu(m.one(x)), torch.relu(m.two(y))]
+    mixed = [sum(m.matrix[i, j] * f for j, f in enumerate(features)) for i in range(2)]
+    return [m.one(mixed[0]), m.two(mixed[1])]
+
+
+@_model(TOKENS)
+def list_of_heads_with_gates(m: Any, x: Tensor) -> Any:
+    """One residual for each of several tasks."""
+    f = torch.relu(m.one(x))
+    return [x + m.nodes[i] * f for i in range(N)]
+
+
+@_model((B, N, C))
+def mixer_with_a_pooled_token(m: Any, x: Tensor) -> Tensor:
+    return torch.einsum("ij,bjc->bic", m.matrix, x) + m.two(torch.relu(m.one(x.mean(1)))).unsqueeze(1)
+
+
+@_model((B, N, C))
+def context_for_all_positions(m: Any, x: Tensor) -> Tensor:
+    weights = m.wide(x.flatten(1)).softmax(-1)
+    return x + torch.relu(m.two(torch.einsum("bn,bnc->bc", weights, x))).unsqueeze(1)
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_nothing_is_rewritten_or_told(name: str, dynamic: bool) -> None:

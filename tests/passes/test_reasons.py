@@ -447,4 +447,4 @@ def test_streams_that_are_a_list() -> None:
     outcome = check.run(ListOfStreams(4, 32, 3, 2), (torch.randn(2, 3, 4, 32),))
     check.assert_as_accurate(outcome)
     (told,) = outcome.report.declined
-    assert "the streams are a list that is put together for the projection alone" in str(told.reason)
+    assert "the new streams leave the graph one by one" in str(told.reason)

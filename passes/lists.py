@@ -1,0 +1,245 @@
+"""Lists of streams become tensors: where a program keeps n tensors [..., C], the new graph stacks them to [..., n, C].
+
+    xs = [p[i] * f + sum(h[i][j] * xs[j] ...) ...]   is   xs = stack([p[i] * f + sum(h[i][j] * xs[j] ...) ...]).unbind()
+
+The later stages read such a stack as any other tensor of streams, and an operator writes it. Any other stack would be
+a copy. So a list is stacked if that costs nothing: an operator or a pointwise kernel writes it, or the program stacks
+it anyway. Otherwise the write of the list is left, and told.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import fx
+
+from mhc_compile import compat
+from mhc_compile.guard import guard
+from mhc_compile.passes.called import INSERTED
+from mhc_compile.passes.plan import CombineSite, Declined, Plan, surface
+from mhc_compile.passes.recognise.layout import is_movement, origin
+from mhc_compile.passes.recognise.lists import ListRead, ListWrite, Streams, list_writes
+from mhc_compile.passes.recognise.pieces import TOGETHER, Together, put_together
+from mhc_compile.passes.recognise.reader import Reader
+from mhc_compile.passes.shadow import Shadow, Value, tensors_of
+
+KEEP = "keep the streams in one tensor [..., n, C]"
+LEAVE = f"the new streams leave the graph one by one, so that one tensor of them would have to be copied apart: {KEEP}"
+COME = f"the streams come from elsewhere one by one, so that one tensor of them would be a copy: {KEEP}"
+WRITTEN = f"the program writes in place into one of the streams, which it keeps in a list: {KEEP}"
+SAME = "the streams are n times one tensor here, which Inductor reads once, and the operator would read n copies"
+STREAMS_AT, GATES_AT = -2, 0
+
+
+class Lists:
+    """The lists of streams in one record: which are stacked, and which writes are left, with the reasons."""
+
+    def __init__(self, shadow: Shadow, errors: list[str]) -> None:
+        self._shadow = shadow
+        self._errors = errors
+        self._reader = Reader()
+        self._writes: list[ListWrite] = []
+        self._reads: list[ListRead] = []
+        with guard("lists of streams are left as they are", errors):
+            self._writes, self._reads = list_writes(shadow.ops)
+        self._left: dict[ListWrite, str] = {}
+        # What the writes' new streams are stacked by, and where the graph's own nodes are, in the graph made last.
+        self._stacks: dict[Streams, fx.Node] = {}
+        self._copies: dict[fx.Node, fx.Node] = {}
+
+    def graph(self) -> fx.Graph | None:
+        """The graph with the lists stacked that should be; None where that is the graph as it is."""
+        with guard("lists of streams are left as they are", self._errors):
+            return self._stacked()
+        self._writes, self._left, self._stacks, self._copies = [], {}, {}, {}
+        return None
+
+    def _stacked(self) -> fx.Graph | None:
+        self._stacks, self._copies = {}, {}
+        wanted = self._wanted() if self._writes else []
+        gates = list(self._gates()) if self._writes else []
+        if not wanted and not gates:
+            return None
+        new, self._copies = compat.copy_graph(self._shadow.graph)
+        for streams in wanted:
+            self._stacks[streams] = self._stack(new, streams, STREAMS_AT)
+        for some in gates:
+            self._stack(new, some, GATES_AT)
+        return new
+
+    def are_made(self, plan: Plan) -> bool:
+        """Whether operators make all that was stacked for them; if not, the others are stacked the next time."""
+        made = {
+            node for site in plan.sites if isinstance(site, CombineSite) for node in surface(site.combine.out).nodes
+        }
+        reasons = {entry.node: entry.reason for entry in plan.declined}
+        places = {write: self._place(write) for write in self._writes if write not in self._left}
+        failed = {write: place for write, place in places.items() if place not in made}
+        for write, place in failed.items():
+            reason = reasons.get(place, "this is not recognised as one write of all streams")
+            self._left[write] = f"the streams are a list, and {reason}: {KEEP}"
+        return not failed
+
+    def _place(self, write: ListWrite) -> fx.Node:
+        """The node that stacks the new streams of a write, in the graph made last."""
+        if write.new in self._stacks:
+            return self._stacks[write.new]
+        node = write.new[0].users[0].node
+        return self._copies.get(node, node)
+
+    def tell(self, plan: Plan) -> None:
+        """Add the writes that are left to a plan, each in the place of what was found out about one of its products."""
+        for write, reason in self._left.items():
+            products = {self._copies.get(op.node, op.node) for op in write.products}
+            plan.declined[:] = [d for d in plan.declined if d.what != "expand_combine" or d.node not in products]
+            node = write.new[-1].nodes[-1]
+            plan.declined.append(Declined("expand_combine", reason, self._copies.get(node, node)))
+
+    def _wanted(self) -> list[Streams]:
+        """The lists to be stacked, in program order; writes that this leaves get their reasons."""
+        wanted: dict[Streams, None] = {}
+        for write in self._writes:
+            if write in self._left:
+                continue
+            stacked = self._is_stacked(write.new)
+            reason = self._why_not_old(write, wanted) or ("" if stacked else self._why_not_new(write))
+            if reason:
+                self._left[write] = reason
+                continue
+            if not self._is_one_tensor(write.old):
+                wanted[write.old] = None
+            if not stacked:
+                wanted[write.new] = None
+        return list(wanted)
+
+    def _why_not_old(self, write: ListWrite, wanted: Iterable[Streams]) -> str:
+        old = write.old
+        if len(set(old)) == 1:
+            return f"{SAME}: expand it to one tensor [..., n, C]"
+        if old in wanted or self._is_one_tensor(old):
+            return ""
+        if self._is_written(old):
+            return WRITTEN
+        if any(map(_leaves, old)) or not (all(map(_is_pointwise, old)) or self._is_put_together(old)):
+            return COME
+        return ""
+
+    def _why_not_new(self, write: ListWrite) -> str:
+        if self._is_written(write.new):
+            return WRITTEN
+        return LEAVE if any(map(_leaves, write.new)) else ""
+
+    def _is_one_tensor(self, streams: Streams) -> bool:
+        """Whether the streams are parts of one tensor, evenly apart."""
+        whole = Together(streams, len(streams[0].shape) - 1, True).joined([self._reader.views(x) for x in streams])
+        numel = sum(x.numel for x in streams)
+        return any(s.base.numel >= numel and s.layout.distinct() == numel for s in whole)
+
+    def _is_stacked(self, streams: Streams) -> bool:
+        """Whether the program itself stacks the streams, and reads them in no other way."""
+        users = {op for x in streams for op in x.users}
+        return len(users) == 1 and next(iter(users)).name in TOGETHER and not any(x.is_output for x in streams)
+
+    def _is_put_together(self, streams: Streams) -> bool:
+        for op in streams[0].users:
+            whole = put_together(op) if op.name in TOGETHER else None
+            if whole is not None and tuple(origin(piece)[0] for piece in whole.pieces) == tuple(
+                origin(x)[0] for x in streams
+            ):
+                return True
+        return False
+
+    def _is_written(self, streams: Streams) -> bool:
+        written = {key for _, keys in self._shadow.writes for key in keys}
+        return bool(written) and any(
+            compat.storage_of(tensor) in written for x in streams for node in x.nodes for tensor in tensors_of(node)
+        )
+
+    def _gates(self) -> Iterator[Streams]:
+        """Gates of stacked streams that are tensors of their own: they are stacked, too."""
+        stacked: set[Value] = set()
+
+        def apart(gates: Streams) -> Iterator[Streams]:
+            views = [{source.base for source in self._reader.views(gate)} for gate in gates]
+            if set.intersection(*views) or any(not base.isdisjoint(stacked) for base in views):
+                return
+            if len({(gate.shape, gate.dtype) for gate in gates}) == 1 and all(gate.nodes for gate in gates):
+                stacked.update(gates)
+                yield gates
+
+        for write in self._writes:
+            if write in self._left:
+                continue
+            columns = [self._common(gates) for gates in write.res]
+            if columns and all(base is not None for base in columns):
+                yield from apart(tuple(base for base in columns if base is not None))
+            rows = [self._common(gates) for gates in zip(*write.res, strict=True)] if len(write.res) > 1 else []
+            if rows and None in columns and all(base is not None for base in rows):
+                yield from apart(tuple(base for base in rows if base is not None))
+            elif (rows and None in columns) or len(write.res) == 1:
+                yield from apart(tuple(gate for gates in zip(*write.res, strict=True) for gate in gates))
+            if write.post:
+                yield from apart(write.post)
+        for read in self._reads:
+            yield from apart(read.gates)
+
+    def _common(self, gates: Iterable[Value]) -> Value | None:
+        """The tensor that gates are parts of, the nearest of the program's own."""
+        first, *others = [[source.base for source in self._reader.views(gate)] for gate in gates]
+        return next((base for base in first if base.nodes and all(base in other for other in others)), None)
+
+    def _stack(self, graph: fx.Graph, values: Streams, at: int) -> fx.Node:
+        """Stack values behind the last of them; what comes later reads the parts of that."""
+        position = self._shadow.position
+        held = [min(value.nodes, key=position.__getitem__) for value in values]
+        last = max(held, key=position.__getitem__)
+        if last.op in ("placeholder", "get_attr"):
+            last = next(n for n in self._shadow.graph.nodes if n.next.op not in ("placeholder", "get_attr"))
+        nodes = [self._copies[node] for node in held]
+        users = [[u for n in v.nodes for u in self._copies[n].users] for v in values]
+        later = {self._copies[node] for node, place in position.items() if place > position[last]}
+        with graph.inserting_after(self._copies[last]):
+            stack = graph.call_function(torch.stack, (nodes, at))
+        with graph.inserting_after(stack):
+            parts = graph.call_method("unbind", (stack, at))
+        self._describe(stack, last)
+        self._describe(parts, last)
+        part = parts
+        for index, (value, readers) in enumerate(zip(values, users, strict=True)):
+            with graph.inserting_after(part):
+                part = graph.call_function(operator.getitem, (parts, index))
+            self._describe(part, last)
+            for reader in dict.fromkeys(readers):
+                if reader in later or reader.meta.get(INSERTED):
+                    for node in value.nodes:
+                        if reader is not stack:
+                            reader.replace_input_with(self._copies[node], part)
+        return stack
+
+    def _describe(self, node: fx.Node, like: fx.Node) -> None:
+        """Give a new node the example value that later stages rely on, and the program's line."""
+        source = node.all_input_nodes[0]
+        node.meta[compat.example_key(source)] = (
+            compat.example(source)[node.args[1]]
+            if node.target is operator.getitem
+            else compat.on_examples(node.target, *node.args)
+        )
+        node.meta[INSERTED] = True
+        node.meta |= {key: like.meta[key] for key in ("stack_trace", "nn_module_stack") if key in like.meta}
+
+
+def _is_pointwise(value: Value) -> bool:
+    """Whether a kernel of Inductor's that computes a value writes it wherever it is wanted."""
+    op = value.op
+    while op is not None and op.target is not None and is_movement(op) and len(op.sources) == 1:
+        op = op.sources[0].op if op.name not in ("clone", "_to_copy") else op
+        if op is not None and op.name in ("clone", "_to_copy"):
+            return True
+    return op is not None and torch.Tag.pointwise in getattr(op.target, "tags", ())
+
+
+def _leaves(value: Value) -> bool:
+    """Whether a value, or a view of it, leaves the graph."""
+    return value.is_output or any(_leaves(out) for op in value.users if is_movement(op) for out in op.outs)

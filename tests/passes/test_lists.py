@@ -1,0 +1,309 @@
+"""Streams that a program keeps as a Python list of n tensors [..., C]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mhc_compile import passes
+from tests.zoo import check
+from tests.zoo.common import random_parameter, random_phi
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+WIDTH, LAYERS = 6, 2
+Streams = list[Tensor]
+
+
+class Listed(nn.Module):
+    """Streams [b, s, n, C], taken apart, in sublayers that a subclass spells."""
+
+    def __init__(self, n: int = 4) -> None:
+        super().__init__()
+        self.n = n
+        self.a, self.p = random_parameter(LAYERS, n, mean=0.5), random_parameter(LAYERS, n, mean=1.0)
+        self.r = random_parameter(LAYERS, n, n, std=0.5)
+        self.phi = nn.ParameterList(random_phi(n * n + 2 * n, n * WIDTH) for _ in range(LAYERS))
+        self.of_stream = random_parameter(LAYERS, WIDTH, n + 2, std=WIDTH**-0.5)
+        self.start = random_parameter(n, WIDTH, std=0.5)
+        self.weight = random_parameter(LAYERS, WIDTH, WIDTH, std=WIDTH**-0.5)
+
+    def layer(self, k: int, u: Tensor) -> Tensor:
+        return torch.tanh(F.linear(u, self.weight[k]))
+
+    def come(self, x: Tensor) -> Streams:
+        return list(x.sin().unbind(-2))
+
+    def go(self, xs: Streams) -> Any:
+        return sum(xs)
+
+    def gates(self, k: int, xs: Streams) -> tuple[Any, Any, Any]:
+        """Of the token's streams side by side."""
+        logits = F.linear(F.rms_norm(torch.cat(xs, -1), (self.n * WIDTH,)), self.phi[k])
+        a, p, r = logits.split((self.n, self.n, self.n**2), -1)
+        return torch.sigmoid(a), 1 + torch.tanh(p), r.unflatten(-1, (self.n, self.n)).softmax(-1)
+
+    def read(self, xs: Streams, a: Any) -> Tensor:
+        return sum(a[..., i : i + 1] * xs[i] for i in range(self.n))  # type: ignore[return-value]
+
+    def write(self, xs: Streams, f: Tensor, p: Any, r: Any) -> Streams:
+        n = range(self.n)
+        return [p[..., o : o + 1] * f + sum(r[..., o, i : i + 1] * xs[i] for i in n) for o in n]
+
+    def sublayer(self, k: int, xs: Streams) -> Streams:
+        a, p, r = self.gates(k, xs)
+        return self.write(xs, self.layer(k, self.read(xs, a)), p, r)
+
+    def forward(self, x: Tensor) -> Any:
+        xs = self.come(x)
+        for k in range(LAYERS):
+            xs = self.sublayer(k, xs)
+        return self.go(xs)
+
+
+class Stacked(Listed):
+    def go(self, xs: Streams) -> Any:
+        return torch.stack(xs, -2)
+
+
+class StackedForTheProjection(Stacked):
+    def gates(self, k: int, xs: Streams) -> tuple[Any, Any, Any]:
+        x = torch.stack(xs, -2)
+        return super().gates(k, list(x.unbind(-2)))
+
+
+class Embedded(Listed):
+    """The streams never were one tensor."""
+
+    def come(self, x: Tensor) -> Streams:
+        e = x.mean(-2).sin()
+        return [e + start for start in self.start]
+
+
+class Copied(Embedded):
+    def come(self, x: Tensor) -> Streams:
+        e = x.mean(-2).sin()
+        return [e.clone() for _ in range(self.n)]
+
+    def go(self, xs: Streams) -> Any:
+        return torch.cat(xs, -1)
+
+
+class Chunks(Listed):
+    def come(self, x: Tensor) -> Streams:
+        return list(x.sin().flatten(-2).chunk(self.n, -1))
+
+
+class Static(Listed):
+    def gates(self, k: int, xs: Streams) -> tuple[Any, Any, Any]:
+        return self.a[k].softmax(-1), 2 * self.p[k].sigmoid(), self.r[k].softmax(-1)
+
+
+class StaticByIndex(Static):
+    def read(self, xs: Streams, a: Any) -> Tensor:
+        u = torch.zeros_like(xs[0])
+        for i in range(self.n):
+            u = u + a[i] * xs[i]
+        return u
+
+    def write(self, xs: Streams, f: Tensor, p: Any, r: Any) -> Streams:
+        new = []
+        for o in range(self.n):
+            mixed = r[o, 0] * xs[0]
+            for i in range(1, self.n):
+                mixed = torch.addcmul(mixed, r[o, i], xs[i])
+            new.append(mixed + p[o] * f)
+        return new
+
+
+class StaticSummed(Static):
+    """Read as the mean of all, and written to each stream as it is."""
+
+    def read(self, xs: Streams, a: Any) -> Tensor:
+        return sum(xs) / self.n  # type: ignore[operator]
+
+    def write(self, xs: Streams, f: Tensor, p: Any, r: Any) -> Streams:
+        return [x + p[i] * f for i, x in enumerate(xs)]
+
+
+class StaticScaled(Static):
+    def write(self, xs: Streams, f: Tensor, p: Any, r: Any) -> Streams:
+        return [r[0, i] * x + p[i] * f for i, x in enumerate(xs)]
+
+
+class StaticDiagonal(Static):
+    def write(self, xs: Streams, f: Tensor, p: Any, r: Any) -> Streams:
+        return [r[i, i] * x + p[i] * f for i, x in enumerate(xs)]
+
+
+class PostOfOne(Listed):
+    def write(self, xs: Streams, f: Tensor, p: Any, r: Any) -> Streams:
+        n = range(self.n)
+        return [sum(r[..., o, i, None] * xs[i] for i in n) + f for o in n]
+
+
+class Tanh(Listed):
+    """arXiv 2409.19606, stream by stream: each gate is a tensor of its own."""
+
+    def gates(self, k: int, xs: Streams) -> tuple[Any, Any, Any]:
+        normed = [F.layer_norm(x, (WIDTH,)) for x in xs]
+        h = [torch.tanh(x @ self.of_stream[k]) for x in normed]
+        alpha = [h[i][..., :-1] + torch.cat((self.a[k, i : i + 1], self.r[k, i])) for i in range(self.n)]
+        return alpha, [h[i][..., -1:] + self.p[k, i] for i in range(self.n)], None
+
+    def sublayer(self, k: int, xs: Streams) -> Streams:
+        alpha, beta, _ = self.gates(k, xs)
+        n = range(self.n)
+        f = self.layer(k, sum(alpha[i][..., :1] * xs[i] for i in n))  # type: ignore[arg-type]
+        mixed = [sum(alpha[i][..., o + 1 : o + 2] * xs[i] for i in n) for o in n]
+        return [m + b * f for m, b in zip(mixed, beta, strict=True)]
+
+
+class TanhStacked(Tanh):
+    def forward(self, x: Tensor) -> Any:
+        x = x.sin()
+        for k in range(LAYERS):
+            x = torch.stack(self.sublayer(k, list(x.unbind(-2))), -2)
+        return x
+
+
+class WrittenIntoParts(Static):
+    """One tensor, whose parts are written one after the other."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = x.sin()
+        for k in range(LAYERS):
+            _, p, _ = self.gates(k, [])
+            f, x = self.layer(k, x.mean(-2)), x.clone()
+            for i in range(self.n):
+                x[..., i, :] = x[..., i, :] + p[i] * f
+        return x
+
+
+FUSED = ["expand_combine", "generate_mix_and_aggregate"]
+OWN = ["aggregate", "expand_combine"]
+FORMS: list[tuple[type[Listed], list[str]]] = [
+    (Listed, FUSED),
+    (Stacked, FUSED),
+    (StackedForTheProjection, FUSED),
+    (Embedded, FUSED),
+    (Copied, FUSED),
+    (Chunks, FUSED),
+    (Static, OWN),
+    (StaticByIndex, OWN),
+    (StaticSummed, ["expand_combine"]),
+    (StaticScaled, OWN),
+    (PostOfOne, FUSED),
+    (Tanh, OWN),
+    (TanhStacked, OWN),
+    (WrittenIntoParts, ["expand_combine"]),
+]
+
+
+def _run(model: nn.Module, n: int = 4, **options: Any) -> check.Outcome:
+    outcome = check.run(model, (torch.randn(2, 3, n, WIDTH),), **options)
+    check.assert_as_accurate(outcome)
+    return outcome
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize(("kind", "operators"), FORMS, ids=[kind.__name__ for kind, _ in FORMS])
+def test_rewritten(kind: type[Listed], operators: list[str], n: int) -> None:
+    outcome = _run(kind(n), n)
+    assert outcome.operators == sorted(operators * LAYERS), str(outcome.report)
+    assert not outcome.report.declined, str(outcome.report)
+
+
+def test_sizes_that_are_symbolic() -> None:
+    outcome = _run(Listed(), dynamic=True)
+    assert outcome.operators == sorted(FUSED * LAYERS), str(outcome.report)
+
+
+def _operators(model: nn.Module, x: Tensor) -> tuple[passes.Report, torch.fx.Graph]:
+    found = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        found.append((passes.run_recursively(gm), gm.graph))
+        return gm.forward
+
+    torch.compile(model, backend=backend)(x)
+    return found[0]
+
+
+@pytest.mark.parametrize("kind", [Listed, Stacked, Embedded, Copied, Static])
+def test_no_stack_is_left_but_those_that_begin(kind: type[Listed]) -> None:
+    """A stack is a copy: there is one for streams that never were a tensor, and none of what an operator writes."""
+    _, graph = _operators(kind(), torch.randn(2, 3, 4, WIDTH))
+    stacks = [n for n in graph.nodes if n.target in (torch.stack, torch.cat) and n.meta["example_value"].dim() > 2]
+    assert len(stacks) == (kind in (Embedded, Copied)), str(graph)
+
+
+class Returned(Listed):
+    """What leaves is the list: the last write is left, all else is rewritten."""
+
+    def go(self, xs: Streams) -> Any:
+        return xs
+
+
+class Given(Listed):
+    """The list comes from elsewhere, and its gates need no tensor of all streams."""
+
+    def __init__(self, n: int = 4) -> None:
+        super().__init__(n)
+        self.enter = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(n))
+
+    def come(self, x: Tensor) -> Streams:
+        return [enter(part) for enter, part in zip(self.enter, x.unbind(-2), strict=True)]
+
+    gates = Static.gates
+
+
+class Same(Listed):
+    """The list begins as n times one tensor."""
+
+    def come(self, x: Tensor) -> Streams:
+        return [x.mean(-2).sin()] * self.n
+
+
+class InPlace(Static):
+    """Somebody else may see the memory of a stream that is written in place."""
+
+    def sublayer(self, k: int, xs: Streams) -> Streams:
+        new = super().sublayer(k, xs)
+        self.seen = new[0].view(-1)
+        new[0].view(-1).mul_(0.5)
+        return new
+
+
+TOLD: list[tuple[type[Listed], str, int]] = [
+    (Returned, "leave the graph one by one", LAYERS - 1),
+    (Given, "come from elsewhere one by one", LAYERS - 1),
+    (Same, "n times one tensor", LAYERS - 1),
+    (StaticDiagonal, "along a diagonal", 0),
+    (InPlace, "writes in place into one of the streams", 0),
+]
+
+
+@pytest.mark.parametrize(("kind", "reason", "rewritten"), TOLD, ids=[kind.__name__ for kind, _, _ in TOLD])
+def test_told_in_one_line(kind: type[Listed], reason: str, rewritten: int) -> None:
+    outcome = _run(kind())
+    assert outcome.operators.count("expand_combine") == rewritten, str(outcome.report)
+    declined = outcome.report.declined
+    assert declined, str(outcome.report)
+    assert all(reason in str(site.reason) for site in declined), str(outcome.report)
+    assert len({site.location for site in declined}) == 1, str(outcome.report)
+    assert declined[0].location.file.endswith("test_lists.py")
+
+
+def test_lists_of_a_wide_model_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph without such a list is recorded once."""
+    traced: list[Any] = []
+    trace: Callable[..., Any] = passes.shadowing.trace
+    monkeypatch.setattr(passes.shadowing, "trace", lambda *args: traced.append(args) or trace(*args))
+    _operators(WrittenIntoParts(), torch.randn(2, 3, 4, WIDTH))
+    assert len(traced) == 1
