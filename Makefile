@@ -11,7 +11,7 @@ DEMO_ARGS ?=
 FUZZ_ARGS ?= --programs 2000
 PYTEST_ARGS ?=
 
-.PHONY: venv test test-all lint types pytest fuzz demo gpu-test gpu-sanitize clean
+.PHONY: venv test test-all lint types pytest docs pages fuzz demo gpu-test gpu-sanitize clean
 
 venv: $(STAMP)
 
@@ -38,6 +38,17 @@ types: $(STAMP)
 pytest: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 $(PYTEST_ARGS)
 
+# The site, in site/. A broken link or anchor is an error.
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: $(STAMP)
+	$(BIN)/python -m mkdocs build
+
+# The pages that are written by the code.
+pages: $(STAMP)
+	$(BIN)/python -m mhc_compile.docs
+	$(BIN)/python -m tests.passes.forms
+	$(BIN)/python -m tests.walkthrough
+
 # Some twenty minutes on a core of its own; what is wrong is printed as a program that runs. Another --seed draws other programs.
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
@@ -53,4 +64,4 @@ gpu-sanitize:
 	$(PYTHON) -m tests.kernels.sanitize
 
 clean:
-	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

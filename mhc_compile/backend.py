@@ -82,23 +82,7 @@ def mhc(
     """Compile a Dynamo graph with Inductor after rewriting its hyper-connections.
 
     Reached by `torch.compile(model, backend="mhc", mode=..., options=...)`; mode and options are Inductor's own, and
-    options may also hold
-
-    - "mhc.skip" (a list of "file.py:12"): leave the sites alone that reports show at these lines;
-    - "mhc.strict" (bool): raise `StrictError` if hyper-connection code was found but not rewritten, or if Dynamo gives
-      up a function that may hold some (`mhc_compile.passes.cut.can_hold`), unless "mhc.skip" has the function's line;
-    - "mhc.check" (bool): in its first calls compare each site of a graph with the program's own code, and leave sites
-      alone whose operator is less accurate (`mhc_compile.checking`);
-    - "mhc.fuse.accumulate", "mhc.fuse.boundary", "mhc.fuse.boundary_backward", "mhc.fuse.shifted_boundary",
-      "mhc.fuse.shifted_boundary_backward" (bool): leave out a fusion (`mhc_compile.passes.fuse`);
-    - "mhc.fuse.input_norm" (bool or None): take the RMS norm that reads a layer input into the operator that makes it;
-      None, the default, does so on GPUs, where it is faster;
-    - "mhc.recompute" ("auto", a number of layers, or None): of so many layers keep one set of streams for the backward
-      pass and compute the others again there; a layer is one sublayer with its hyper-connection, "auto" takes the
-      square root of n L / (n + 2) for a chain of L layers (`mhc_compile.passes.fuse.recompute`);
-    - "mhc.share_layers" (bool): False compiles sublayers that are alike one by one (`mhc_compile.passes.share`);
-    - "mhc.lower" (bool): False leaves operators whole in the compiled graph, each a call of its own from Python
-      (`mhc_compile.passes.lower`).
+    options may also hold those of `mhc_compile.options.TABLE`, whose names begin with "mhc.".
 
     Raises ValueError for an option or a mode that there is not, and for a value that an option cannot have.
     """

@@ -1,21 +1,115 @@
-"""The "mhc." options: which there are, what they are unless they are given, and which values they can have."""
+"""Every option of the backend: its name, the values it takes, its default, and what it does; and their checks.
+
+`torch.compile(model, backend="mhc", options={...})` and `mhc_compile.enable(options={...})` take them. docs/options.md
+is generated from this table.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from mhc_compile.guard import Deliberate
-from mhc_compile.passes import INPUT_NORMS
-from mhc_compile.passes.fuse import FUSIONS, check_layers
+from mhc_compile.passes.fuse import check_layers
 
 PREFIX = "mhc."
-FUSE = "mhc.fuse."
 CHECK = "mhc.check"
-INPUT_NORM = FUSE + "input_norm"
+INPUT_NORM = "mhc.fuse.input_norm"
 SKIP = "mhc.skip"
-OPTIONS: dict[str, Any] = {"mhc.strict": False, CHECK: False} | {FUSE + name: True for name in FUSIONS}
-OPTIONS |= {INPUT_NORM: INPUT_NORMS, "mhc.recompute": None, "mhc.share_layers": True, "mhc.lower": True}
-OPTIONS |= {SKIP: ()}
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option. values and meaning are in words, for people; the backend checks what it is given."""
+
+    name: str
+    values: str
+    default: Any
+    meaning: str
+
+
+TABLE = (
+    Option(
+        "mhc.strict",
+        "bool",
+        False,
+        "Raise `StrictError` if a site is declined, cut or not compiled. The same holds if a pass fails, or if Dynamo "
+        "gives up a function that may hold a hyper-connection.",
+    ),
+    Option(
+        "mhc.check",
+        "bool",
+        False,
+        "Compare each site with the program's own code in the first calls. Leave a site alone if its operator is less "
+        "accurate. `mhc_compile.enable` does not take this option.",
+    ),
+    Option(
+        "mhc.skip",
+        'list of "file.py:12"',
+        (),
+        "Leave the sites at these lines alone. The line of a function's `def` exempts that function from strict mode.",
+    ),
+    Option(
+        "mhc.recompute",
+        '"auto", int >= 1 or None',
+        None,
+        "Keep the streams of every k-th layer for the backward pass, and compute the others again. "
+        '"auto" chooses k. None keeps all streams.',
+    ),
+    Option(
+        "mhc.share_layers",
+        "bool",
+        True,
+        "Compile identical sublayers once.",
+    ),
+    Option(
+        "mhc.lower",
+        "bool",
+        True,
+        "Replace operators in the compiled graph by their kernels or loops. False keeps each operator as one call from "
+        "Python.",
+    ),
+    Option(
+        "mhc.fuse.accumulate",
+        "bool",
+        True,
+        "Add the gradients of streams with several readers inside the last backward operator.",
+    ),
+    Option(
+        "mhc.fuse.boundary",
+        "bool",
+        True,
+        "Fuse the write of one sublayer with the read of the next, in the forward pass.",
+    ),
+    Option(
+        "mhc.fuse.boundary_backward",
+        "bool",
+        True,
+        "Fuse the backward operators of that write and that read.",
+    ),
+    Option(
+        "mhc.fuse.shifted_boundary",
+        "bool",
+        True,
+        "Fuse a write, a read with gates of the boundary before, and the projection of the next gates, in the forward "
+        "pass.",
+    ),
+    Option(
+        "mhc.fuse.shifted_boundary_backward",
+        "bool",
+        True,
+        "Fuse the backward operators of these three.",
+    ),
+    Option(
+        "mhc.fuse.input_norm",
+        "bool or None",
+        None,
+        "Compute the RMS norm at the start of a sublayer inside the operator that makes the sublayer's input. "
+        "None does so on GPUs only.",
+    ),
+)
+
+OPTIONS: dict[str, Any] = {option.name: option.default for option in TABLE}
 
 
 class OptionError(Deliberate, ValueError):

@@ -1,23 +1,79 @@
-"""docs/operators.md is what the code says, and the code says everything."""
+"""Generated pages are what the code says, the code says everything, and the site is built without a warning."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from mhc_compile import docs, ops
+import mhc_compile
+from mhc_compile import docs, ops, options
+from mhc_compile.command_line.programs import load
+from mhc_compile.passes.fuse import FUSIONS
+from tests import walkthrough
 from tests.ops.test_errors import CASES
 
-PATH = Path(__file__).resolve().parent.parent / "docs" / "operators.md"
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PATH = DOCS / "operators.md"
 
 
-def test_the_committed_file_is_the_generated_one(tmp_path: Path) -> None:
-    docs.main([str(tmp_path / "operators.md")])
-    # On a difference: python -m mhc_compile.docs
-    assert (tmp_path / "operators.md").read_text(encoding="utf-8") == PATH.read_text(encoding="utf-8")
+def test_the_committed_pages_are_the_generated_ones(tmp_path: Path) -> None:
+    docs.main([str(tmp_path)])
+    # On a difference: make pages
+    for name in docs.PAGES:
+        assert (tmp_path / name).read_text(encoding="utf-8") == (DOCS / name).read_text(encoding="utf-8")
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_the_committed_walk_through_the_stages_is_the_generated_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Reports shorten the names of files below the working directory.
+    monkeypatch.chdir(ROOT)
+    # On a difference: make pages
+    assert walkthrough.generate() == walkthrough.PATH.read_text(encoding="utf-8")
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_the_report_of_the_page_is_that_of_its_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """But for times, and places in the sources: how much of a line is shown depends on the length of its place."""
+    page = (DOCS / "reports.md").read_text(encoding="utf-8")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    Path("model.py").write_text(page.split("```python\n")[1].split("```")[0], encoding="utf-8")
+    program = load("model.py:make", ())
+    told = str(mhc_compile.explain(program.model, *program.args)) + "\n"
+    shown = page.split("```text\n")[1].split("```")[0]
+    places = re.compile(r"\(\d+\.\d+ s\)|(?<=\.py):\d+|(?<=\d x )(\w+) .*")
+    assert places.sub(r"\1", told) == places.sub(r"\1", shown)
+
+
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    """Links, anchors, names of the API reference, and pages that the navigation lacks."""
+    for needed in ("mkdocs", "material", "mkdocstrings_handlers"):
+        if importlib.util.find_spec(needed) is None:
+            pytest.skip(f"{needed} is missing; the extra docs installs it with Python 3.11 or newer")
+    around = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=around, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    pages = {path.relative_to(DOCS).with_suffix("") for path in DOCS.rglob("*.md")}
+    built = {path.relative_to(tmp_path).with_suffix("") for path in tmp_path.rglob("*.html")}
+    assert pages <= built
+    assert "mhc_compile.backend.mhc" in (tmp_path / "api.html").read_text(encoding="utf-8")
+
+
+def test_every_option_is_in_the_table() -> None:
+    """Every fusion has one, and so has every name that the package looks up."""
+    assert {f"mhc.fuse.{name}" for name in FUSIONS} <= options.OPTIONS.keys()
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "mhc_compile").glob("*.py"))
+    assert set(re.findall(r'"(mhc\.[a-z_.]+[a-z])"', sources)) <= options.OPTIONS.keys()
+    assert all(option.meaning.endswith(".") for option in options.TABLE)
 
 
 def test_every_operator_and_argument_is_listed() -> None:

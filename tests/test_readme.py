@@ -1,4 +1,4 @@
-"""What README says holds: its snippets run as they stand, its links lead somewhere, and it is short."""
+"""What README and the documentation say holds: snippets run, links lead somewhere, and sentences are short."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ import mhc_compile
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
-    (ROOT / "docs").glob("*.md")
+    (ROOT / "docs").rglob("*.md")
 )
+IDS = [str(page.relative_to(ROOT)) for page in PAGES]
+LONGEST_SENTENCE = 25  # words, as in our rules of style
 
 
 def _snippets(heading: str) -> list[str]:
@@ -51,11 +53,47 @@ def test_a_model_is_compiled_as_readme_says() -> None:
     assert len(mhc_compile.report().rewritten) >= 9
 
 
+@pytest.mark.thorough
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_the_quickstart_runs() -> None:
+    """Inductor compiles a small model twice."""
+    page = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    for snippet in re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL):
+        exec(compile(snippet, "docs/index.md", "exec"), names)
+    (count,) = re.findall(r"^mhc: (\d+ of \d+) hyper-connection sites", page, flags=re.MULTILINE)
+    assert str(names["report"]).startswith(f"mhc: {count} ")
+
+
 def test_it_is_short() -> None:
     assert len(README.split()) <= 900
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+def _sentences(text: str) -> list[str]:
+    """Of paragraphs and items of lists. A colon or a semicolon ends a sentence as well; code is one word."""
+    text = re.sub(r"^ *```.*?^ *```|`[^`]*`", "code", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^(#|\||:::|!|>| {4}(?![-*] )).*$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"\]\([^)]*\)", "]", text)
+    paragraphs = re.split(r"\n\s*\n|^\s*(?:[-*]|\d+\.) ", text, flags=re.MULTILINE)
+    return [sentence for one in paragraphs for sentence in re.split(r"(?<=[.?!:;])\s+", one)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_sentences_are_short(page: Path) -> None:
+    sentences = _sentences(page.read_text(encoding="utf-8"))
+    assert [each for each in sentences if len(each.split()) > LONGEST_SENTENCE] == []
+
+
+def test_long_sentences_are_seen() -> None:
+    """But not code, tables, headings or what links lead to."""
+    words = " ".join(["word"] * 26)
+    for text in (f"{words}.", f"- item\n- {words}.", f"one: two.\n{words}"):
+        assert max(len(each.split()) for each in _sentences(text)) == 26
+    for text in (f"# {words}", f"| {words} |", f"`{words}`", f"    {words}", f"```text\n{words}\n```", f"[a]({words})"):
+        assert max(len(each.split()) for each in _sentences(text)) <= 1
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_links_lead_somewhere(page: Path) -> None:
     text = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     for target in re.findall(r"\]\(([^)#\s]+)", text):

@@ -290,18 +290,41 @@ def test_the_table_has_every_row(path: Path) -> None:
     assert all(math.isfinite(float(cell)) for line in listed for cell in line.split("|")[4:6])
 
 
-# What other tests hold, for logits at which rounding shows and for gradients that vanish.
-_RULES = (
-    "Relative errors say nothing of gradients that vanish, so these have rules of their own:",
-    "",
-    "- `tests/ops/test_rounding.py` and `tests/kernels/test_rounding.py` compare Sinkhorn and the gates with eager",
-    "  code for logits of 1e-6 to 1e4, equal, opposite, saturated and nearly tied ones. An error is at most",
-    "  1.1 + 5 / sqrt(tokens) times eager's, or 4 roundings of the exact values. Where the exact gradient vanishes",
-    "  it is at most 10 times eager's. Otherwise 1e-12 of the gradient that arrives passes, and nothing larger.",
-    "- `mhc_compile.testing.judge`, and so `mhc_compile.verify`, judges parameters in the same way. A tensor of",
-    "  1,000 numbers or more has 1.1 + 5 / sqrt(numbers) times eager's error, a smaller one 4 times. Gradients that",
-    "  vanish have 10 times eager's error, or 1e-12 of the root mean square of all gradients.",
-)
+# Beside the table of the CPU: what is compared when a model is judged, and what other tests hold of the operators.
+_RULE = """\
+A compiled model must be as accurate as eager code. Errors are measured against an evaluation in float64.
+
+## The rule
+
+`mhc_compile.verify`, [`mhc.check`](checking.md) and `mhc_compile.testing.judge` use one rule. Two equally good
+evaluations round differently, and one of them is always a little worse. So the rule leaves room for chance. N is the
+number of values.
+
+- **A tensor with N >= 1,000** may have 1.1 + 5 / sqrt(N) times eager's error. The same holds for all outputs
+  together, and for all gradients together.
+- **A tensor with fewer values** may have 4 times eager's error there, or 4 times eager's usual error. All these tensors
+  together may have 1.1 + 5 / sqrt(N) times eager's error, and at least 1.25 times.
+- **Gradients that vanish** may have 10 times eager's error, or 1e-12 of the root mean square of all gradients.
+- An error of 4 roundings always passes, except where gradients vanish.
+
+A gradient vanishes if it is below 1e-12 of its tensor's root mean square. All gradients of a tensor vanish if their
+root mean square is below a millionth of that of all gradients. Relative errors say nothing there, but Adam moves a
+parameter by such gradients as far as by others.
+
+The operators have tests of their own with stricter rules:
+
+- `tests/ops/test_accuracy.py` compares the operators below with eager code, on a CPU and with `-m gpu` on a GPU.
+- `tests/ops/test_rounding.py` and `tests/kernels/test_rounding.py` compare Sinkhorn and gates for extreme logits: from
+  1e-6 to 1e4, equal, opposite, saturated and nearly tied. An error is at most 1.1 + 5 / sqrt(tokens) times eager's, or
+  4 roundings of the exact values. Where the exact gradient vanishes, it is at most 10 times eager's. Otherwise only
+  1e-12 of the gradient that arrives passes. Eager's error of the gates is the largest of eight inputs that are nearly
+  the same.
+
+[Accuracy on a GPU](accuracy_cuda.md) has the digits of the kernels. [Measurements](measurements.md#a-whole-model) has
+the errors of a whole model.
+
+## The operators on a CPU
+"""
 
 
 def table(device: str) -> str:
@@ -311,18 +334,14 @@ def table(device: str) -> str:
     lines = [
         "# Accuracy" if on_cpu else "# Accuracy on a GPU",
         "",
-        f"Written by `python -m tests.ops.test_accuracy{'' if on_cpu else ' cuda'}`. `tests/ops/test_accuracy.py`",
-        "asserts, on a CPU and with `-m gpu` on a GPU, that no error of ours is larger than the eager code's on the",
-        "same device, but for chance in the last rounding.",
+        *([_RULE] if on_cpu else ["[Accuracy](accuracy.md) explains the rule.", ""]),
+        f"Written by `python -m tests.ops.test_accuracy{'' if on_cpu else ' cuda'}` with torch {torch.__version__} on "
+        f"{machine}.",
+        f"The operators run their {'references' if on_cpu else 'kernels'} there.",
         "",
-        f"These digits are of torch {torch.__version__} on {machine}, where the operators run their "
-        f"{'references' if on_cpu else 'kernels'}.",
-        "",
-        f"The error is ||result - truth|| / ||truth|| over {TOKENS[0] * TOKENS[1]} tokens of {N} streams of width {C},",
-        "the truth being the eager code in float64 on the same inputs. dtype is that of the streams; gates and",
+        f"The error is ||result - truth|| / ||truth|| over {TOKENS[0] * TOKENS[1]} tokens of {N} streams of width {C}.",
+        "The truth is the eager code in float64 on the same inputs. The dtype is that of the streams. Gates and",
         "parameters are float32. d means the gradient of an input.",
-        "",
-        *_RULES,
         "",
         "| operator | dtype | quantity | ours | eager |",
         "|---|---|---|---|---|",
