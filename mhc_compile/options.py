@@ -14,7 +14,8 @@ from mhc_compile.passes.fuse import check_layers
 
 PREFIX = "mhc."
 CHECK = "mhc.check"
-INPUT_NORM = "mhc.fuse.input_norm"
+FUSE = "mhc.fuse."
+INPUT_NORM = FUSE + "input_norm"
 SKIP = "mhc.skip"
 
 

@@ -149,7 +149,7 @@ def _kind(value: Tensor) -> str:
 
 
 def _counted(counts: Counter[str]) -> str:
-    return ", ".join(f"{count} x {name}" for name, count in counts.items())
+    return ", ".join(f"{count} x {name}" for name, count in counts.items() if count)
 
 
 def _loops(graph: fx.Graph) -> str:
