@@ -123,7 +123,7 @@ def verify(
     Runs the model eagerly, compiled by Inductor and compiled by mhc, and compares the outputs and all gradients (of
     parameters and of floating point inputs) of each with a float64 evaluation, which needs memory for a copy of the
     model in float64 and its activations. mhc's errors may be as large as eager's, within a margin for chance that
-    `mhc_compile.testing.judge` explains. Where some are larger, eager and mhc are run again, up to 8 times, with
+    `mhc_compile.testing.judge` explains. Where some are larger, eager and mhc are run 8 times more, with
     parameters a hundredth beside these, and judged by all runs together: one unlucky run does not decide.
 
     Gradients are those of the output's `loss`, if it has one, and otherwise of a fixed random combination of all
@@ -189,12 +189,14 @@ def verify(
             result.seconds[run] = time.perf_counter() - begin
             result.errors[run].add(found, exact)
         result.findings = _findings(result.errors, list(exact))
-        for repeat in range(_REPEATS if result.failures else 0):
-            tell(f"verify: {_counted(result.failures)} less accurate; again, with parameters beside these ...")
-            with _beside(module, repeat):
-                _run_again(result, call, module, args, kwargs, grad)
-            if not result.failures:
-                break
+        if result.failures:
+            more = f"{_REPEATS} runs more, with parameters beside these ..."
+            tell(f"verify: {_counted(result.failures)} less accurate; {more}")
+            # All of them, and judged once: to stop at the first verdict that is good would make it good by chance.
+            for repeat in range(_REPEATS):
+                with _beside(module, repeat):
+                    _run_again(result.errors, call, module, args, kwargs, grad)
+            result.findings = _findings(result.errors, list(exact))
         torch._dynamo.reset()
     tell(str(result))
     if raises and not result.ok:
@@ -212,16 +214,15 @@ def _findings(errors: dict[str, Errors], names: list[str]) -> list[Finding]:
 
 
 def _run_again(
-    result: Verification, compiled: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, grad: bool
+    errors: dict[str, Errors], compiled: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, grad: bool
 ) -> None:
-    """Add one more run to the errors of eager and mhc, and judge all runs together."""
+    """Add one more run to the errors of eager and mhc."""
     draws = KeepDraws()
     with draws:
         _evaluate(module, module, args, kwargs, grad)
     exact = _exact(module, args, kwargs, grad, draws)
     for run, call in (("eager", module), ("mhc", compiled)):
-        result.errors[run].add(_evaluate(call, module, args, kwargs, grad), exact)
-    result.findings = _findings(result.errors, list(exact))
+        errors[run].add(_evaluate(call, module, args, kwargs, grad), exact)
 
 
 @contextlib.contextmanager

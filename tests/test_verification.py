@@ -146,10 +146,8 @@ def test_one_unlucky_run_does_not_decide(unlucky: int, ok: bool, monkeypatch: py
     before = copy.deepcopy(model.state_dict())
     result = mhc_compile.verify(model, x, grad=False, inductor=False, raises=False, say=lines.append)
     assert result.ok == ok
-    assert len(calls) == (3 if ok else 9)
-    again = [line for line in lines if "again" in line]
-    assert again[0] == "verify: 2 results are less accurate; again, with parameters beside these ..."
-    assert len(again) == len(calls) - 1
+    assert len(calls) == 9  # whatever the first of them show
+    assert "verify: 2 results are less accurate; 8 runs more, with parameters beside these ..." in lines
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(calls[0], model(x))
     assert not torch.equal(calls[0], calls[1])
