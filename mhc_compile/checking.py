@@ -26,8 +26,8 @@ from torch import Tensor, fx
 from mhc_compile import compat, passes, records
 from mhc_compile.agreement import Ballot, attempt, structure
 from mhc_compile.guard import described, guard
-from mhc_compile.passes.alone import Alone
 from mhc_compile.passes.report import SiteReport, location
+from mhc_compile.passes.site_modules import Alone
 from mhc_compile.passes.widened import widened
 from mhc_compile.testing.judging import Errors, judge
 

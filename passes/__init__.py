@@ -28,7 +28,6 @@ from mhc_compile.passes import plan as planning
 from mhc_compile.passes import shadow as shadowing
 from mhc_compile.passes import share as sharing
 from mhc_compile.passes import sizes
-from mhc_compile.passes.alone import Alone, alone
 from mhc_compile.passes.called import called
 from mhc_compile.passes.cut import advice, cut
 from mhc_compile.passes.functional import functional
@@ -53,6 +52,7 @@ from mhc_compile.passes.recognise import recognise
 from mhc_compile.passes.report import Location, Report, SiteReport, location
 from mhc_compile.passes.rewrite import SitesFailed, rewrite
 from mhc_compile.passes.rewrite.watched import watched
+from mhc_compile.passes.site_modules import Alone, alone
 from mhc_compile.passes.stages import Stages
 
 log = logging.getLogger(__name__)

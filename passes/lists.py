@@ -19,9 +19,9 @@ from mhc_compile import compat
 from mhc_compile.guard import guard
 from mhc_compile.passes.called import INSERTED
 from mhc_compile.passes.plan import CombineSite, Declined, Plan, surface
+from mhc_compile.passes.recognise.concatenation import TOGETHER, Together, put_together
 from mhc_compile.passes.recognise.layout import is_movement, origin
 from mhc_compile.passes.recognise.lists import ListRead, ListWrite, Streams, list_writes
-from mhc_compile.passes.recognise.pieces import TOGETHER, Together, put_together
 from mhc_compile.passes.recognise.reader import Reader
 from mhc_compile.passes.shadow import Shadow, Value, tensors_of
 

@@ -1,4 +1,4 @@
-"""Tile sizes, measured on one H100 at n = 4 and 8 (docs/performance.md), and the rule for what was not measured.
+"""Tile sizes, measured on one H100 at n = 4 and 8 (docs/notes), and the rule for what was not measured.
 
 A tile's shape decides a result's last bits, so that it does not depend on the number of tokens. Where few tokens have a
 tile of their own (`projection.project`, `combine_project`) it gives the same bits.

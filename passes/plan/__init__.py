@@ -49,12 +49,12 @@ from mhc_compile.passes.plan.surroundings import check_surroundings
 from mhc_compile.passes.recognise import Findings, Mixture, Weight
 from mhc_compile.passes.recognise.aggregate import Aggregate
 from mhc_compile.passes.recognise.combine import Combine
+from mhc_compile.passes.recognise.concatenation import TOGETHER
 from mhc_compile.passes.recognise.contraction import StreamsView
 from mhc_compile.passes.recognise.gates import Matrices, Mixing, Sigmoid
 from mhc_compile.passes.recognise.input_norm import InputNorm, input_norm
 from mhc_compile.passes.recognise.layout import is_movement
 from mhc_compile.passes.recognise.mixing import mixed_alone
-from mhc_compile.passes.recognise.pieces import TOGETHER
 from mhc_compile.passes.recognise.projection import streams_by_rows
 from mhc_compile.passes.shadow import Shadow, Value
 

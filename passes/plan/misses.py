@@ -10,11 +10,11 @@ from mhc_compile.passes.plan.sites import CombineSite, Declined, MixSite, Sinkho
 from mhc_compile.passes.recognise import Findings
 from mhc_compile.passes.recognise.aggregate import aggregates
 from mhc_compile.passes.recognise.combine import combines, residuals
+from mhc_compile.passes.recognise.concatenation import TOGETHER
 from mhc_compile.passes.recognise.contraction import StreamsView
 from mhc_compile.passes.recognise.iterations import broken, under_vmap
 from mhc_compile.passes.recognise.layout import is_movement
 from mhc_compile.passes.recognise.misses import Miss
-from mhc_compile.passes.recognise.pieces import TOGETHER
 from mhc_compile.passes.recognise.reader import Reader
 from mhc_compile.passes.shadow import Op, Shadow, Value
 

@@ -1,8 +1,8 @@
 """Stage 2, recognise: hyper-connection code in the ATen record.
 
 Wide operations are found by structure (`contraction`, `projection`, `aggregate`, `combine`, `mixing`), the small
-regions between them by behaviour (`rms`, `affine`, `gates`, `sinkhorn`), and Sinkhorns without either (`free`). Nothing
-here looks at names or at Dynamo's spelling.
+regions between them by behaviour (`rms`, `affine`, `gates`, `sinkhorn`), and Sinkhorns without either by
+`single_sinkhorns`. Nothing here looks at names or at Dynamo's spelling.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from dataclasses import dataclass, field, replace
 from mhc_compile import compat
 from mhc_compile.forms import Rms
 from mhc_compile.guard import guard
-from mhc_compile.passes.recognise import aggregate, combine, free, gates, rms
+from mhc_compile.passes.recognise import aggregate, combine, gates, rms, single_sinkhorns
 from mhc_compile.passes.recognise.affine import AffineWalk
 from mhc_compile.passes.recognise.aggregate import Aggregate, Reading
 from mhc_compile.passes.recognise.combine import Combine
+from mhc_compile.passes.recognise.concatenation import TOGETHER
 from mhc_compile.passes.recognise.contraction import StreamsView
 from mhc_compile.passes.recognise.gates import Gate, Matrices, NotAGate
 from mhc_compile.passes.recognise.layout import Layout, NotALayout, any_view, is_movement, origin, tidy
 from mhc_compile.passes.recognise.mixing import Mixing, fractions
-from mhc_compile.passes.recognise.pieces import TOGETHER
 from mhc_compile.passes.recognise.projection import (
     Projection,
     Scaling,
@@ -127,7 +127,7 @@ def recognise(shadow: Shadow, errors: list[str] | None = None) -> Findings:
     known: gates.Known = {}
     misses: dict[Value, NotAGate] = {}
     acted_on = {a.x for a in aggregates} | {c.x for c in combines}
-    may_mix = free.has_square_exponentials(shadow.ops)
+    may_mix = single_sinkhorns.has_square_exponentials(shadow.ops)
     for found in readings.values():
         # Of gates that act on nothing here, those of a Sinkhorn alone tell streams from what other models project.
         acts = any(reading.x in acted_on for reading in found)
@@ -157,7 +157,7 @@ def recognise(shadow: Shadow, errors: list[str] | None = None) -> Findings:
                     matrices[res] = answer
     explained: list[Gate | Matrices] = [gate for mixture in mixtures for gate in mixture.gates.values()]
     explained += [found for found in matrices.values() if not isinstance(found, str)]
-    for value, answer in free.others(shadow.ops, explained, known, errors):
+    for value, answer in single_sinkhorns.others(shadow.ops, explained, known, errors):
         if not isinstance(answer, str):  # what the program makes of it needs no reason of its own
             for made in _cone(value):
                 misses.pop(made, None)
@@ -167,7 +167,7 @@ def recognise(shadow: Shadow, errors: list[str] | None = None) -> Findings:
             joined = _join(value, readings, mixtures, known, reader)
         if not joined:
             matrices[value] = answer
-    matrices |= dict(free.with_tokens_last(shadow.ops, errors))
+    matrices |= dict(single_sinkhorns.with_tokens_last(shadow.ops, errors))
     left = [m for value, m in misses.items() if not understood.intersection((value, _before_factor(value, understood)))]
     connections = Connections(shadow.ops, [*aggregates, *others])
     mixings: list[Mixing] = []
@@ -187,7 +187,7 @@ def _read_wide(
     others: list[Reading],
 ) -> None:
     """Add what one operator makes to what was found."""
-    if op.name in _READING and not free.is_square(op.args[0]):  # a Sinkhorn has dozens of sums
+    if op.name in _READING and not single_sinkhorns.is_square(op.args[0]):  # a Sinkhorn has dozens of sums
         others += aggregate.other_readings(reader, op.out)
     if not _may_hold_products(op, reader):
         return

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from mhc_compile.passes import shadow
 from mhc_compile.passes.recognise import rms
+from mhc_compile.passes.recognise.concatenation import TOGETHER, put_together
 from mhc_compile.passes.recognise.layout import (
     Layout,
     NotALayout,
@@ -21,7 +22,6 @@ from mhc_compile.passes.recognise.layout import (
     part_of,
     refine,
 )
-from mhc_compile.passes.recognise.pieces import TOGETHER, put_together
 from mhc_compile.passes.recognise.projection import Projection, constant
 from mhc_compile.passes.recognise.reader import Reader, moves_elements
 from mhc_compile.passes.recognise.region import Region, region

@@ -21,7 +21,7 @@ from mhc_compile.passes.recognise.layout import Layout, NotALayout, Steps, refin
 from mhc_compile.passes.recognise.misses import Miss
 from mhc_compile.passes.recognise.outer import Outer, flat, outer_sums
 from mhc_compile.passes.recognise.reader import Reader
-from mhc_compile.passes.recognise.terms import Term
+from mhc_compile.passes.recognise.sums_of_products import Term
 from mhc_compile.passes.shadow import Op, Value, spelled
 
 

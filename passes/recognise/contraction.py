@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from mhc_compile.passes.recognise.layout import Factor as Step
 from mhc_compile.passes.recognise.layout import Layout, NotALayout, is_shown, merged, refine, tiles
-from mhc_compile.passes.recognise.terms import Factor, Source, Term
+from mhc_compile.passes.recognise.sums_of_products import Factor, Source, Term
 from mhc_compile.passes.shadow import Value
 
 # The rows of the widest projection that the operators take.

@@ -11,7 +11,7 @@ import torch
 from mhc_compile.forms import Sinkhorn
 from mhc_compile.passes.recognise import sinkhorn
 from mhc_compile.passes.recognise.affine import Affine, AffineWalk
-from mhc_compile.passes.recognise.fewer import on_few_tokens
+from mhc_compile.passes.recognise.fewer_tokens import on_few_tokens
 from mhc_compile.passes.recognise.layout import is_movement
 from mhc_compile.passes.recognise.region import (
     AT_KINKS,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from mhc_compile.passes.recognise.contraction import Contraction, StreamsView, axes_of, contractions, exact
 from mhc_compile.passes.recognise.layout import Dim, Layout, NotALayout, Steps, is_shown, merged, origin, refine, tidy
-from mhc_compile.passes.recognise.terms import Term
+from mhc_compile.passes.recognise.sums_of_products import Term
 from mhc_compile.passes.shadow import Value
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from mhc_compile import compat
+from mhc_compile.passes.recognise.concatenation import put_together
 from mhc_compile.passes.recognise.contraction import MAX_ROWS, Contraction, by_stride, contractions, exact
 from mhc_compile.passes.recognise.layout import Dim, Layout, NotALayout, Steps, merged, origin, refine, tidy, tiles
-from mhc_compile.passes.recognise.pieces import put_together
 from mhc_compile.passes.recognise.reader import Reader
 from mhc_compile.passes.shadow import Op, Value
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from mhc_compile.passes.recognise.concatenation import TOGETHER, piece_of, put_together
 from mhc_compile.passes.recognise.layout import Layout, NotALayout, is_movement, move, origin, tidy
-from mhc_compile.passes.recognise.pieces import TOGETHER, piece_of, put_together
-from mhc_compile.passes.recognise.terms import Factor, Source, Term, Terms, collected
+from mhc_compile.passes.recognise.sums_of_products import Factor, Source, Term, Terms, collected
 from mhc_compile.passes.shadow import Op, Value
 
 # The sum behind one combine of 16 streams, written out, has 17 terms a stream.

@@ -12,7 +12,7 @@ import torch
 
 from mhc_compile.forms import Rms
 from mhc_compile.passes.recognise.contraction import exact
-from mhc_compile.passes.recognise.fewer import on_few_tokens
+from mhc_compile.passes.recognise.fewer_tokens import on_few_tokens
 from mhc_compile.passes.recognise.layout import Factor as Step
 from mhc_compile.passes.recognise.layout import Layout, is_movement, keeps_order, tidy, walk
 from mhc_compile.passes.recognise.projection import Projection

@@ -8,12 +8,12 @@ from typing import Any
 from torch import fx
 
 from mhc_compile import compat
-from mhc_compile.passes.alone import Alone
 from mhc_compile.passes.plan import Site
 from mhc_compile.passes.record import map_leaves
 from mhc_compile.passes.rewrite import Rewriter, replaced
 from mhc_compile.passes.rewrite.copies import Copies
 from mhc_compile.passes.shadow import Shadow
+from mhc_compile.passes.site_modules import Alone
 
 
 def watched(shadow: Shadow, parts: Mapping[int, tuple[Alone, Callable[..., Any]]]) -> fx.Graph:

@@ -7,7 +7,7 @@ from functools import reduce
 from itertools import pairwise
 
 from mhc_compile.passes.recognise.layout import Layout, NotALayout, tidy
-from mhc_compile.passes.recognise.terms import Factor, Source
+from mhc_compile.passes.recognise.sums_of_products import Factor, Source
 from mhc_compile.passes.shadow import Op, Value
 
 TOGETHER = {"cat", "stack", "select_scatter", "slice_scatter"}

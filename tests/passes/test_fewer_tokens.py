@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mhc_compile.passes.recognise import rms, sinkhorn
-from mhc_compile.passes.recognise.fewer import on_few_tokens
+from mhc_compile.passes.recognise.fewer_tokens import on_few_tokens
 from mhc_compile.passes.recognise.region import Region
 from tests.passes.test_forms import FunctionSinkhorn
 from tests.zoo import check
