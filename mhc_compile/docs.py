@@ -63,9 +63,10 @@ but `mhc.check`.
 |---|---|---|---|
 {rows}
 
-- Names that do not begin with `mhc.` are options of Inductor. `mode`, `fullgraph` and `dynamic` are as with Inductor.
+- Names that do not begin with `mhc.` are options of Inductor, for `torch.compile` only.
+  `mode`, `fullgraph` and `dynamic` are as with Inductor.
 - An unknown option or a wrong value raises `ValueError`: at the first call of the compiled model, or in `enable`.
-- Options are part of the key of Inductor's caches. Only `mhc.check` is not.
+- Options are part of the key of Inductor's caches. `mhc.check` is not part of the key.
 
 More about single options: [strict mode](reports.md#strict-mode), [checking](checking.md),
 [recompute](fusion.md#recompute), [fusions](fusion.md), [sharing and lowering](how_it_works.md#share).

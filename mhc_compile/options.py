@@ -48,7 +48,7 @@ TABLE = (
         "mhc.skip",
         'list of "file.py:12"',
         (),
-        "Leave the sites at these lines alone. The line of a function's `def` exempts that function from strict mode.",
+        "Leave the sites at these lines alone. Name a function's `def` line, and strict mode ignores that function.",
     ),
     Option(
         "mhc.recompute",
@@ -92,8 +92,8 @@ TABLE = (
         "mhc.fuse.shifted_boundary",
         "bool",
         True,
-        "Fuse a write, a read with gates of the boundary before, and the projection of the next gates, in the forward "
-        "pass.",
+        "Fuse a write, the next read and the next projection, in the forward pass, if the read uses gates that were "
+        "made before the write.",
     ),
     Option(
         "mhc.fuse.shifted_boundary_backward",

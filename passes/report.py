@@ -236,9 +236,9 @@ class Report:
         if self.sites or self.called or self.errors or len(self.cut) > len(self.unknown):
             return []
         return [
-            "  no hyper-connection code was found. It has streams x[..., n, C] in one tensor, with n >= 2. It reads",
+            "  no hyper-connection code was found. It has n >= 2 streams, x[..., n, C] or a list of tensors. It reads",
             "  them as sum_i a[i] x[i], or writes them as p[o] f + sum_i h[i, o] x[i]. Not looked for are models with",
-            "  n = 1, streams in a Python list, and reads with a gate for each channel",
+            "  n = 1, and reads with a gate for each channel",
         ]
 
 

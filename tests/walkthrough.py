@@ -202,7 +202,7 @@ The code of a hyper-connection has four steps:
 - **read**: h_pre weighs the streams. Their sum u is the input of the sublayer.
 - **write**: h_res mixes the streams, and h_post adds the output f of the sublayer.
 
-Project, read and write read or write all streams. They take most of the time. Gates are a few numbers a token.
+Three steps touch all streams: project, read and write. They take most of the time. Gates are a few numbers a token.
 
 ## Dynamo's graph
 
@@ -225,8 +225,8 @@ has {recorded} entries. These are the first ten, each with the node that it come
   ...
 ```
 
-The record is for looking only. Recording leaves Dynamo's graph as it is, with its checkpoint regions and custom
-autograd functions.
+mhc_compile reads the record and never changes it. Recording leaves Dynamo's graph as it is, with its checkpoint regions
+and custom autograd functions.
 
 ## Recognise and plan
 
@@ -267,7 +267,7 @@ gradient here, so the last backward operator does not compute it (`needs=[False,
 
 ## Fuse
 
-Between two sublayers, `expand_combine` writes the new x, and `generate_mix_and_aggregate` reads it at once. One
+Between two sublayers, `expand_combine` writes the new x, and `generate_mix_and_aggregate` reads it. One
 `boundary` does both. Their backward operators are joined in the same way. The report counts the fusions: {fusions}.
 
 ```text
