@@ -23,7 +23,7 @@ NAMES = [pytest.param(name, marks=LONG if PROGRAMS[name].form["steps"] > 20 else
 
 
 # Gradients of what has underflowed beside an eps overflow, of which the interpreter's numpy warns.
-@pytest.mark.filterwarnings("ignore:overflow encountered in multiply")
+@pytest.mark.filterwarnings("ignore:overflow encountered in (multiply|cast)")
 @pytest.mark.parametrize("draw", [gradients_of, nearly_equal])
 @pytest.mark.parametrize("n", STREAMS)
 @pytest.mark.parametrize("name", NAMES)

@@ -23,7 +23,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "x": (5, 2, 3), "phi": (8, 6), "scale": (3,), "bias": (8,), "norm_weight": (6,), "h": (5, 8), "ms": (5,),
     "f": (5, 3), "layer_bias": (3,), "h_pre": (5, 2), "h_post": (5, 2), "h_res": (5, 2, 2), "logits": (5, 2, 2),
     "res_logits": (5, 2, 2), "layer_input": (5, 3), "out": (5, 3), "x_new": (5, 2, 3),
-    "next_post": (5, 2), "next_res": (5, 2, 2), "input_norm_weight": (3,),
+    "next_pre": (5, 2), "next_post": (5, 2), "next_res": (5, 2, 2), "input_norm_weight": (3,),
 }  # fmt: skip
 OF_HEAD = {"phi": (2, 6), "scale": (1,), "bias": (2,), "h": (5, 2)}
 OF_SINKHORN = {"out": (5, 2, 2)}

@@ -172,7 +172,8 @@ def test_results_never_alias_arguments() -> None:
             assert tensor.numel() == 0 or tensor.untyped_storage().data_ptr() not in pointers
 
 
-@pytest.mark.parametrize("name", CALLS)
+# A boundary returns the streams that its own gates are made of: eager code does not let anyone change these either.
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "shifted_boundary"])
 def test_results_may_be_changed_in_place(name: str) -> None:
     """As eager code's may: a view that comes out of an operator may not."""
     function, arguments = CALLS[name]

@@ -10,7 +10,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
 
-from mhc_compile import backend, records
+from mhc_compile import hooks, records
 from mhc_compile.passes.fuse.shifted import shifted_boundary_backward
 from mhc_compile.testing.graph_text import graph_text
 from tests.passes.fused import ALL, assert_same, fused_and_not, fused_like_eager, judge, program, streams
@@ -170,8 +170,8 @@ def test_recompute(layers: int, kept: int, names: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_fusion_is_left_out_by_its_name(name: str) -> None:
-    fuse = backend.FusePass({f"mhc.fuse.{name}": False})
-    assert fuse.uuid() != backend.FusePass().uuid()
+    fuse = hooks.FusePass({f"mhc.fuse.{name}": False})
+    assert fuse.uuid() != hooks.FusePass().uuid()
     model = Stack()
     compiled = program(model, [each for each in ALL if fuse.options[f"mhc.fuse.{each}"]])
     check.evaluate(compiled.call, model, (streams(),))
