@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from mhc_compile import compat, forms, ops, options
+from mhc_compile import compat, forms, ops
 
 _HEAD = """\
 # The operators
@@ -85,6 +85,9 @@ def registered() -> list[str]:
 
 def options_page() -> str:
     """The text of docs/options.md."""
+    # Not at the top of the module: the command `ops` reads these functions, and imports neither passes nor Dynamo.
+    from mhc_compile import options
+
     rows = [
         f"| `{option.name}` | {_cell(option.values)} | `{option.default}` | {_cell(option.meaning)} |"
         for option in options.TABLE
