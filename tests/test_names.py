@@ -103,13 +103,18 @@ def test_the_tested_torches_are_those_of_constraints() -> None:
 
 @pytest.mark.thorough
 def test_how_long_the_import_takes(tmp_path: Path) -> None:
-    """Beyond torch's own: less than 50 ms of a processor, with modules that are compiled to bytecode."""
+    """Beyond torch's own: 50 ms where that takes a second, with modules that are compiled to bytecode."""
+    # Garbage is collected beforehand: once in a while Python looks through all that torch has loaded.
     code = """
-import time, torch
+import gc, time
+begin = time.process_time()
+import torch
+of_torch = time.process_time() - begin
+gc.collect()
 begin = time.process_time()
 import mhc_compile
-print(time.process_time() - begin)
+print((time.process_time() - begin) / of_torch)
 """
     bytecode = {"PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
-    seconds = [float(_run(code, **bytecode)) for _ in range(4)]
-    assert min(seconds[1:]) < 0.05
+    shares = [float(_run(code, **bytecode)) for _ in range(4)]
+    assert min(shares[1:]) < 0.05

@@ -113,8 +113,10 @@ class Editor:
         if known is None:
             try:
                 node = self._call(target, *args, **kwargs)
-            except (TypeError, ValueError) as error:  # the operator's own checks say what a user can act on
-                raise Decline(str(error)) from error
+            except (TypeError, ValueError) as error:
+                if not str(error).startswith(f"mhc::{name}: "):
+                    raise  # a failure of ours
+                raise Decline(str(error)) from error  # the operator's own check, which says what a user can act on
             self.examples[key] = compat.example(node)
             return node
         return self._call(target, *args, **kwargs, example=map_leaves(compat.another_fake, known))
