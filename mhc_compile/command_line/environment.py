@@ -103,7 +103,8 @@ def _path_on_gpus(gpus: list[dict[str, Any]]) -> str:
         return "Triton kernels"
     if _version("triton") is None:
         return "none: Triton is not installed, and operators run in plain torch"
-    return "Triton kernels need capability 8.0; operators run in plain torch on the other GPUs"
+    least = "{}.{}".format(*kernels.gpus.LEAST_CAPABILITY)
+    return f"Triton kernels need capability {least}; operators run in plain torch on the other GPUs"
 
 
 def _settings() -> dict[str, str]:

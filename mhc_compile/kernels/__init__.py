@@ -12,6 +12,8 @@ import os
 
 import torch
 
+from mhc_compile.kernels import gpus
+
 STREAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -25,17 +27,11 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-@functools.cache
-def _has_tensor_cores(index: int) -> bool:
-    """Whether a CUDA device multiplies bf16 matrices (compute capability 8.0)."""
-    return torch.cuda.get_device_capability(index) >= (8, 0)
-
-
 def supports(*tensors: torch.Tensor | None) -> bool:
     """Whether the kernels can take these tensors: 16 or 32 bit floats, on CUDA or interpreted by Triton."""
     present = [t for t in tensors if t is not None]
     if not present or any(t.dtype not in STREAM_DTYPES for t in present) or not _has_triton():
         return False
     if all(t.is_cuda for t in present):
-        return _has_tensor_cores(present[0].device.index)
+        return gpus.runs_kernels(present[0].device.index)
     return os.environ.get("TRITON_INTERPRET") == "1" and all(t.device.type == "cpu" for t in present)

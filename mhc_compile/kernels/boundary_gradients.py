@@ -21,8 +21,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from mhc_compile.kernels import one_pass
-from mhc_compile.kernels.common import cdiv, launch, on_device, processors, share_tokens
+from mhc_compile.kernels import gpus, one_pass
+from mhc_compile.kernels.common import cdiv, launch, on_device, share_tokens
 from mhc_compile.kernels.one_pass import ROWS, barrier, split_phi
 from mhc_compile.kernels.opaque import opaque
 
@@ -212,16 +212,13 @@ def boundary_gradients_kernel(d_x_new, d_layer_input, x_new, f, x, phi, norm_wei
 
 
 def fits(streams: Sequence[torch.Tensor | None], phi: torch.Tensor) -> bool:
-    """Whether the kernel is for these d_x_new, d_layer_input, x_new, f and x [..., n, C], and for their device.
-
-    The A100, H100 and B200 have the shared memory.
-    """
-    return one_pass.fits(streams, phi, 80, 90, 100)
+    """Whether the kernel is for these d_x_new, d_layer_input, x_new, f and x [..., n, C], and for their device."""
+    return one_pass.fits(streams, phi) and gpus.of(phi.device).gradients_once
 
 
 def split_tokens(tokens: int, width: int, device: torch.device) -> tuple[int, int]:
     """How many programs share the tokens of a column block, and how many tokens each of them takes."""
-    splits = max(1, WAVES * processors(device) // cdiv(width, COLUMNS))
+    splits = max(1, WAVES * gpus.processors(device) // cdiv(width, COLUMNS))
     return share_tokens(tokens, splits, TOKENS)
 
 

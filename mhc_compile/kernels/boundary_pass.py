@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mhc_compile.forms import Gates, Rms, Sinkhorn
-from mhc_compile.kernels import combine_project, communicates
+from mhc_compile.kernels import combine_project, communicates, gpus
 from mhc_compile.kernels.common import (
     cdiv,
     expected,
@@ -42,7 +42,6 @@ from mhc_compile.kernels.common import (
     launched_by_host,
     next_power_of_2,
     on_device,
-    processors,
 )
 from mhc_compile.kernels.exchange import answer, ask, count_in, hand_out, load_floats, wait_for
 from mhc_compile.kernels.gates import affine, rms_factor, sigmoid
@@ -383,7 +382,7 @@ def boundary_pass_kernel(f, h_post, x, h_res, phi, norm_weight, scale, bias, out
 
 def _teams(x: torch.Tensor) -> int:
     """How many teams run at once on x's device."""
-    return PROGRAMS_EACH * processors(x.device) // cdiv(x.shape[-1], COLUMNS)
+    return PROGRAMS_EACH * gpus.processors(x.device) // cdiv(x.shape[-1], COLUMNS)
 
 
 def fits(x: torch.Tensor, phi: torch.Tensor) -> bool:
@@ -397,7 +396,7 @@ def fits(x: torch.Tensor, phi: torch.Tensor) -> bool:
         return False
     ranks, teams = cdiv(width, COLUMNS), _teams(x)
     # A fifth of the GPU idle is what the second pass costs; a single team has not been measured.
-    filled = teams > 1 and 5 * teams * ranks >= 4 * PROGRAMS_EACH * processors(x.device)
+    filled = teams > 1 and 5 * teams * ranks >= 4 * PROGRAMS_EACH * gpus.processors(x.device)
     return filled and cdiv(TOKENS, ranks) <= MOST_OWN
 
 

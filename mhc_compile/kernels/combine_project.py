@@ -23,8 +23,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from mhc_compile.kernels import one_pass
-from mhc_compile.kernels.common import cdiv, expected, launch, on_device, processors
+from mhc_compile.kernels import gpus, one_pass
+from mhc_compile.kernels.common import cdiv, expected, launch, on_device
 from mhc_compile.kernels.config import Tile
 from mhc_compile.kernels.one_pass import ROWS, barrier, combined, copy_rows, split_phi
 from mhc_compile.kernels.opaque import opaque
@@ -197,7 +197,8 @@ def fits(
     f: torch.Tensor, layer_bias: torch.Tensor | None, x: torch.Tensor, h_res: torch.Tensor | None, phi: torch.Tensor
 ) -> bool:
     """Whether the kernel is for f [..., C] and x [..., n, C] (x' of x's dtype), and for their device."""
-    return layer_bias is None and h_res is not None and one_pass.fits((f, x), phi, 90)
+    plain = layer_bias is None and h_res is not None
+    return plain and one_pass.fits((f, x), phi) and gpus.of(x.device).streams_once
 
 
 def cut(width: int) -> tuple[int, int]:
@@ -228,7 +229,7 @@ def forward(
     def rounds(cut: tuple[int, int]) -> int:
         """Blocks that a processor goes through, one program after the other, of which each costs one to begin."""
         programs = expected_tiles * GROUPS * (chunks * chunk // (cut[0] * cut[1]))
-        return cdiv(programs, processors(x.device)) * (cut[0] * cut[1] + 1)
+        return cdiv(programs, gpus.processors(x.device)) * (cut[0] * cut[1] + 1)
 
     # Chunks of a program, and blocks of such a chunk; not single blocks where the reader would have to unroll too many.
     cuts = [(chunks, chunk), (1, chunk), *([(1, 1)] if chunks * chunk <= MOST_BLOCKS else [])]
@@ -240,7 +241,7 @@ def forward(
     # As in `projection`: splitting phi once costs a launch, and pays where many programs need it.
     ahead = expected_tiles >= SPLIT_AHEAD_TILES
     weight = split_ahead(phi, norm_weight, parts, ROWS) if ahead else phi
-    few = each * chunk_blocks == 1 and cdiv(expected(tokens), FEW.tokens) * stored <= processors(x.device)
+    few = each * chunk_blocks == 1 and cdiv(expected(tokens), FEW.tokens) * stored <= gpus.processors(x.device)
     tile = FEW if few else MANY
     f, h_post, h_res, out = combine or (None, None, None, None)
     h_pre, layer_input = read or (None, None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -15,6 +14,7 @@ import triton
 import triton.language as tl
 
 from mhc_compile.forms import SymbolicLayout
+from mhc_compile.kernels import gpus
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -164,29 +164,10 @@ def launched_by_host(device: torch.device) -> bool:
     return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
-@functools.cache
-def gpu(device: torch.device) -> tuple[int, int]:
-    """`capability` and `processors`; those of the measured GPU, and 1, where there is none."""
-    if device.type != "cuda":
-        return 90, 1
-    properties = torch.cuda.get_device_properties(device)
-    return 10 * properties.major + properties.minor, properties.multi_processor_count
-
-
-def capability(device: torch.device) -> int:
-    """Compute capability, 90 for 9.0."""
-    return gpu(device)[0]
-
-
-def processors(device: torch.device) -> int:
-    """The number of multiprocessors, by which grids are sized (never results)."""
-    return gpu(device)[1]
-
-
 def blocks_each(width: int, block: int, tokens: int, tile: int, waves: int, device: torch.device) -> int:
     """Column blocks for one program, so that with tiles of `tile` tokens each processor has about `waves` programs."""
     tiles = cdiv(expected(tokens), tile)
-    programs = max(1, min(cdiv(waves * processors(device), tiles), cdiv(width, block)))
+    programs = max(1, min(cdiv(waves * gpus.processors(device), tiles), cdiv(width, block)))
     return cdiv(cdiv(width, programs), block)
 
 

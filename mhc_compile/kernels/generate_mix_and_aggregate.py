@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from mhc_compile.forms import Gates, Rms, Sinkhorn
-from mhc_compile.kernels import boundary_pass, combine_project, one_pass
+from mhc_compile.kernels import boundary_pass, combine_project, gpus, one_pass
 from mhc_compile.kernels.common import token_view
 from mhc_compile.kernels.input_norm import input_norm
 from mhc_compile.kernels.mix import backward_mix, empty_gates, forward_mix
@@ -34,7 +34,7 @@ def forward(
     partials: the sums of the projection, where these are there already.
     """
     given = partials is None and input_norm_eps is None
-    if given and one_pass.fits((x,), phi, 90) and boundary_pass.fits(x, phi):
+    if given and gpus.of(x.device).streams_once and one_pass.fits((x,), phi) and boundary_pass.fits(x, phi):
         flat = token_view(x, 2)
         if boundary_pass.pays(x):
             layer_input = torch.empty((*x.shape[:-2], x.shape[-1]), dtype=out_dtype or x.dtype, device=x.device)

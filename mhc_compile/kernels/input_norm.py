@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 
 from mhc_compile.forms import Gates, Rms
-from mhc_compile.kernels.common import cdiv, expected, group_scale, launch, next_power_of_2, on_device, processors
+from mhc_compile.kernels import gpus
+from mhc_compile.kernels.common import cdiv, expected, group_scale, launch, next_power_of_2, on_device
 from mhc_compile.kernels.config import Tile
 from mhc_compile.kernels.gates import affine, rms_factor, sigmoid
 
@@ -156,7 +157,7 @@ def norm_backward(
     tokens, n, width = x.shape
     tile = backward_tile(n, width, x.element_size())
     # As many programs as run at once, since each brings a row of d weight to be added up.
-    programs = min(WAVES * processors(x.device), cdiv(expected(tokens), tile.tokens))
+    programs = min(WAVES * gpus.processors(x.device), cdiv(expected(tokens), tile.tokens))
     du = torch.empty(tokens, width, dtype=d_out.dtype, device=x.device)
     d_pre = torch.empty(1, n, tokens, dtype=torch.float32, device=x.device)
     need_weight = need_weight and norm.weight is not None

@@ -12,8 +12,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from mhc_compile.kernels.common import capability
-
 # Rows of phi that a product takes, those beyond K zero.
 ROWS = 32
 
@@ -72,8 +70,8 @@ def in_order(t: torch.Tensor, inner: int) -> bool:
     return t.dtype == torch.bfloat16 and t.is_contiguous()
 
 
-def fits(streams: Sequence[torch.Tensor | None], phi: torch.Tensor, *capabilities: int) -> bool:
-    """Whether the kernels are for these tensors, of which the last is x [..., n, C], and for their device.
+def fits(streams: Sequence[torch.Tensor | None], phi: torch.Tensor) -> bool:
+    """Whether the kernels are for these tensors, of which the last is x [..., n, C], on a GPU that has them.
 
     Copies are of 16 bytes and tiles of 2^i streams.
     """
@@ -81,10 +79,4 @@ def fits(streams: Sequence[torch.Tensor | None], phi: torch.Tensor, *capabilitie
     if x is None or any(t is None or not in_order(t, t.dim() - x.dim() + 2) for t in streams):
         return False
     n, width = x.shape[-2:]
-    alike = n in (2, 4) and width % 16 == 0 and phi.shape[0] <= ROWS and x.numel() > 0
-    return alike and runs_on(x.device, *capabilities)
-
-
-def runs_on(device: torch.device, *capabilities: int) -> bool:
-    """Whether device is a GPU of NVIDIA's with one of these compute capabilities, 90 for 9.0."""
-    return device.type == "cuda" and torch.version.hip is None and capability(device) in capabilities
+    return n in (2, 4) and width % 16 == 0 and phi.shape[0] <= ROWS and x.numel() > 0

@@ -9,11 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
-from mhc_compile.kernels import streamed_products
+from mhc_compile.kernels import gpus, streamed_products
 from mhc_compile.kernels.common import (
     INTERPRETED,
     add_rounded,
-    capability,
     cdiv,
     dot_bf16,
     dot_float32,
@@ -26,7 +25,6 @@ from mhc_compile.kernels.common import (
     next_power_of_2,
     nothing,
     on_device,
-    processors,
     share_tokens,
     split_bf16,
 )
@@ -38,8 +36,8 @@ WAVES = 5
 
 
 def most_rows(x: torch.Tensor) -> int:
-    """Of phi, for one program: shared memory and registers hold 128 rows of bf16 parts from Hopper on."""
-    return 128 if x.dtype == torch.bfloat16 and capability(x.device) >= 90 else MAX_BLOCK_K
+    """Of phi, for one program."""
+    return gpus.of(x.device).rows_of_phi if x.dtype == torch.bfloat16 else MAX_BLOCK_K
 
 
 def block_k(rows: int, limit: int = MAX_BLOCK_K) -> int:
@@ -302,7 +300,7 @@ def backward_products(
     column_blocks = n * cdiv(width, block_c)
     # Enough programs to fill the device, each with enough tokens to pay for its share of dphi's partial sums.
     most_splits = cdiv(expected(tokens), 4 * block_m)
-    splits = max(1, min(cdiv(WAVES * processors(x.device), column_blocks), most_splits))
+    splits = max(1, min(cdiv(WAVES * gpus.processors(x.device), column_blocks), most_splits))
     splits, tokens_each = share_tokens(tokens, splits, block_m)
     dx_strides = dx.stride() if need_dx else (0, 0, 0)
     part = torch.empty(splits if need_sum else 0, rows, columns, dtype=torch.float32, device=x.device)

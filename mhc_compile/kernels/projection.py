@@ -17,10 +17,10 @@ import torch
 import triton
 import triton.language as tl
 
+from mhc_compile.kernels import gpus
 from mhc_compile.kernels.common import (
     INTERPRETED,
     add_rounded,
-    capability,
     cdiv,
     dot_bf16,
     dot_float32,
@@ -30,7 +30,6 @@ from mhc_compile.kernels.common import (
     launch,
     next_power_of_2,
     on_device,
-    processors,
     put_back,
     split_bf16,
     token_view,
@@ -313,7 +312,7 @@ def _share(x: torch.Tensor, rows: int, cut: Cut) -> tuple[Tile, int]:
     whose sums are written and read once more. With mix and aggregate, 2,048 tokens of n = 4 take 64 microseconds with
     half a tile, 75 with chunks; 2,048 of n = 8 170 and 260.
     """
-    at_once, groups = processors(x.device), cdiv(cut.total, cut.group)
+    at_once, groups = gpus.processors(x.device), cdiv(cut.total, cut.group)
 
     def tile(name: str) -> Tile:
         return tile_for(name, x.shape[1], x.element_size())
@@ -324,11 +323,10 @@ def _share(x: torch.Tensor, rows: int, cut: Cut) -> tuple[Tile, int]:
     many = tile("project")
     if 4 * programs(many, groups) >= 5 * at_once:
         return many, cut.group
-    # Tensor cores multiply 16 tokens by another instruction than 64 and 128. On compute capability 9.0 the bits are the
-    # same, but for float16 with 16, and elsewhere nobody looked. Where tokens lie side by side, it depends on the tile
-    # in which order the squares of a token are added; a symbolic stride is not asked.
+    # Not for float16 with 16 tokens. Where tokens lie side by side, it depends on the tile in which order the squares
+    # of a token are added; a symbolic stride is not asked.
     stride = x.stride(0)
-    looked = capability(x.device) == 90 and not (isinstance(stride, int) and stride == 1)
+    looked = gpus.of(x.device).same_bits_in_small_tiles and not (isinstance(stride, int) and stride == 1)
     # The others were not measured; the rows of 2 streams are so few that their sums may as well be stored.
     measured = x.dtype == torch.bfloat16 and 16 < rows <= 80
     half = tile("project_half")

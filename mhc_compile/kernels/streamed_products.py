@@ -19,8 +19,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from mhc_compile.kernels import one_pass
-from mhc_compile.kernels.common import cdiv, expected, launch, on_device, processors, share_tokens
+from mhc_compile.kernels import gpus, one_pass
+from mhc_compile.kernels.common import cdiv, expected, launch, on_device, share_tokens
 from mhc_compile.kernels.one_pass import barrier, split_phi
 from mhc_compile.kernels.opaque import opaque
 
@@ -244,12 +244,12 @@ def fits(streams: Sequence[torch.Tensor | None], phi: torch.Tensor) -> bool:
         return False
     rows, (n, width) = phi.shape[0], x.shape[-2:]
     alike = n == 8 and ROWS[0] < rows <= sum(ROWS) and rows % 8 == 0 and width % 16 == 0 and x.numel() > 0
-    return alike and one_pass.runs_on(x.device, 90)
+    return alike and gpus.of(x.device).streams_once
 
 
 def split_tokens(tokens: int, groups: int, device: torch.device) -> tuple[int, int]:
     """How many programs share the tokens of a group of columns, and how many tokens each of them takes."""
-    at_once, usual = processors(device), expected(tokens)
+    at_once, usual = gpus.processors(device), expected(tokens)
 
     def time(splits: int) -> float:
         """In rounds of programs with all tokens; partial sums of dphi take as long as the streams of 100 tokens."""

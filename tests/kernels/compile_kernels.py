@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,10 +32,10 @@ from mhc_compile.kernels import (
     boundary_pass,
     combine_gradients,
     combine_project,
-    common,
     expand_combine,
     generate_mix,
     generate_mix_and_aggregate,
+    gpus,
     head,
     mix,
     mix_streams,
@@ -47,8 +48,8 @@ from mhc_compile.kernels import (
 )
 
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64"}
-# Kernels that use instructions of Hopper's alone.
-HOPPER = ("combine_project_kernel", "boundary_pass_kernel", "streamed_products_kernel")
+# Kernels for which a GPU needs `Gpu.streams_once`.
+STREAMS_ONCE = ("combine_project_kernel", "boundary_pass_kernel", "streamed_products_kernel")
 
 
 def _calls(n: int, width: int, tokens: int, dtype: torch.dtype) -> None:
@@ -95,17 +96,15 @@ def _calls(n: int, width: int, tokens: int, dtype: torch.dtype) -> None:
 
 def _few(n: int, width: int, dtype: torch.dtype) -> None:
     """One token on a GPU, whose processors are too many for it: partial sums are stored one by one."""
-    arch, _ = common.gpu(torch.device("cpu"))
-    with mock.patch.object(common, "gpu", return_value=(arch, 132)):
+    with mock.patch.object(gpus, "processors", return_value=132):
         _calls(n, width, 1, dtype)
 
 
 def _some(width: int, tokens: int) -> None:
     """A projection of some thousand tokens on Hopper, which would not be work for all processors in large tiles."""
-    arch, _ = common.gpu(torch.device("cpu"))
-    if arch != 90:
+    if not gpus.of(torch.device("cpu")).same_bits_in_small_tiles:
         return
-    with mock.patch.object(common, "gpu", return_value=(arch, 132)):
+    with mock.patch.object(gpus, "processors", return_value=132):
         for n in (4, 8):
             projection.forward(
                 torch.empty(tokens, n, width, dtype=torch.bfloat16), torch.empty(n * n + 2 * n, n * width)
@@ -115,13 +114,12 @@ def _some(width: int, tokens: int) -> None:
 def _pass(width: int, tokens: int) -> None:
     """The kernel whose programs, as many as a GPU runs at once, work together."""
     forms: dict[str, Any] = {"rms": Rms(), "gates": Gates(), "sinkhorn": Sinkhorn()}
-    arch, _ = common.gpu(torch.device("cpu"))
     for n in (4, 2):
         rows = n * n + 2 * n
         x, f = torch.empty(tokens, n, width, dtype=torch.bfloat16), torch.empty(tokens, width, dtype=torch.bfloat16)
         parameters = torch.empty(rows, n * width), torch.empty(3), torch.empty(rows), None
         made = mix.empty_gates(x, rows)
-        with mock.patch.object(common, "gpu", return_value=(arch, 132)):
+        with mock.patch.object(gpus, "processors", return_value=132):
             boundary_pass.forward(x, *parameters, f, made, (f, *made[:2], x), **forms)
             boundary_pass.forward(x, *parameters, f, made, **forms)
 
@@ -277,11 +275,13 @@ def _unrounded_sums(cubin: bytes) -> int:
 
 
 def compile_cases(arch: int, names: list[str]) -> Iterator[dict[str, Any]]:
-    common.gpu = lambda device: (arch, 1)  # type: ignore[assignment]
+    # On a CPU no host function takes a Gluon kernel. The cases call these themselves.
+    gpu = replace(gpus.TABLE[arch], streams_once=False, gradients_once=False)
+    gpus.of = lambda device: gpu  # type: ignore[assignment]
     seen: set[str] = set()
     for case in names:
         for kernel, bound, options in _recorded(CASES[case]):
-            if kernel.__name__ in HOPPER and arch != 90:
+            if kernel.__name__ in STREAMS_ONCE and not gpus.TABLE[arch].streams_once:
                 continue
             source = _source(kernel, bound)
             key = source.hash() + str(options)

@@ -17,12 +17,11 @@ from mhc_compile.kernels import (
     aggregate,
     boundary,
     boundary_pass,
-    common,
     expand_combine,
     generate_mix_and_aggregate,
+    gpus,
     head,
     mix_streams,
-    one_pass,
     projection,
     shifted_boundary,
 )
@@ -37,9 +36,9 @@ def count(n: int, *, many: bool) -> dict[str, float]:
 
     Counted for TOKENS, with kernels as for many of them, or few, on a GPU of 132 processors.
     """
-    gpu = mock.patch.object(common, "gpu", return_value=(90, 132))
+    processors = mock.patch.object(gpus, "processors", return_value=132)
     pays = mock.patch.object(boundary_pass, "pays", return_value=many)
-    with pays, gpu, mock.patch.object(one_pass, "runs_on", return_value=True):
+    with pays, processors, mock.patch.object(gpus, "of", return_value=gpus.TABLE[90]):
         return {name: sum(_units(bound) for _, bound, _ in _recorded(call)) for name, call in _calls(n).items()}
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mhc_compile.forms import Gates, Rms, Sinkhorn
-from mhc_compile.kernels import one_pass
+from mhc_compile.kernels import gpus
 from mhc_compile.kernels.common import recorded
 from mhc_compile.kernels.opaque import Opaque
 from mhc_compile.text import to_text
@@ -35,7 +35,7 @@ def watched(replace: bool = DEVICE == "cpu") -> Iterator[list[str]]:
                 return
         kernel[grid](*args, **options)
 
-    with recorded(start), mock.patch.object(one_pass, "runs_on", return_value=True):
+    with recorded(start), mock.patch.object(gpus, "of", return_value=gpus.TABLE[90]):
         yield names
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mhc_compile.kernels import boundary, boundary_gradients, one_pass
+from mhc_compile.kernels import boundary, boundary_gradients, gpus
 from mhc_compile.kernels.boundary_gradients import TOKENS, fits, split_tokens
 from tests.kernels.cases import DEVICE, FORMS, MARKS, USUAL, bf16_parts, draw, keywords, mix_case
 from tests.kernels.gluon import GPU, watched
@@ -68,7 +68,7 @@ def _streams(n: int = 4, width: int = 64, dtype: torch.dtype = BF16) -> list[Ten
     ids=["float32", "8 streams", "3 streams", "width", "rows", "no gradient", "channels first", "streams first"],
 )
 def test_what_it_is_not_for(streams: list[Tensor | None], rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_pass, "runs_on", lambda device, *capabilities: 90 in capabilities)
+    monkeypatch.setattr(gpus, "of", lambda device: gpus.TABLE[90])
     assert fits(_streams(), torch.zeros(24, 256))
     assert not fits(streams, torch.zeros(rows, 256))
 

@@ -16,7 +16,7 @@ from mhc_compile.kernels import (
     common,
     expand_combine,
     generate_mix_and_aggregate,
-    one_pass,
+    gpus,
 )
 from mhc_compile.kernels.common import recorded
 from tests.kernels.cases import DEVICE, FORMS, MARKS, USUAL, draw, keywords, mix_case
@@ -33,7 +33,7 @@ KERNEL = "boundary_pass_kernel"
 def any_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(boundary_pass, "pays", lambda x: True)
     if DEVICE == "cpu":
-        monkeypatch.setattr(boundary_pass, "processors", lambda device: 132)
+        monkeypatch.setattr(gpus, "processors", lambda device: 132)
 
 
 @pytest.mark.usefixtures("any_tokens")
@@ -98,8 +98,8 @@ def _fits(tokens: int = 2048, n: int = 4, width: int = 4096, rows: int | None = 
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_pass, "runs_on", lambda device, *capabilities: 90 in capabilities)
-    monkeypatch.setattr(common, "gpu", lambda device: (90, 132))
+    monkeypatch.setattr(gpus, "of", lambda device: gpus.TABLE[90])
+    monkeypatch.setattr(gpus, "processors", lambda device: 132)
 
 
 @pytest.mark.usefixtures("hopper")

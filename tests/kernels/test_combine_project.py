@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mhc_compile.kernels import boundary, boundary_pass, combine_project, common, expand_combine, one_pass
+from mhc_compile.kernels import boundary, boundary_pass, combine_project, common, expand_combine, gpus
 from tests.kernels.cases import FORMS, MARKS, USUAL, draw, keywords, mix_case
 from tests.kernels.gluon import GPU, watched
 from tests.kernels.test_boundary import before, check
@@ -60,7 +60,7 @@ def _arguments(n: int = 4, width: int = 64) -> list[Tensor | None]:
     ids=["f float32", "f transposed", "layer bias", "channels first", "no tokens", "unmixed", "rows"],
 )
 def test_what_it_is_not_for(place: int, value: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_pass, "runs_on", lambda device, *capabilities: 90 in capabilities)
+    monkeypatch.setattr(gpus, "of", lambda device: gpus.TABLE[90])
     arguments = _arguments()
     assert combine_project.fits(*arguments)  # type: ignore[arg-type]
     arguments[place] = value
@@ -69,7 +69,7 @@ def test_what_it_is_not_for(place: int, value: Tensor | None, monkeypatch: pytes
 
 @pytest.mark.parametrize(("n", "width"), [(8, 64), (3, 64), (4, 40)])
 def test_sizes_that_it_is_not_for(n: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_pass, "runs_on", lambda device, *capabilities: True)
+    monkeypatch.setattr(gpus, "of", lambda device: gpus.TABLE[90])
     assert not combine_project.fits(*_arguments(n, width))  # type: ignore[arg-type]
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import triton
 
-from tests.kernels.compile_kernels import HOPPER
+from mhc_compile.kernels import gpus
+from tests.kernels.compile_kernels import STREAMS_ONCE
 
 ROOT = Path(__file__).parent.parent.parent
 TRITON = ".".join(triton.__version__.split(".")[:2])
@@ -61,6 +62,10 @@ def compiled(request: pytest.FixtureRequest) -> tuple[int, list[dict[str, Any]]]
     return request.param, [json.loads(line) for line in result.stdout.splitlines()]
 
 
+def test_every_architecture_of_the_table_is_compiled() -> None:
+    assert set(LIMITS) == set(gpus.TABLE)
+
+
 def test_every_kernel_is_there(compiled: tuple[int, list[dict[str, Any]]]) -> None:
     names = {kernel["kernel"] for kernel in compiled[1]}
     assert names == {
@@ -70,7 +75,7 @@ def test_every_kernel_is_there(compiled: tuple[int, list[dict[str, Any]]]) -> No
         "sinkhorn_kernel", "sinkhorn_backward_kernel", "aggregate_kernel", "gate_sum_kernel",
         "boundary_gradients_kernel", "combine_gradients_kernel", "input_norm_backward_kernel",
         "mix_streams_kernel", "mix_streams_backward_kernel",
-    } | (set(HOPPER) if compiled[0] == 90 else set())  # fmt: skip
+    } | (set(STREAMS_ONCE) if gpus.TABLE[compiled[0]].streams_once else set())  # fmt: skip
 
 
 def test_resources(compiled: tuple[int, list[dict[str, Any]]]) -> None:

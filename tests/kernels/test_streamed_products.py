@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mhc_compile.kernels import generate_mix, generate_mix_and_aggregate, one_pass, projection, streamed_products
+from mhc_compile.kernels import generate_mix, generate_mix_and_aggregate, gpus, projection, streamed_products
 from mhc_compile.kernels.streamed_products import TOKENS, fits, split_tokens
 from tests.kernels.cases import (
     DEVICE,
@@ -111,7 +111,7 @@ def _streams(n: int = 8, width: int = 64, dtype: torch.dtype = BF16) -> list[Ten
     ],
 )
 def test_what_it_is_not_for(streams: list[Tensor | None], rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_pass, "runs_on", lambda device, *capabilities: 90 in capabilities)
+    monkeypatch.setattr(gpus, "of", lambda device: gpus.TABLE[90])
     assert fits(_streams(), torch.zeros(80, 512))
     assert fits([*_streams()[:2], None, None], torch.zeros(72, 512))
     assert not fits(streams, torch.zeros(rows, 512))
@@ -120,7 +120,7 @@ def test_what_it_is_not_for(streams: list[Tensor | None], rows: int, monkeypatch
 @pytest.mark.parametrize("tokens", [1, 32, 33, 1000, 8192])
 @pytest.mark.parametrize("groups", [4, 24, 80, 128, 224])
 def test_tokens_are_split_without_a_rest(tokens: int, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streamed_products, "processors", lambda device: 132)
+    monkeypatch.setattr(gpus, "processors", lambda device: 132)
     splits, each = split_tokens(tokens, groups, torch.device(DEVICE))
     assert each % TOKENS == 0
     assert (splits - 1) * each < tokens <= splits * each

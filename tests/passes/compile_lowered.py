@@ -32,8 +32,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import mhc_compile.ops  # noqa: F401  (registers the operators)
-from mhc_compile import compat, kernels, passes
-from mhc_compile.kernels import boundary_pass, embedded
+from mhc_compile import compat, passes
+from mhc_compile.kernels import boundary_pass, embedded, gpus
 from tests.kernels.compile_kernels import _source
 from tests.passes.lowering import any_number
 
@@ -55,7 +55,7 @@ class Driver:
 def pretend() -> None:
     """Let everything believe in the GPU, and leave out what Inductor does not compile, which is in Gluon."""
     boundary_pass.fits = lambda x, phi: False
-    kernels._has_tensor_cores = lambda index: True  # type: ignore[assignment]
+    gpus.runs_kernels = lambda index: True  # type: ignore[assignment]
     triton.runtime.driver.set_active(Driver())
     DeviceProperties.create = classmethod(lambda kind, device: kind(**PROPERTIES))  # type: ignore[method-assign,assignment]
     torch.cuda.is_available = lambda: True

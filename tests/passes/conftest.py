@@ -7,15 +7,16 @@ import importlib
 import pytest
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mhc_compile import kernels
+from mhc_compile.kernels import gpus
 
 
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch) -> FakeTensorMode:
     """Fake tensors on an H100 that need not exist."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(kernels, "_has_tensor_cores", lambda index: True)
-    monkeypatch.setattr(importlib.import_module("mhc_compile.kernels.common"), "gpu", lambda device: (90, 132))
+    monkeypatch.setattr(gpus, "runs_kernels", lambda index: True)
+    monkeypatch.setattr(gpus, "of", lambda device: gpus.TABLE[90])
+    monkeypatch.setattr(gpus, "processors", lambda device: 132)
     return FakeTensorMode()
 
 
