@@ -1,17 +1,35 @@
 """The parameters that tell one hyper-connection form from another.
 
-Pure data, shared by operators, kernels and passes. Each class names the equation that its fields parametrise;
+Shared by operators, kernels, passes and tests. Each class names the equation that its fields parametrise;
 `as_kwargs` spells the fields as the flat keyword arguments of the registered operators.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 RMS_MODES = ("inside", "outside", "clamp")
-SINKHORN_STARTS = ("softmax", "exp", "plain_exp", "global_exp")
 SINKHORN_AXES = ("rows", "columns")
+
+
+def _shifted_exp(logits: Tensor, dims: int | tuple[int, ...]) -> Tensor:
+    return (logits - logits.amax(dims, keepdim=True)).exp()
+
+
+# How a Sinkhorn makes its logits positive, from them and the dimension that its first half-step sums over.
+SINKHORN_STARTS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "softmax": lambda logits, first: logits.softmax(-1),
+    "exp": _shifted_exp,
+    "plain_exp": lambda logits, first: logits.exp(),
+    "global_exp": lambda logits, first: _shifted_exp(logits, (-2, -1)),
+}
+# Those that are exp(L) but for factors of whole lines, which half-steps without eps cancel.
+SINKHORN_EXPONENTIALS = ("softmax", "exp", "plain_exp", "global_exp")
 
 
 @dataclass(frozen=True)
@@ -67,9 +85,33 @@ class Sinkhorn:
     start_eps: float = 1e-6
     clamp: bool = False
 
+    def equation(self, logits: Tensor) -> Tensor:
+        """The projection of logits [..., n, n] in their dtype, as a program spells it.
+
+        Without eps it is spelled with logarithms, which hold for logits of any size.
+        """
+        dims = (-1, -2) if self.first == "rows" else (-2, -1)
+        if self.in_logarithms:
+            log_p = logits.log_softmax(-1) if self.start == "softmax" else logits
+            for step in range(self.steps):
+                log_p = log_p.log_softmax(dims[step % 2])
+            return log_p.exp()
+        p = SINKHORN_STARTS[self.start](logits, dims[0])
+        p = p + self.start_eps if self.start_eps else p
+        for step in range(self.steps):
+            total = p.sum(dims[step % 2], keepdim=True)
+            p = p / (total.clamp_min(self.eps) if self.clamp else total + self.eps)
+        return p
+
     @property
     def without_eps(self) -> bool:
         return self.eps == 0.0 and self.start_eps == 0.0
+
+    @property
+    def in_logarithms(self) -> bool:
+        """Whether half-steps without eps cancel every shift of the logits, so that logits of any size can be taken."""
+        cancels = self.without_eps and self.start in SINKHORN_EXPONENTIALS
+        return cancels and (self.start == "softmax" or self.steps > 0)
 
     @property
     def iterated(self) -> Sinkhorn:
@@ -77,7 +119,7 @@ class Sinkhorn:
 
         start "normalised": P = exp(L) divided by its sums along the axis that `first` does not normalise
         """
-        if not self.without_eps or (self.start != "softmax" and self.steps == 0):
+        if not self.in_logarithms:
             return self
         softmax_first = self.start == "softmax" and (self.first == "columns" or self.steps == 0)
         rows = self.start == "softmax" or self.first == "rows"

@@ -210,7 +210,7 @@ class HyperConnection(_Mix):
         h_pre = _shifted(torch.sigmoid(pre * pre_scale + pre_bias), gates.pre_eps)
         h_post = _shifted(gates.post_mult * torch.sigmoid(post * post_scale + post_bias), gates.post_eps)
         logits = torch.unflatten(res * res_scale + res_bias, -1, (n, n))
-        return h_pre, h_post, _sinkhorn(logits, self.form.sinkhorn)
+        return h_pre, h_post, self.form.sinkhorn.equation(logits)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         h_pre, h_post, h_res = self.mixes(x)
@@ -263,26 +263,3 @@ def _rms_factor(flat: Tensor, rms: Rms) -> Tensor:
         return torch.rsqrt(ms + rms.eps)
     root = torch.sqrt(ms)
     return (root + rms.eps if rms.mode == "outside" else root.clamp_min(rms.eps)).reciprocal()
-
-
-def _exponential(logits: Tensor, form: Sinkhorn, axis: int) -> Tensor:
-    if form.start == "plain_exp":
-        return torch.exp(logits)
-    return torch.exp(logits - logits.amax(axis if form.start == "exp" else (-2, -1), keepdim=True))
-
-
-def _sinkhorn(logits: Tensor, form: Sinkhorn) -> Tensor:
-    axes = (-1, -2) if form.first == "rows" else (-2, -1)
-    if form.without_eps:
-        log_p = torch.log_softmax(logits, -1) if form.start == "softmax" else logits
-        if form.start != "softmax" and form.steps == 0:
-            return _exponential(logits, form, axes[0])
-        for step in range(form.steps):
-            log_p = torch.log_softmax(log_p, axes[step % 2])
-        return torch.exp(log_p)
-    p = torch.softmax(logits, -1) if form.start == "softmax" else _exponential(logits, form, axes[0])
-    p = _shifted(p, form.start_eps)
-    for step in range(form.steps):
-        total = p.sum(axes[step % 2], keepdim=True)
-        p = p / (total.clamp_min(form.eps) if form.clamp else total + form.eps)
-    return p

@@ -475,7 +475,10 @@ def _detail(site: Site) -> str:
 
 def _sinkhorn(form: Sinkhorn) -> str:
     steps = f"sinkhorn {form.start}, {form.first} first, {form.steps} half-steps"
-    return steps + (", no eps" if form.without_eps else f", eps {form.eps:g}{' clamped' if form.clamp else ''}")
+    if form.without_eps:
+        return f"{steps}, no eps"
+    apart = "" if form.start_eps in (0.0, form.eps) else f" ({form.start_eps:g} at the start)"
+    return f"{steps}, eps {form.eps:g}{' clamped' if form.clamp else ''}{apart}"
 
 
 __all__ = ["Location", "Report", "SiteReport", "fuse", "lower", "run", "run_recursively", "share"]

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 import mhc_compile
 from mhc_compile import ops, passes
-from mhc_compile.forms import Gates, Rms, Sinkhorn
+from mhc_compile.forms import SINKHORN_STARTS, Gates, Rms, Sinkhorn
 from mhc_compile.nn import Form, HyperConnection, HyperHead, contract, expand
 from mhc_compile.testing.float64 import Float64Reference
 from tests.ops import eager
@@ -28,6 +28,9 @@ FORMS = {
         Rms(1e-13, "clamp"), Gates(0.0, 1.0, 1e-3), Sinkhorn(10, "exp", "columns", 1e-12, 0.0, True), False
     ),
     "log softmax": Form(Rms(), Gates(), Sinkhorn(3, "softmax", "columns", 0.0, 0.0), True),
+    **{
+        f"from {start}": Form(Rms(), Gates(), Sinkhorn(6, start, "rows", 1e-3, 1e-4), True) for start in SINKHORN_STARTS
+    },
 }
 
 

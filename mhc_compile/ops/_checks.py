@@ -198,7 +198,7 @@ def check_gates(gates: Gates) -> None:
 def check_sinkhorn(sinkhorn: Sinkhorn, prefix: str = "sinkhorn_") -> None:
     if sinkhorn.steps < 0:
         raise ValueError(f"{prefix}steps is {sinkhorn.steps}; expected a number of half-steps >= 0")
-    _check_choice(f"{prefix}start", sinkhorn.start, SINKHORN_STARTS)
+    _check_choice(f"{prefix}start", sinkhorn.start, tuple(SINKHORN_STARTS))
     _check_choice(f"{prefix}first", sinkhorn.first, SINKHORN_AXES)
     _check_eps(f"{prefix}eps", sinkhorn.eps)
     _check_eps(f"{prefix}start_eps", sinkhorn.start_eps)

@@ -10,13 +10,13 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle, islice, product
+from itertools import cycle, islice, permutations, product
 from typing import Any
 
 import torch
 
 from mhc_compile import compat
-from mhc_compile.forms import SINKHORN_AXES, Sinkhorn
+from mhc_compile.forms import SINKHORN_AXES, SINKHORN_EXPONENTIALS, SINKHORN_STARTS, Sinkhorn
 from mhc_compile.passes.recognise.region import AT_KINKS, Region, same_beyond_numbers, same_gradient
 from mhc_compile.passes.shadow import Op
 
@@ -32,6 +32,8 @@ _TOLERANCE = 1e-11
 # undiminished at most: a logsumexp changes by no more than the largest change of what it is of.
 _LOG_ROUNDINGS = 4 * torch.finfo(torch.float64).eps
 _FAR_OFF = 1e-3
+# Of the numbers in a region those that may be an eps, the smallest, where two are tried together.
+_EPS = 4
 # How reasons begin that tell of an iteration over both axes.
 NEARLY = "is a Sinkhorn"
 
@@ -47,7 +49,8 @@ class _Start:
 
     @property
     def log_domain(self) -> bool:
-        return self.eps == 0.0 and self.start_eps == 0.0
+        exponential = self.start in (*SINKHORN_EXPONENTIALS, "crossed")
+        return exponential and self.eps == 0.0 and self.start_eps == 0.0
 
     @property
     def divisors(self) -> tuple[float, float]:
@@ -67,13 +70,7 @@ def _turns(candidate: _Start) -> tuple[Turn, ...]:
 
 
 # A softmax has normalised the rows, so the columns are what comes next.
-_BEGINNINGS = (
-    ("softmax", "columns"),
-    ("softmax", "rows"),
-    *(("exp", first) for first in SINKHORN_AXES),
-    *(("plain_exp", first) for first in SINKHORN_AXES),
-    *(("global_exp", first) for first in SINKHORN_AXES),
-)
+_BEGINNINGS = sorted(product(SINKHORN_STARTS, SINKHORN_AXES), key=lambda beginning: beginning == ("softmax", "rows"))
 
 
 def identify(found: Region, side: int) -> tuple[Sinkhorn, bool, bool] | str:
@@ -93,6 +90,9 @@ def identify(found: Region, side: int) -> tuple[Sinkhorn, bool, bool] | str:
     limit = sum(is_reduction(op) for op in found.ops) + 2
     another_gradient = at_ties = replaces = False
     near, nearest = _near(list(_starts(constants)), *probe, limit)
+    if not near:  # one eps for the start, and another one for the sums
+        near, least = _near(list(_starts_apart(constants[:_EPS])), *probe, limit)
+        nearest = min(nearest, least)
     for candidate, turn in near:
         steps = _steps(candidate, _turned(given, turn[0]), _turned(got, turn[1]), limit)
         if steps is None:
@@ -135,11 +135,11 @@ def _nearly(given: torch.Tensor, got: torch.Tensor, constants: list[float], limi
     """
     told: dict[_Start, str] = {}
     for start, first in _BEGINNINGS:
-        for rows, columns, clamp in product(constants[:4], constants[:4], (False, True)):
+        for rows, columns, clamp in product(constants[:_EPS], constants[:_EPS], (False, True)):
             why = f"its column eps {columns:g} differs from its row eps {rows:g}, and the operator has one for both"
             for start_eps in sorted({0.0, rows, columns}) if rows != columns else ():
                 told[_Start(start, first, rows, start_eps, clamp, columns)] = why
-    for first, eps, clamp in product(SINKHORN_AXES, [0.0, *constants[:4]], (False, True)):
+    for first, eps, clamp in product(SINKHORN_AXES, [0.0, *constants[:_EPS]], (False, True)):
         other = "columns" if first == "rows" else "rows"
         why = f"it shifts its logits by the maxima of their {other} and then normalises the {first} first"
         told[_Start("crossed", first, eps, 0.0, clamp)] = why
@@ -232,6 +232,12 @@ def _starts(constants: list[float]) -> Iterator[_Start]:
             yield _Start(start, first, eps, start_eps, clamp)
 
 
+def _starts_apart(constants: list[float]) -> Iterator[_Start]:
+    for start_eps, eps in permutations(constants, 2):
+        for (start, first), clamp in product(_BEGINNINGS, (False, True)):
+            yield _Start(start, first, eps, start_eps, clamp)
+
+
 def _computed(candidate: _Start, steps: int, side: int, turn: tuple[bool, bool], leaf: torch.Tensor) -> torch.Tensor:
     """What a form makes of logits, as a region does."""
     logits = leaf.reshape(-1, side, side)
@@ -291,13 +297,12 @@ def _trajectory(c: _Start, logits: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def _begun(c: _Start, logits: torch.Tensor) -> torch.Tensor:
     """The matrices before the first half-step, in the log domain their logarithms."""
-    if c.start == "softmax":
-        return logits.log_softmax(-1) if c.log_domain else logits.softmax(-1) + c.start_eps
+    if c.log_domain:  # where no shift counts
+        return logits.log_softmax(-1) if c.start == "softmax" else logits
     axis = -1 if c.first == "rows" else -2
-    shifts: dict[str, int | tuple[int, int]] = {"exp": axis, "crossed": -3 - axis, "global_exp": (-2, -1)}
-    if c.start in shifts:
-        logits = logits - logits.amax(shifts[c.start], keepdim=True)
-    return logits if c.log_domain else logits.exp() + c.start_eps
+    if c.start == "crossed":
+        return SINKHORN_STARTS["exp"](logits, -3 - axis) + c.start_eps
+    return SINKHORN_STARTS[c.start](logits, axis) + c.start_eps
 
 
 def _iterates(

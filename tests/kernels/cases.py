@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mhc_compile.forms import Gates, Rms, Sinkhorn
+from mhc_compile.forms import SINKHORN_STARTS, Gates, Rms, Sinkhorn
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -37,11 +37,10 @@ FORMS = {
     "large_eps": (
         Rms(0.5, "outside"), Gates(), Sinkhorn(steps=4, start="exp", first="columns", eps=0.3, start_eps=0.2)
     ),
-    "plain_exp": (Rms(), Gates(), Sinkhorn(steps=5, start="plain_exp", first="rows", eps=0.3, start_eps=0.2)),
+    **{start: (Rms(), Gates(), Sinkhorn(5, start, "rows", eps=0.3, start_eps=0.2)) for start in SINKHORN_STARTS},
     "plain_exp_clamped": (
         Rms(), Gates(), Sinkhorn(steps=4, start="plain_exp", first="columns", eps=2.0, start_eps=0.0, clamp=True)
     ),
-    "global_exp": (Rms(), Gates(), Sinkhorn(steps=6, start="global_exp", first="rows", eps=0.3, start_eps=0.1)),
     "no_steps": (Rms(), Gates(), Sinkhorn(steps=0)),
     "no_steps_exp": (Rms(), Gates(), Sinkhorn(steps=0, start="exp", first="rows", start_eps=0.0)),
 }  # fmt: skip
@@ -86,28 +85,8 @@ def mix(
     """(h_pre, layer_input, h_post, h_res, h, ms) of x [M, n, C]."""
     h, ms = project(x, phi, norm_weight)
     h_pre, h_post, logits = gate(h, ms, scale, bias, x.shape[-2], form)
-    h_res = project_stochastic(logits, form[2]) if logits.numel() else logits
+    h_res = form[2].equation(logits) if logits.numel() else logits
     return h_pre, (h_pre[..., None] * x).sum(-2), h_post, h_res, h, ms
-
-
-def project_stochastic(logits: Tensor, form: Sinkhorn) -> Tensor:
-    axes = [-1, -2] if form.first == "rows" else [-2, -1]
-    log = form.eps == 0 and form.start_eps == 0
-    if form.start == "softmax":
-        p = logits.log_softmax(-1) if log else logits.softmax(-1) + form.start_eps
-    else:
-        p = logits
-        if form.start != "plain_exp":
-            p = p - p.amax(axes[0] if form.start == "exp" else (-2, -1), keepdim=True)
-        p = p if log else p.exp() + form.start_eps
-    for step in range(form.steps):
-        axis = axes[step % 2]
-        if log:
-            p = p - p.logsumexp(axis, keepdim=True)
-        else:
-            total = p.sum(axis, keepdim=True)
-            p = p / (total.clamp_min(form.eps) if form.clamp else total + form.eps)
-    return p.exp() if log else p
 
 
 def combine(f: Tensor, bias: Tensor | None, h_post: Tensor, x: Tensor, h_res: Tensor | None) -> Tensor:

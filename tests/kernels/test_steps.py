@@ -24,7 +24,6 @@ from tests.kernels.cases import (
     keywords,
     mix_case,
     project,
-    project_stochastic,
 )
 
 pytestmark = MARKS
@@ -232,12 +231,12 @@ def test_scale_of_no_tokens() -> None:
 def check_sinkhorn(logits: Tensor, form: Sinkhorn, noise: float = 4e-6) -> None:
     out = sinkhorn.forward(logits, sinkhorn=form)
     assert out.dtype == torch.float32
-    assert_near(out, project_stochastic(logits.double(), form), "p", noise)
+    assert_near(out, form.equation(logits.double()), "p", noise)
     d_out = draw(*out.shape)
     got = sinkhorn.backward(d_out, logits, sinkhorn=form)
     assert_laid_out([out, got])
     assert got.dtype == logits.dtype
-    (expected,) = gradients(lambda leaf: [project_stochastic(leaf, form)], [logits], [d_out])
+    (expected,) = gradients(lambda leaf: [form.equation(leaf)], [logits], [d_out])
     assert_near(got, expected, "d_logits", noise)
 
 
@@ -282,7 +281,7 @@ def test_sinkhorn_of_columns_that_sink_beside_a_small_eps(start: str) -> None:
     logits -= logits.amax((-2, -1), keepdim=True)
     form = Sinkhorn(steps=6, start=start, first="columns", eps=1e-8, start_eps=0.0)
     out = sinkhorn.forward(logits, sinkhorn=form)
-    assert_near(out, project_stochastic(logits.double(), form), "p", 1e-4)
+    assert_near(out, form.equation(logits.double()), "p", 1e-4)
 
 
 def test_sinkhorn_layouts() -> None:

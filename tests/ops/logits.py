@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mhc_compile.forms import SINKHORN_STARTS
+
 # Tokens of one kind: of so many some round unluckily in every program.
 TOKENS = {2: 512, 4: 256, 8: 128}
 _VANISHING, _ROUNDINGS, _NOTHING = 10.0, 4.0 * torch.finfo(torch.float32).eps, 1e-12
@@ -62,24 +64,13 @@ def _form(steps: int, start: str, first: str, eps: float = 0.0, start_eps: float
 def _divided(steps: int, start: str, first: str, *rest: Any) -> Program:
     """The form as it is written down: an exponential, then quotients by sums."""
     form = _form(steps, start, first, *rest)
-    axes = (-1, -2) if first == "rows" else (-2, -1)
+    dims = (-1, -2) if first == "rows" else (-2, -1)
 
     def eager(logits: Tensor) -> Tensor:
-        if start == "softmax":
-            p = logits.softmax(-1)
-        elif start == "plain_exp":
-            p = logits.exp()
-        else:
-            p = (logits - logits.amax(axes[0] if start == "exp" else (-2, -1), keepdim=True)).exp()
-        if form["start_eps"]:
-            p = p + form["start_eps"]
+        p = SINKHORN_STARTS[start](logits, dims[0]) + form["start_eps"]
         for step in range(steps):
-            total = p.sum(axes[step % 2], keepdim=True)
-            if form["clamp"]:
-                total = total.clamp_min(form["eps"])
-            elif form["eps"]:
-                total = total + form["eps"]
-            p = p / total
+            total = p.sum(dims[step % 2], keepdim=True)
+            p = p / (total.clamp_min(form["eps"]) if form["clamp"] else total + form["eps"])
         return p
 
     return Program(eager, form)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 import mhc_compile.ops as ops
 from mhc_compile.forms import Sinkhorn
-from tests.kernels.cases import project_stochastic
 from tests.ops.eager import FORMS, combine, combine_arguments, deepseek, gradients, mix_arguments
 
 # Both sides compute the same function in float64 with some hundred roundings in different order.
@@ -282,7 +281,7 @@ def test_starts_whose_shift_does_not_cancel(form: dict[str, Any]) -> None:
     logits[:10] += torch.linspace(-150, 100, 10, dtype=torch.float64)[:, None, None]
 
     def eager(value: Tensor) -> Tensor:
-        return project_stochastic(value, Sinkhorn(**form))
+        return Sinkhorn(**form).equation(value)
 
     truth = gradients(eager, [logits.float().double()], [upstream])
     for dtype, bound in ((torch.float64, 1e-9), (torch.float32, 2e-5)):
@@ -299,8 +298,8 @@ def test_columns_that_sink_beside_a_small_eps(start: str) -> None:
     logits = (60.0 * logits).float()
     logits -= logits.amax((-2, -1), keepdim=True)
     form: dict[str, Any] = {"start": start, "first": "columns", "steps": 6, "eps": 1e-8, "start_eps": 0.0}
-    truth = project_stochastic(logits.double(), Sinkhorn(**form))
+    truth = Sinkhorn(**form).equation(logits.double())
     # A difference of a hundred is rounded at 8e-6.
     assert (ops.sinkhorn(logits, **form) - truth).norm() / truth.norm() < 1e-5
     # Eager's exp has no more than a few bits there, or none.
-    assert (project_stochastic(logits, Sinkhorn(**form)) - truth).norm() / truth.norm() > 1e-3
+    assert (Sinkhorn(**form).equation(logits) - truth).norm() / truth.norm() > 1e-3

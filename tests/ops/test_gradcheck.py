@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 import mhc_compile.ops  # noqa: F401
+from mhc_compile.forms import SINKHORN_STARTS
 from tests.ops.eager import FORMS, combine_arguments, mix_arguments
 
 # Few half-steps: each repeats the same two, and converged ones have gradients too small to check.
@@ -20,10 +21,11 @@ SINKHORNS = {
     "clamped": {"start": "exp", "first": "rows", "clamp": True, "start_eps": 0.0},
     # Sums of 4 entries that are at most 1 lie on both sides of this clamp.
     "clamp in reach": {"start": "exp", "first": "columns", "clamp": True, "eps": 1.5, "start_eps": 0.0},
-    "from plain exp": {"start": "plain_exp", "first": "rows", "eps": 0.3, "start_eps": 0.2},
-    "from plain exp, clamped": {"start": "plain_exp", "clamp": True, "eps": 2.0, "start_eps": 0.0},
-    "from exp shifted by the whole matrix": {"start": "global_exp", "eps": 0.3, "start_eps": 0.2},
-    "the same, clamped": {"start": "global_exp", "first": "rows", "clamp": True, "eps": 0.9, "start_eps": 0.0},
+    **{f"from {start}": {"start": start, "first": "rows", "eps": 0.3, "start_eps": 0.2} for start in SINKHORN_STARTS},
+    **{
+        f"from {start}, clamped": {"start": start, "clamp": True, "eps": 0.9, "start_eps": 0.0}
+        for start in SINKHORN_STARTS
+    },
     "log, from plain exp": {"start": "plain_exp", "eps": 0.0, "start_eps": 0.0},
     "log, from exp shifted by the whole matrix": {"start": "global_exp", "eps": 0.0, "start_eps": 0.0},
     "log, from softmax": {"eps": 0.0, "start_eps": 0.0},
