@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from mhc_compile.verification import Verification, VerificationError, verify
 
 __version__ = "0.1.0"
+# Raised by a release whose operators give other bits for the same arguments: CHANGELOG.md says which, under "Numerics".
+__numerics__ = 1
 
 # No module has the name of something in it: its import would put the module in the place of the function `explain`.
 # What needs Dynamo is imported at its first use: it takes seconds, and whoever calls the operators has no need of it.
@@ -69,6 +71,7 @@ __all__ = [
     "StrictError",
     "Verification",
     "VerificationError",
+    "__numerics__",
     "__version__",
     "backend",
     "checkpoints",

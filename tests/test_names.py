@@ -101,6 +101,11 @@ def test_the_tested_torches_are_those_of_constraints() -> None:
     assert re.fullmatch(r">=\d+\.\d+", required)
 
 
+def test_the_numerics_version_is_the_one_of_the_changelog() -> None:
+    sections = re.findall(r"^### Numerics\n(.*?)^###? ", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert f"The numerics version is {mhc_compile.__numerics__}." in sections[0]
+
+
 @pytest.mark.thorough
 def test_how_long_the_import_takes(tmp_path: Path) -> None:
     """Beyond torch's own: 50 ms where that takes a second, with modules that are compiled to bytecode."""

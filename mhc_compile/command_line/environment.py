@@ -29,6 +29,7 @@ def environment() -> dict[str, Any]:
     gpus = _gpus()
     return {
         "mhc_compile": mhc_compile.__version__,
+        "numerics": mhc_compile.__numerics__,
         "torch": {
             "version": torch.__version__,
             "cuda": torch.version.cuda,
@@ -121,7 +122,7 @@ def table(found: dict[str, Any]) -> str:
     about, cpu, compiler = found["torch"], found["cpu"], found["cpp_compiler"]
     newer = ", which this one is newer than" if about["newer_than_tested"] else ""
     rows = [
-        ("mhc_compile", found["mhc_compile"]),
+        ("mhc_compile", f"{found['mhc_compile']}, numerics version {found['numerics']}"),
         ("torch", f"{about['version']} (tested: {about['oldest_tested']} to {about['newest_tested']}{newer})"),
         ("CUDA of torch", about["cuda"] or "none"),
         ("triton", found["triton"] or "not installed"),
