@@ -9,6 +9,7 @@ import gc
 import importlib
 import os
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,35 @@ def _known_by_name() -> None:
     """backend="mhc" is there in a checkout that is not installed, such as one that a GPU machine runs."""
     if os.environ.get("TRITON_INTERPRET") != "1":  # without Dynamo: see `fresh_dynamo`
         importlib.import_module("mhc_compile.entry")
+
+
+# A test with more cases is a table of combinations, of which --thin takes a third.
+_MANY = 10
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--thin",
+        choices=("thorough", "all"),
+        help=f"run a third, always the same, of the cases of a test that has more than {_MANY}: of those marked thorough, "
+        "or of all. Continuous integration does so with what takes longest.",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    thin = config.getoption("--thin")
+    tables: dict[str, list[pytest.Item]] = {}
+    for item in items if thin else ():
+        if thin == "all" or item.get_closest_marker("thorough") is not None:
+            tables.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out = {item for cases in tables.values() if len(cases) > _MANY for item in cases if _is_left_out(item)}
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
+
+
+def _is_left_out(item: pytest.Item) -> bool:
+    return zlib.crc32(item.nodeid.encode()) % 3 > 0
 
 
 def pytest_collection_finish() -> None:
