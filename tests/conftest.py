@@ -39,12 +39,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--thin",
         choices=("thorough", "all"),
-        help=f"run a third, always the same, of the cases of a test that has more than {_MANY}: of those marked thorough, "
-        "or of all. Continuous integration does so with what takes longest.",
+        help=f"of a test with more than {_MANY} cases run a third, always the same: of those marked thorough, or of all",
     )
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def _thin_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     thin = config.getoption("--thin")
     tables: dict[str, list[pytest.Item]] = {}
     for item in items if thin else ():
@@ -131,8 +130,9 @@ def _shares_the_memory(request: pytest.FixtureRequest, tmp_path_factory: pytest.
         torch.cuda.empty_cache()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked gpu say why they do not run where there is no CUDA device."""
+    _thin_out(config, items)
     if torch.cuda.is_available():
         return
     no_device = pytest.mark.skip(reason="needs a CUDA device, and torch sees none")
