@@ -39,7 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--thin",
         choices=("thorough", "all"),
-        help=f"of a test with more than {_MANY} cases run a third, always the same: of those marked thorough, or of all",
+        help=f"of a test with more than {_MANY} cases run a third, always the same: of the thorough ones, or of all",
     )
 
 
