@@ -20,7 +20,7 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     Returns a `Report`: `report.sites`, `report.rewritten` and `report.declined` list the sites with operator, source
     location, detail and reason, `report.cut` what Dynamo tears apart, `report.fusions` counts what was fused;
     `str(report)` is the same for people. The rewritten graphs run operator by operator, in the caller's grad mode;
-    nothing is compiled and nothing is kept. Functions that Dynamo gave up before are tried, and stay given up. From two
+    nothing is compiled and nothing is kept. A compiled model is looked at as it is written. Functions that Dynamo gave up before are tried, and stay given up. From two
     seconds on, a terminal shows how far it is.
     """
     ledger = records.Ledger()
@@ -34,6 +34,12 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         return compiled
 
     apart, more = compat.apart(mhc, ledger.give_up), compat.any_number_of_compilations()
-    with apart, more, compat.without_tracebacks(), progress(lambda: f"explain: {ledger.progress()}"):
+    with (
+        apart,
+        more,
+        compat.uncompiled(model),
+        compat.without_tracebacks(),
+        progress(lambda: f"explain: {ledger.progress()}"),
+    ):
         torch.compile(model, backend=mhc)(*args, **kwargs)
     return ledger.report()

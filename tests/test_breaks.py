@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mhc_compile
@@ -243,6 +243,39 @@ def test_a_look_at_what_dynamo_had_given_up(look: Callable[..., Any]) -> None:
     assert "expand_combine" in str(look(_one_function(broken=False), x))
     with torch.compiler.set_stance("fail_on_recompile"):
         broken(x)
+
+
+def _in_place(model: nn.Module) -> Callable[..., Any]:
+    model.compile(backend="eager")
+    return model
+
+
+WAYS: dict[str, Callable[[nn.Module], Callable[..., Any]]] = {
+    "in place": _in_place,
+    "a call of a model compiled in place": lambda model: _in_place(model).__call__,
+    "a model of models compiled in place": lambda model: nn.Sequential(_in_place(model)),
+    "a module": lambda model: torch.compile(model, backend="eager"),
+    "a module compiled in place": lambda model: torch.compile(_in_place(model), backend="eager"),
+    "a method": lambda model: torch.compile(model.forward, backend="eager"),
+    "a function": lambda model: torch.compile(lambda x: model(x), backend="eager"),
+}
+
+
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_look_at_a_compiled_model(way: str, called: bool) -> None:
+    """It is the model as it is written, and stays compiled."""
+    model, x = Sublayer(4, 6, 3, 2), torch.randn(X)
+    compiled = WAYS[way](model)
+    if called:
+        compiled(x)
+    there = model._compiled_call_impl
+    assert _names(mhc_compile.explain(compiled, x).rewritten) == BOTH
+    assert "expand_combine(" in str(capture(compiled, x))
+    assert model._compiled_call_impl is there
+    if called:
+        with torch.compiler.set_stance("fail_on_recompile"):
+            compiled(x)
 
 
 @pytest.mark.usefixtures("passes_only")

@@ -144,20 +144,23 @@ def any_number_of_compilations() -> Any:
 
 
 @contextlib.contextmanager
-def uncompiled(module: torch.nn.Module) -> Iterator[None]:
+def uncompiled(call: Callable[..., Any]) -> Iterator[None]:
     """Have a module called as it is written, whatever `module.compile()` has put in the place of its calls.
 
-    torch keeps that in an attribute of each module (torch 2.11 to 2.14).
+    call is the module, or a method of it. torch keeps the compiled call in an attribute of each module (torch 2.11 to
+    2.14). Dynamo looks through other functions by itself.
     """
+    module = getattr(call, "__self__", call)
+    parts = module.modules() if isinstance(module, torch.nn.Module) else ()
     name = "_compiled_call_impl"
-    compiled = [(part, call) for part in module.modules() if (call := getattr(part, name, None)) is not None]
+    compiled = [(part, there) for part in parts if (there := getattr(part, name, None)) is not None]
     try:
         for part, _ in compiled:
             setattr(part, name, None)
         yield
     finally:
-        for part, call in compiled:
-            setattr(part, name, call)
+        for part, there in compiled:
+            setattr(part, name, there)
 
 
 def on_dynamo_reset(backend: Any) -> None:

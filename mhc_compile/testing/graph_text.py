@@ -53,7 +53,8 @@ class Graphs:
 def capture(model: Callable[..., Any], *args: Any, allow_empty: bool = False, **kwargs: Any) -> Graphs:
     """Run `model(*args, **kwargs)` once and return its rewritten graphs.
 
-    They are of these sizes, whatever the model has been compiled for before in this process. Where no gradient is
+    They are of these sizes, whatever the model has been compiled for before in this process. The model may be compiled
+    itself. Where no gradient is
     wanted, the joint graphs hold the forward alone.
 
     Where Dynamo breaks the graph, the text has a line with the name of the function, and so it has for a function that
@@ -83,7 +84,7 @@ def capture(model: Callable[..., Any], *args: Any, allow_empty: bool = False, **
         passes.fuse(joint)
         graphs.joint.append(joint.graph)
 
-    with compat.apart(mhc, given_up), compat.for_these_sizes():
+    with compat.apart(mhc, given_up), compat.for_these_sizes(), compat.uncompiled(model):
         torch.compile(model, backend=mhc)(*args, **kwargs)
     report = ledger.report()
     if not (allow_empty or report.rewritten or report.called):
