@@ -21,6 +21,7 @@ from mhc_compile.hooks import (
     StrictError,
     chained,
     is_rewritten,
+    lost,
     passes_of,
     trace,
 )
@@ -44,7 +45,8 @@ def whole(module: fx.GraphModule, backend: str, options: dict[str, Any]) -> Iter
     with records.graph() as compiled, guard("DistributedDataParallel may cut hyper-connections"):
         rewriting = MhcPass(wanted)
         norms = rewriting.options[INPUT_NORM]
-        report = passes.run_recursively(module, input_norms=norms, left_of=checking.left_alone)
+        skipped = rewriting.options[SKIP]
+        report = passes.run_recursively(module, input_norms=norms, left_of=checking.left_alone, skipped=skipped)
         report.graphs = 0  # the parts are counted
         compiled.traced.add(report)
         trace(compiled, report, module if report.rewritten else None)
@@ -115,10 +117,10 @@ def _compiling(options: dict[str, Any]) -> Iterator[records.Compiled]:
             yield compiled
         except Exception as error:
             expected = isinstance(error, Deliberate) or compat.asks_to_trace_again(error)
-            if compiled.strict and compiled.traced.sites and not expected:
-                sites = f"{len(compiled.traced.sites)} hyper-connection sites"
+            sites = lost(compiled.traced.sites, options)
+            if compiled.strict and sites and not expected:
                 why = ". ".join([in_one_line(error), *dict.fromkeys(compiled.traced.advice)])
-                raise StrictError(f"a graph with {sites} is not compiled: {why}") from error
+                raise StrictError(f"a graph with {len(sites)} hyper-connection sites is not compiled: {why}") from error
             raise
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from mhc_compile import checking, compat, kernels, passes, records
 from mhc_compile.guard import Deliberate, guard, told
 from mhc_compile.options import CHECK, FUSE, INPUT_NORM, OPTIONS, SKIP
 from mhc_compile.passes.fuse import FUSIONS
-from mhc_compile.passes.report import Report
+from mhc_compile.passes.report import Report, SiteReport
 
 # Whether the graphs that Inductor compiles are parts of one that was rewritten as a whole.
 is_rewritten: ContextVar[bool] = ContextVar("is_rewritten", default=False)
@@ -56,9 +56,13 @@ class Configured(compat.CustomGraphPass):
         """Raise for sites that were left. Not earlier: Dynamo may throw a graph away until autograd has traced it."""
         if self.options["mhc.strict"]:
             report = compiled.report()
-            refused = [site for site in report.declined if site.reason != passes.SKIPPED]
-            if refused or report.errors or report.torn:
+            if lost([*report.declined, *report.torn], self.options) or report.errors:
                 raise StrictError(_words(report))
+
+
+def lost(sites: Sequence[SiteReport], options: dict[str, Any]) -> list[SiteReport]:
+    """Of these sites those that strict options raise for: `mhc.skip` does not name their lines."""
+    return [site for site in sites if not site.location.is_among(options.get(SKIP, ()))]
 
 
 def _hook(run: Callable[[Any, fx.Graph], None]) -> Callable[[Any, fx.Graph], None]:

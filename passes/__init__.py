@@ -355,22 +355,26 @@ def _in_place(
 
 
 def run_recursively(
-    module: fx.GraphModule, *, input_norms: bool | None = None, left_of: Callable[[fx.Graph], Left] = lambda graph: {}
+    module: fx.GraphModule,
+    *,
+    input_norms: bool | None = None,
+    left_of: Callable[[fx.Graph], Left] = lambda graph: {},
+    skipped: Sequence[str] = (),
 ) -> Report:
     """Rewrite a graph module in place, with the bodies of its checkpoint regions and other nested graphs.
 
-    left_of tells for each graph which sites are left alone, and why.
+    left_of tells for each graph which sites are left alone, and why; skipped holds the places of others, as for `run`.
 
     A graph comes before its bodies: an `autograd.Function` that computes a gate is recognised by what its bodies
     compute, as their author wrote them, and disappears with them.
     """
     total = Report()
     left = left_of(module.graph)
-    total.add(run(module.graph, input_norms=input_norms, module=module, left=left)[1])
+    total.add(run(module.graph, input_norms=input_norms, module=module, left=left, skipped=skipped)[1])
     for name in sorted({str(node.target) for node in module.graph.nodes if node.op == "get_attr" and node.users}):
         body = getattr(module, name, None)
         if isinstance(body, fx.GraphModule):
-            total.add(run_recursively(body, input_norms=input_norms, left_of=left_of))
+            total.add(run_recursively(body, input_norms=input_norms, left_of=left_of, skipped=skipped))
     return total
 
 

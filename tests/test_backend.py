@@ -16,7 +16,7 @@ from torch._inductor import async_compile
 from torch._inductor import config as inductor_config
 
 import mhc_compile
-from mhc_compile import passes, records
+from mhc_compile import compat, passes, records
 from mhc_compile.nn import HyperConnection
 from mhc_compile.passes import plan as planning
 from tests.e2e.deepseek_models import Stack
@@ -247,3 +247,37 @@ def test_sites_at_a_line_are_left_alone() -> None:
         kept = mhc_compile.report()
         assert [site.op for site in kept.rewritten] == ["generate_mix_and_aggregate"]
         assert [site.reason for site in kept.declined] == [passes.SKIPPED]
+
+
+class ChannelRead(HyperConnection):
+    """Its read has a gate for each channel, which no operator has."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        _, h_post, h_res = self.mixes(x)
+        f = self.layer((self.weight * x).sum(-2))
+        return h_post.unsqueeze(-1) * f.unsqueeze(-2) + h_res.transpose(-1, -2) @ x
+
+    def __init__(self) -> None:
+        super().__init__(torch.nn.Linear(8, 8), dim=8)
+        self.weight = torch.nn.Parameter(torch.ones(4, 8))
+
+
+def test_strict_options_accept_a_loss_at_a_line_that_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its reason stays in the report. Other losses are errors as ever."""
+
+    def until_joint(patches: dict[str, Any], gm: fx.GraphModule, inputs: Any) -> Any:
+        patches["pre_grad_custom_pass"](gm.graph)
+        joint = patches["joint_custom_pre_pass"]
+        return compat.compile_without_inductor(gm, inputs, lambda module: joint(module.graph))
+
+    monkeypatch.setattr(compat, "inductor_compiler", lambda mode, options, patches: functools.partial(until_joint, patches))
+    x = torch.randn(2, 3, 4, 8)
+    (read,) = mhc_compile.explain(ChannelRead(), x).declined
+    model = torch.nn.Sequential(ChannelRead(), ChannelRead())
+    compiled = torch.compile(model, backend="mhc", options={"mhc.skip": [str(read.location)], "mhc.strict": True})
+    compiled(x)
+    assert [site.reason for site in mhc_compile.report().declined] == 2 * [read.reason]
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="mhc", options={"mhc.skip": ["model.py:1"], "mhc.strict": True})
+    with pytest.raises(mhc_compile.StrictError, match="each channel"):
+        compiled(x)

@@ -97,6 +97,10 @@ def test_graphs_that_one_frame_is_cut_into_add_up(monkeypatch: pytest.MonkeyPatc
     assert mhc_compile.report().graphs > 1
     assert _operators() == BOTH
     assert mhc_compile.report().cut == []
+    (write,) = [str(site.location) for site in mhc_compile.report().sites if site.op == "expand_combine"]
+    torch._dynamo.reset()
+    torch.compile(distributed, backend="mhc", options={"mhc.skip": [write]})(torch.randn(SHAPE))
+    assert _operators() == ["generate_mix_and_aggregate"]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
