@@ -29,7 +29,7 @@ from mhc_compile.passes import shadow as shadowing
 from mhc_compile.passes import share as sharing
 from mhc_compile.passes import sizes
 from mhc_compile.passes.called import called
-from mhc_compile.passes.cut import advice, cut
+from mhc_compile.passes.cut import CUT, WRITTEN_ELSEWHERE, advice, cut
 from mhc_compile.passes.functional import functional
 from mhc_compile.passes.fuse.joint import is_operator
 from mhc_compile.passes.lists import Lists
@@ -100,6 +100,7 @@ def run(
 
     def undo() -> None:
         report.sites.clear()
+        report.cut.clear()
         if module is not None:
             put(module, graph)
 
@@ -108,7 +109,7 @@ def run(
     with guard("operators that the program calls are not told", report.errors):
         report.called = called(graph)
     with guard("sites whose gates are in another graph are not told", report.errors):
-        report.cut = cut(new or graph)
+        report.cut += cut(new or graph)
         report.advice = advice(graph)
     report.seconds = time.perf_counter() - begin
     with guard("the report is not logged", report.errors):
@@ -132,6 +133,8 @@ def _rewritten(
         report.sites = [SiteReport(site.op, location(None), "") for site in plan.sites]
         with guard("sites are told without their places", report.errors):
             report.sites = _sites(shadow, plan)
+            torn = [site for site in plan.torn if site in plan.sites]
+            report.cut = [SiteReport(site.op, location(_node(site)), CUT, WRITTEN_ELSEWHERE) for site in torn]
         return new
 
 

@@ -14,6 +14,7 @@ from mhc_compile.passes.report import SiteReport, location
 CUT = "cut"
 MADE_ELSEWHERE = "its gates are made in another graph"
 READ_ELSEWHERE = "its gates are read in another graph"
+WRITTEN_ELSEWHERE = "the gates of its write are read in another graph"
 
 # What keeps a graph whole that is given up because of an operator, by a part of its name.
 _ADVICE = {

@@ -156,6 +156,7 @@ class _Tracer:
         self.values: dict[fx.Node, Any] = {}
         self.writes: list[tuple[fx.Node, frozenset[int]]] = []
         self.doubles: set[fx.Node] = set()
+        self.wrappers: set[fx.Node] = set()
         self.recorded: dict[tuple[Any, ...], _Recorded | None] = {}
         self.tensor_kinds: dict[int, Kind] = {}
         self.kinds: dict[str, Kind] = {}
@@ -210,6 +211,8 @@ class _Tracer:
         for tensor in held:
             if tensor.dtype is torch.float64:
                 self.doubles.add(node)
+            if compat.is_wrapper(tensor):
+                self.wrappers.add(node)
         if node.op not in ("call_function", "call_method"):
             self._bind(node, map_leaves(self._fresh, example))
             return
@@ -226,11 +229,21 @@ class _Tracer:
             self._bind(node, result)
         elif not compat.is_plain_call(node) or not held or any(map(compat.is_batched, held)):
             self._opaque(node, example)
+        elif self.wrappers and self._wraps(node):
+            self._opaque(node, example)
         elif not any(prod(self._shape(tensor)) for tensor in held):
             # What has no elements, such as the rest of a sequence of whole chunks, is no part of any operator.
             self._opaque(node, example)
         else:
             self._look_into(node, example)
+
+    def _wraps(self, node: fx.Node) -> bool:
+        """Whether a node makes tensors of a tensor subclass, or the other way round, as `DTensor.to_local` does.
+
+        What it makes is a value of its own: nothing outside the node holds what is in the subclass.
+        """
+        given = {one in self.wrappers for one in node.all_input_nodes}
+        return len(given) == 1 and given != {node in self.wrappers}
 
     def _mutating(self, node: fx.Node, example: Any) -> None:
         keys = (compat.storage_of(t) for t in tensors(_examples((node.args, node.kwargs))))

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mhc_compile.budget import Steps
 
@@ -112,6 +113,11 @@ def is_batched(tensor: torch.Tensor) -> bool:
             return True
         tensor = functorch.get_unwrapped(tensor)
     return False
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether this is of a subclass that holds other tensors, such as DTensor."""
+    return is_traceable_wrapper_subclass(tensor)
 
 
 def depends_on_data(error: Exception) -> bool:

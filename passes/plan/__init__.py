@@ -22,7 +22,7 @@ from mhc_compile.passes.plan.gradients import (
 )
 from mhc_compile.passes.plan.misses import misses
 from mhc_compile.passes.plan.mix import mix_site
-from mhc_compile.passes.plan.outside import came_in, remember
+from mhc_compile.passes.plan.outside import came_in, reads_of_torn, remember, remember_torn, writes
 from mhc_compile.passes.plan.own import name_own_gates
 from mhc_compile.passes.plan.projections import projection_sites
 from mhc_compile.passes.plan.roles import connections
@@ -61,11 +61,15 @@ from mhc_compile.passes.shadow import Shadow, Value
 
 @dataclass
 class Plan:
-    """All decisions for one graph; untold are failures to find out why something is in no site."""
+    """All decisions for one graph; untold are failures to find out why something is in no site.
+
+    torn are the reads of connections that write in another graph, where no operator makes the gates of the write.
+    """
 
     sites: list[Site]
     declined: list[Declined]
     untold: list[str] = field(default_factory=list)
+    torn: list[AggregateSite | MixSite] = field(default_factory=list)
 
 
 def plan(shadow: Shadow, findings: Findings, errors: list[str] | None = None, *, input_norms: bool | None) -> Plan:
@@ -120,6 +124,13 @@ def plan(shadow: Shadow, findings: Findings, errors: list[str] | None = None, *,
             accepted = sites[-1]
             assert isinstance(accepted, CombineSite)
             claimed |= _within(accepted.combine)
+    torn: dict[Value, Value] = {}
+    with guard("connections that a graph break cuts are not looked for", errors):
+        torn = {read: gate for read, gate in reads_of_torn(shadow, findings).items() if gate not in known}
+        evident |= torn.keys()
+        for write in writes(shadow, findings):
+            if write.out not in claimed and consider("expand_combine", write.op.node, lambda c=write: CombineSite(c)):  # type: ignore[misc]
+                claimed |= _within(write)
     for mixing in findings.mixings:
         if mixing.out not in claimed:
             consider("mix_streams", mixing.op.node, lambda m=mixing: MixingSite(m))  # type: ignore[misc]
@@ -136,13 +147,16 @@ def plan(shadow: Shadow, findings: Findings, errors: list[str] | None = None, *,
             node = projected.products[0].projection.out.op.node  # type: ignore[union-attr]
             consider("projection", node, lambda site=projected: site)  # type: ignore[misc]
     remember(sites)
+    reads = [site for site in sites if isinstance(site, (AggregateSite, MixSite)) and site.aggregate is not None]
+    cut = [site for site in reads if site.aggregate is not None and site.aggregate.out in torn]
+    remember_torn((site.aggregate for site in cut if site.aggregate is not None), torn)
     untold: list[str] = []
     with guard("what else there is of hyper-connections is not told", untold):
         name_own_gates(sites, findings)
         declined += list(misses(shadow, findings, sites, declined, views))
     if input_norms is not False:
         sites = [_with_norm(shadow, findings, site, input_norms, errors) for site in sites]
-    return Plan(sites, declined, untold)
+    return Plan(sites, declined, untold, cut)
 
 
 def _consider_gates(mixtures: list[Mixture], findings: Findings, consider: Callable[..., bool]) -> None:

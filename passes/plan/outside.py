@@ -1,18 +1,22 @@
 """Gates that leave one graph and come into another: a program that a graph break or a framework has cut.
 
-A read whose gate comes in from outside could be that of experts or keys. It is that of streams if an operator made a
-gate of this shape, from streams of this shape, that left a graph which was compiled before.
+A read or a write whose gate comes in from outside could be that of experts or keys. It is that of streams if a gate of
+this shape, made from streams of this shape, left a graph which was compiled before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from math import prod
 
 from mhc_compile import compat
 from mhc_compile.passes.plan.sites import MixSite, Site
+from mhc_compile.passes.recognise import Findings
 from mhc_compile.passes.recognise.aggregate import Aggregate
-from mhc_compile.passes.recognise.layout import any_view, origin
-from mhc_compile.passes.shadow import Value
+from mhc_compile.passes.recognise.combine import Combine, residuals
+from mhc_compile.passes.recognise.contraction import StreamsView
+from mhc_compile.passes.recognise.layout import any_view, is_movement, origin, tidy
+from mhc_compile.passes.shadow import Shadow, Value
 
 _Shape = tuple[int, ...]
 # The shapes of streams and of gates that left a graph, in the whole process: graphs of one program are compiled one by
@@ -31,6 +35,65 @@ def came_in(read: Aggregate) -> bool:
     """Whether the gate and the streams of a read are inputs of the graph, such as were made in another one."""
     gate, x = origin(read.gate)[0], origin(read.x, any_view)[0]
     return gate.op is None and x.op is None and (_shape(x), _shape(gate)) in _left
+
+
+def reads_of_torn(shadow: Shadow, findings: Findings) -> dict[Value, Value]:
+    """The reads whose streams also make a gate that leaves the graph unread, as that of a write does; and the gate.
+
+    Both gates come from a projection of the streams, from rows of their own. Other models that weigh what they project
+    return at most the weights, or what these are made of.
+    """
+    outputs = [out for op in shadow.ops for out in op.outs if out.is_output and _only_leaves(out)]
+    return {a.out: gate for a in findings.aggregates for gate in outputs if _is_of_same_streams(gate, a, findings)}
+
+
+def _is_of_same_streams(gate: Value, read: Aggregate, findings: Findings) -> bool:
+    if gate.numel != read.gate.numel or read.streams.n not in gate.shape[-2:]:
+        return False
+    own, other = (findings.connections.between(read.x, value) for value in (read.gate, gate))
+    projected, beside = ([v for v in way if v in findings.readings] for way in (own, other))
+    return (
+        read.x in own
+        and read.x in other
+        and gate not in own
+        and read.gate not in other
+        and read.out not in other
+        and bool(projected and beside)
+        and all(v.numel >= 2 * gate.numel for v in projected if v in other)
+    )
+
+
+def _only_leaves(value: Value) -> bool:
+    """Whether a value is a result of the graph, and nothing else is made of it or its views."""
+    return all(is_movement(op) and all(map(_only_leaves, op.outs)) for op in value.users)
+
+
+def remember_torn(reads: Iterable[Aggregate], gates: dict[Value, Value]) -> None:
+    """Note the gates that leave beside these reads."""
+    _left.update((_shape(read.x), _shape(gates[read.out])) for read in reads)
+
+
+def writes(shadow: Shadow, findings: Findings) -> Iterator[Combine]:
+    """The writes to streams as they are, h_post f + x, whose streams and gate come in from outside."""
+    for op in shadow.ops if _left else ():
+        if op.name in _SUMS and op.outs:
+            for found in residuals(findings.reader, op.out, _streams):
+                if isinstance(found, Combine) and found.outer.post is not None:
+                    gate, x = origin(found.outer.post)[0], origin(found.x, any_view)[0]
+                    if gate.op is None and x.op is None and (_shape(x), _shape(gate)) in _left:
+                        yield found
+
+
+_SUMS = {"add", "sub", "addcmul"}
+
+
+def _streams(x: Value) -> StreamsView | None:
+    """Where the streams lie in an input, [..., n, C], if gates of streams of its shape left a graph."""
+    if x.op is not None or len(x.shape) < 2 or not any(shape == _shape(x) for shape, _ in _left):
+        return None
+    n, channels = x.shape[-2:]
+    tokens = [(size, prod(x.shape[i + 1 :])) for i, size in enumerate(x.shape[:-2])]
+    return StreamsView(tidy(tokens), (n, channels), ((channels, 1),))
 
 
 def _shape(value: Value) -> _Shape:

@@ -1,0 +1,179 @@
+"""Connections of gates that no operator makes, torn by a graph break: both halves are rewritten, and told as cut."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mhc_compile
+from mhc_compile import passes
+from mhc_compile.passes.report import Report
+
+pytestmark = [
+    pytest.mark.usefixtures("fresh_dynamo"),
+    # Dynamo looks at what a graph gets from the one before it.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+
+N, C = 4, 16
+READ = "the gates of its write are read in another graph: Dynamo breaks the graph at "
+WRITE = "its gates are made in another graph: Dynamo breaks the graph at "
+
+
+class Torn(nn.Module):
+    """A sigmoid for each gate, and streams that are not mixed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.RMSNorm(N * C), nn.Linear(C, C)
+        self.project = nn.Linear(N * C, 2 * N)
+        self.pre, self.post = nn.Linear(N * C, N), nn.Linear(N * C, N)
+
+    def gates(self, x: Tensor) -> Any:
+        return torch.sigmoid(self.project(self.norm(x.flatten(-2)))).chunk(2, -1)
+
+    def read(self, x: Tensor, h_pre: Tensor) -> Tensor:
+        return (h_pre.unsqueeze(-1) * x).sum(-2)
+
+    def write(self, x: Tensor, f: Tensor, h_post: Tensor) -> Tensor:
+        return x + h_post.unsqueeze(-1) * f.unsqueeze(-2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h_pre, h_post = self.gates(x)
+        u = self.read(x, h_pre)
+        torch._dynamo.graph_break()
+        return self.write(x, self.layer(u), h_post)
+
+
+class TwoProjections(Torn):
+    def gates(self, x: Tensor) -> Any:
+        flat = self.norm(x.flatten(-2))
+        return torch.sigmoid(self.pre(flat)), 2 * torch.sigmoid(self.post(flat))
+
+
+class OtherGates(Torn):
+    def gates(self, x: Tensor) -> Any:
+        h_pre, h_post = self.project(torch.nn.functional.layer_norm(x.flatten(-2), (N * C,))).split((N, N), -1)
+        return h_pre.softmax(-1), torch.tanh(h_post)
+
+
+class OtherSpelling(Torn):
+    def gates(self, x: Tensor) -> Any:
+        h_pre, h_post = super().gates(x)
+        return h_pre, h_post.unsqueeze(-1)
+
+    def read(self, x: Tensor, h_pre: Tensor) -> Tensor:
+        return torch.einsum("bsn,bsnc->bsc", h_pre, x)
+
+    def write(self, x: Tensor, f: Tensor, h_post: Tensor) -> Tensor:
+        return torch.addcmul(x, h_post, f.unsqueeze(-2))
+
+
+class Streams(nn.Module):
+    """A frame of its own for each connection, behind another one."""
+
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.parts
+        out: Tensor = second(first(x))
+        return out
+
+
+def _check(report: Report, read: str) -> None:
+    lines, first = inspect.getsourcelines(Torn)
+    line = first + next(i for i, text in enumerate(lines) if "graph_break()" in text)
+    told = [(site.op, site.detail, (site.reason or "").partition(f"tests/passes/test_torn.py:{line}: ")[0]) for site in report.cut]
+    assert told == [(read, "cut", READ), ("expand_combine", "cut", WRITE)]
+    assert {read, "expand_combine"} <= {site.op for site in report.rewritten}
+    assert report.declined == []
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "read"),
+    [(Torn, "aggregate"), (TwoProjections, "head"), (OtherGates, "aggregate"), (OtherSpelling, "aggregate")],
+)
+def test_both_halves_are_told(kind: type[Torn], read: str, dynamic: bool) -> None:
+    x = torch.randn(2, 3, N, C)
+    if dynamic:
+        torch._dynamo.mark_dynamic(x, 1)
+    _check(mhc_compile.explain(Streams(kind(), kind()), x), read)
+
+
+def test_halves_compute_what_they_did() -> None:
+    model, x = Streams(Torn(), TwoProjections()), torch.randn(2, 3, N, C)
+    model, x = Streams(Torn(), TwoProjections()).double(), torch.randn(2, 3, N, C, dtype=torch.float64)
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        found.append(passes.run_recursively(gm))
+        return gm.forward
+
+    found: list[Report] = []
+    # Two float32 evaluations of a few hundred sums.
+    torch.testing.assert_close(torch.compile(model, backend=backend)(x), model(x), rtol=1e-5, atol=1e-5)
+    assert sum(len(report.rewritten) for report in found) >= 4
+
+
+def test_a_torn_connection_is_not_strict() -> None:
+    compiled = torch.compile(Torn(), backend="mhc", options={"mhc.strict": True})
+    with pytest.raises(mhc_compile.StrictError, match=READ):
+        compiled(torch.randn(2, 3, N, C))
+
+
+def test_a_half_that_the_program_compiles_by_itself_is_not_cut() -> None:
+    model = Torn()
+
+    def half(x: Tensor) -> Any:
+        h_pre, h_post = model.gates(x)
+        return model.read(x, h_pre), h_post
+
+    report = mhc_compile.explain(half, torch.randn(2, 3, N, C))
+    assert report.cut == []
+
+
+class Pooling(nn.Module):
+    """Attention over a few vectors, which returns some of what it made: there are no streams."""
+
+    def __init__(self, returned: str) -> None:
+        super().__init__()
+        self.returned = returned
+        self.query, self.heads, self.layer = nn.Linear(N * C, N), nn.Linear(N * C, 2 * N), nn.Linear(C, C)
+
+    def forward(self, x: Tensor) -> Any:
+        logits = self.query(x.flatten(-2))
+        weights = logits.softmax(-1)
+        if self.returned == "another head":
+            weights, other = self.heads(x.flatten(-2)).softmax(-1).chunk(2, -1)
+            kept = torch.einsum("bsn,bsnc->bsc", other, x)
+        else:
+            kept = {
+                "its weights": weights,
+                "its logits": logits,
+                "its entropies": -(weights * logits),
+                "its weights once more": logits.log_softmax(-1),
+            }[self.returned]
+        pooled = (weights.unsqueeze(-1) * x).sum(-2)
+        torch._dynamo.graph_break()
+        return self.layer(pooled), kept
+
+
+@pytest.mark.parametrize(
+    "returned", ["its weights", "its logits", "its entropies", "its weights once more", "another head"]
+)
+def test_models_without_streams_are_not_torn(returned: str) -> None:
+    report = mhc_compile.explain(Pooling(returned), torch.randn(2, 3, N, C))
+    assert (report.sites, report.cut, report.errors) == ([], [], []), str(report)
+
+
+def test_a_residual_with_a_gate_from_outside_is_not_a_write() -> None:
+    """Nothing before it said that its tensors are streams."""
+    x = torch.randn(2, 3, N, C)
+    report = mhc_compile.explain(lambda x, f, gate: x + gate.unsqueeze(-1) * f.unsqueeze(-2), x, x[:, :, 0], x[..., 0])
+    assert (report.sites, report.cut) == ([], [])
