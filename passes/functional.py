@@ -65,7 +65,9 @@ class _Functional:
 
     def run(self) -> None:
         for node in list(self.graph.nodes):
-            if _plain_form(node) and self._is_private(node):
+            if _goes_back(node):
+                self._replace(node, back=True)
+            elif _plain_form(node) and self._is_private(node):
                 self._replace(node)
 
     def _is_private(self, node: fx.Node) -> bool:
@@ -88,7 +90,8 @@ class _Functional:
                 return False
         return True
 
-    def _replace(self, node: fx.Node) -> None:
+    def _replace(self, node: fx.Node, *, back: bool = False) -> None:
+        """Replace a node, if what comes in its place has the same strides; back: or where the next one assigns it."""
         target = node.args[0]
         assert isinstance(target, fx.Node)
         self.current = node
@@ -97,7 +100,7 @@ class _Functional:
         if made is None:
             return
         old, new = compat.example(target), compat.example(made[-1])
-        if (new.shape, new.dtype, new.stride()) != (old.shape, old.dtype, old.stride()):
+        if (new.shape, new.dtype) != (old.shape, old.dtype) or (not back and new.stride() != old.stride()):
             for extra in reversed(made):
                 self.graph.erase_node(extra)
             return
@@ -109,6 +112,9 @@ class _Functional:
         for user in list(target.users):
             if self.position[user] > here:
                 user.replace_input_with(target, result)
+        if back:  # the result is assigned to where it would have been written
+            self.graph.erase_node(node)
+            return
         key = self.memory[target]
         self.memory[result] = key
         self.holders[key].append(result)
@@ -208,6 +214,20 @@ def _plain_form(node: fx.Node) -> bool:
     if node.op == "call_method":
         return node.target in _METHODS and "out" not in node.kwargs
     return node.op == "call_function" and (node.target in _OPERATORS or node.target is operator.setitem)
+
+
+def _goes_back(node: fx.Node) -> bool:
+    """Whether a node writes into a view, and the next one assigns that to the place of the view: y[i] += f."""
+    back, view = node.next, node.args[0] if node.args else None
+    return (
+        node.target in _OPERATORS
+        and back.target is operator.setitem
+        and isinstance(view, fx.Node)
+        and view.target is operator.getitem
+        and list(view.users) == list(back.args[2:]) == [node]
+        and list(node.users) == [back]
+        and view.args == back.args[:2]
+    )
 
 
 def _place(index: Any, rank: int) -> tuple[int, int | slice] | None:

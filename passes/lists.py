@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from mhc_compile import compat
+from mhc_compile.budget import Steps
 from mhc_compile.guard import guard
 from mhc_compile.passes.called import INSERTED
 from mhc_compile.passes.plan import CombineSite, Declined, Plan, surface
@@ -31,6 +32,8 @@ COME = f"the streams come from elsewhere one by one, so that one tensor of them 
 WRITTEN = f"the program writes in place into one of the streams, which it keeps in a list: {KEEP}"
 SAME = "the streams are n times one tensor here, which Inductor reads once, and the operator would read n copies"
 STREAMS_AT, GATES_AT = -2, 0
+# How often lists are stacked, each time without those that no operator wrote. Each time the whole graph is recorded.
+MOST_ROUNDS = 4
 
 
 class Lists:
@@ -45,6 +48,7 @@ class Lists:
         with guard("lists of streams are left as they are", errors):
             self._writes, self._reads = list_writes(shadow.ops)
         self._left: dict[ListWrite, str] = {}
+        self._rounds = Steps("times that lists of streams are stacked", MOST_ROUNDS)
         # What the writes' new streams are stacked by, and where the graph's own nodes are, in the graph made last.
         self._stacks: dict[Streams, fx.Node] = {}
         self._copies: dict[fx.Node, fx.Node] = {}
@@ -62,6 +66,7 @@ class Lists:
         gates = list(self._gates()) if self._writes else []
         if not wanted and not gates:
             return None
+        self._rounds.take()
         new, self._copies = compat.copy_graph(self._shadow.graph)
         for streams in wanted:
             self._stacks[streams] = self._stack(new, streams, STREAMS_AT)

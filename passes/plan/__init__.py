@@ -6,7 +6,7 @@ turns it into nodes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -53,8 +53,9 @@ from mhc_compile.passes.recognise.concatenation import TOGETHER
 from mhc_compile.passes.recognise.contraction import StreamsView
 from mhc_compile.passes.recognise.gates import Matrices, Mixing, Sigmoid
 from mhc_compile.passes.recognise.input_norm import InputNorm, input_norm
-from mhc_compile.passes.recognise.layout import is_movement
+from mhc_compile.passes.recognise.layout import any_view, is_movement, origin
 from mhc_compile.passes.recognise.mixing import mixed_alone
+from mhc_compile.passes.recognise.part_writes import PartWrite
 from mhc_compile.passes.recognise.projection import streams_by_rows
 from mhc_compile.passes.shadow import Shadow, Value
 
@@ -131,7 +132,10 @@ def plan(shadow: Shadow, findings: Findings, errors: list[str] | None = None, *,
         for write in writes(shadow, findings):
             if write.out not in claimed and consider("expand_combine", write.op.node, lambda c=write: CombineSite(c)):  # type: ignore[misc]
                 claimed |= _within(write)
-    for mixing in findings.mixings:
+    part_writes = list(_part_writes(findings, known, _views(sites)))
+    evident |= {write.read.out for write in part_writes}
+    declined += (Declined("expand_combine", write.reason, write.op.node) for write in part_writes)
+    for mixing in [*findings.mixings, *(write.mixing for write in part_writes if write.mixing is not None)]:
         if mixing.out not in claimed:
             consider("mix_streams", mixing.op.node, lambda m=mixing: MixingSite(m))  # type: ignore[misc]
     free = [a for a in findings.aggregates if a.out not in claimed]
@@ -157,6 +161,13 @@ def plan(shadow: Shadow, findings: Findings, errors: list[str] | None = None, *,
     if input_norms is not False:
         sites = [_with_norm(shadow, findings, site, input_norms, errors) for site in sites]
     return Plan(sites, declined, untold, cut)
+
+
+def _part_writes(findings: Findings, known: set[Value], views: dict[Value, StreamsView]) -> Iterator[PartWrite]:
+    """The writes to some of the streams; pooling adds to one row, too, but knows no gate and mixes nothing."""
+    for write in findings.part_writes:
+        if write.mixing is not None or write.read.gate in known or write.streams in views or write.op.out in views:
+            yield write
 
 
 def _consider_gates(mixtures: list[Mixture], findings: Findings, consider: Callable[..., bool]) -> None:
@@ -219,7 +230,10 @@ def _single_operators(
     """
     taken = {value for site in sites for value in site.targets()}
     views = _views(sites)
+    mixed = {site.mixing.out for site in sites if isinstance(site, MixingSite)}
     for a in aggregates:
+        if origin(a.out, any_view)[0] in mixed:  # a row of what another operator makes
+            continue
         is_view = a.x in views and (a.streams.n, a.streams.stream) == (views[a.x].n, views[a.x].stream)
         if a.out in taken or not (is_view or a.out in evident or a.gate in known or came_in(a)):
             continue

@@ -20,8 +20,10 @@ from mhc_compile.passes.recognise.combine import Combine
 from mhc_compile.passes.recognise.concatenation import TOGETHER
 from mhc_compile.passes.recognise.contraction import StreamsView
 from mhc_compile.passes.recognise.gates import Gate, Matrices, NotAGate
-from mhc_compile.passes.recognise.layout import Layout, NotALayout, any_view, is_movement, origin, tidy
+from mhc_compile.passes.recognise.layout import Layout, NotALayout, any_view, is_movement, origin, seen, tidy
 from mhc_compile.passes.recognise.mixing import Mixing, fractions
+from mhc_compile.passes.recognise.part_writes import PartWrite, part_writes
+from mhc_compile.passes.recognise.pieces import by_pieces
 from mhc_compile.passes.recognise.projection import (
     Projection,
     Scaling,
@@ -104,6 +106,7 @@ class Findings:
     reader: Reader
     connections: Connections
     readings: dict[Value, list[Projection]]
+    part_writes: list[PartWrite]
 
 
 def recognise(shadow: Shadow, errors: list[str] | None = None) -> Findings:
@@ -175,7 +178,10 @@ def recognise(shadow: Shadow, errors: list[str] | None = None) -> Findings:
         written = {c.out for c in combines}
         sums = (op.out for op in shadow.ops if op.name in _SUMS and op.outs and op.out not in written)
         mixings = fractions(sums, reader, connections)
-    return Findings(mixtures, aggregates, combines, mixings, left, matrices, reader, connections, readings)
+    some: list[PartWrite] = []
+    with guard("writes to some of the streams are not looked for", errors):
+        some = list(part_writes(shadow.ops, reader, connections, aggregates))
+    return Findings(mixtures, aggregates, combines, mixings, left, matrices, reader, connections, readings, some)
 
 
 def _read_wide(
@@ -202,6 +208,10 @@ def _read_wide(
             readings[op.out] = found
     if op.name in _SUMS and len(terms) > 1:
         combines += (c for c in combine.combines(reader, op.out) if isinstance(c, Combine))
+    if by_pieces(reader, terms):
+        out = seen(op.out)  # an einsum permutes what its product makes
+        written = combine.combines(reader, out, by_pieces(reader, reader.terms(out)))
+        combines += (replace(c, in_one_product=True) for c in written if isinstance(c, Combine))
     for out in op.outs:
         aggregates += (a for a in aggregate.aggregates(reader, out) if isinstance(a, Aggregate))
 
@@ -402,7 +412,7 @@ def _residuals(
             if view is not None:
                 streams[mixture.projection.x] = view
     found: list[Combine] = []
-    products = {x for x in streams if reader.is_product(x)}
+    products = {x for x in streams if reader.is_made(x)}
     reader = Reader(whole=products) if products else reader
     # Programs read what they have normalised, and write to what it was before: a tensor of the same shape.
     alike = {x.shape: view for x, view in streams.items()}

@@ -17,11 +17,11 @@ from mhc_compile.passes.recognise.contraction import (
     joined,
     split,
 )
-from mhc_compile.passes.recognise.layout import Layout, NotALayout, Steps, refine, tidy
+from mhc_compile.passes.recognise.layout import Layout, NotALayout, Steps, refine, seen, tidy
 from mhc_compile.passes.recognise.misses import Miss
 from mhc_compile.passes.recognise.outer import Outer, flat, outer_sums
 from mhc_compile.passes.recognise.reader import Reader
-from mhc_compile.passes.recognise.sums_of_products import Term
+from mhc_compile.passes.recognise.sums_of_products import Term, Terms
 from mhc_compile.passes.shadow import Op, Value, spelled
 
 
@@ -50,7 +50,10 @@ class Mix:
 
 @dataclass(frozen=True)
 class Combine:
-    """out = post f + post layer_bias + the sum of the mixes, all of x; out_view says where the streams are written."""
+    """out = post f + post layer_bias + the sum of the mixes, all of x; out_view says where the streams are written.
+
+    in_one_product: the streams and f are put together, and one matrix multiplies them.
+    """
 
     out: Value
     outer: Outer
@@ -59,6 +62,7 @@ class Combine:
     streams: StreamsView
     out_view: StreamsView
     layer_bias: Value | None
+    in_one_product: bool = False
 
     @property
     def op(self) -> Op:
@@ -88,9 +92,12 @@ Views = Callable[[Value], StreamsView | None]
 _MAX_TERMS = 5
 
 
-def combines(reader: Reader, out: Value) -> Iterator[Combine | Miss]:
-    """The readings of a value as streams that are mixed by a matrix, and written; and where each of the others ends."""
-    terms = reader.terms(out)
+def combines(reader: Reader, out: Value, terms: Terms | None = None) -> Iterator[Combine | Miss]:
+    """The readings of a value as streams that are mixed by a matrix, and written; and where each of the others ends.
+
+    terms: those that the value is read as, if not the reader's.
+    """
+    terms = reader.terms(out) if terms is None else terms
     if len(terms) > _MAX_TERMS:
         yield Miss(out, None, f"adds {len(terms)} products; at most {_MAX_TERMS} are followed", 0)
         return
@@ -150,7 +157,10 @@ def _written_with(
     """The readings of the other terms as what is written, and as more of the same streams."""
     gate = mixes[0].res
     if not terms:
-        reason = f"mixes the streams, but what h_post adds is not added to that in one sum{_goes_into(out)}"
+        last = seen(out)
+        reason = f"mixes the streams, but what h_post adds is not added to that in one sum{_goes_into(last)}"
+        if not last.users:
+            reason = "mixes the streams, and nothing is added to that"
         yield Miss(out, gate, reason, 2)
         return
     for i, term in enumerate(terms):

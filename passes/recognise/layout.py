@@ -319,6 +319,13 @@ def is_shown(value: Value) -> bool:
     return bool(value.nodes) or any(keeps_order(op) and is_shown(op.out) for op in value.users)
 
 
+def seen(value: Value) -> Value:
+    """A value as the program has it: behind the movements within the node that makes it."""
+    while not value.nodes and len(value.users) == 1 and is_movement(value.users[0]) and len(value.users[0].outs) == 1:
+        value = value.users[0].out
+    return value
+
+
 def _is_float_cast(op: Op) -> bool:
     return all(v.dtype in _FLOATS for v in (*op.inputs(), op.out))
 

@@ -112,6 +112,16 @@ class Reader:
             found += self._in_piece(found[-1])
         return _few(found)
 
+    def of_last(self, factor: Factor, start: int, length: int) -> Factor:
+        """Some elements of a factor along its last dimension, which is dropped where that is one."""
+
+        def view(layout: Layout) -> Layout:
+            last = len(layout.dims) - 1
+            part = layout.select(last, start, length)
+            return part if length > 1 else part.drop(last)
+
+        return self._moved(factor, len(factor[0].layout.dims), view)
+
     def _in_piece(self, source: Source) -> list[Source]:
         op = source.base.op
         if op is None or op.name not in TOGETHER or source.layout.distinct() >= source.base.numel:
@@ -150,10 +160,10 @@ class Reader:
         source = next(op.inputs())
         return None if self.is_plain(source) else self._map(source, lambda lead: move(op, value, lead))
 
-    def is_product(self, value: Value) -> bool:
-        """Whether a value is read as one product of tensors."""
+    def is_made(self, value: Value) -> bool:
+        """Whether a value is read as one product of tensors, or one sum over a tensor, and so not as itself."""
         (first, *more) = self.terms(value)
-        return not more and len(first.factors) > 1
+        return not more and (len(first.factors) > 1 or first.summed > 0)
 
     def _map(self, source: Value, view: Callable[[Layout], Layout]) -> Terms:
         rank = len(source.shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 
 import torch
 
@@ -10,7 +11,7 @@ from mhc_compile.guard import guard
 from mhc_compile.passes.recognise import sinkhorn
 from mhc_compile.passes.recognise.contraction import is_stream_count
 from mhc_compile.passes.recognise.gates import EXPONENTIALS, Gate, Known, Matrices, matrices
-from mhc_compile.passes.recognise.layout import is_movement
+from mhc_compile.passes.recognise.layout import is_movement, keeps_order
 from mhc_compile.passes.recognise.region import Region, region
 from mhc_compile.passes.shadow import Op, Value
 
@@ -39,13 +40,24 @@ def others(
             with guard("a matrix is not looked into", errors):
                 found = matrices(value, known)
             if isinstance(found, Matrices):
-                yield value, found
+                shown = _in_program(value)
+                yield shown, replace(found, out=shown)
                 break
             if found is not None and found.startswith(sinkhorn.NEARLY):
                 nearly = value, found
         else:
             if nearly is not None:
                 yield nearly
+
+
+def _in_program(value: Value) -> Value:
+    """A matrix as the program has it: what reads it views it within its own node first."""
+    while not value.nodes and value.op is not None and is_movement(value.op):
+        source = next(value.op.inputs())
+        if source.shape != value.shape or not keeps_order(value.op):
+            break
+        value = source
+    return value
 
 
 def with_tokens_last(ops: Iterable[Op], errors: list[str]) -> Iterator[tuple[Value, str]]:

@@ -5,7 +5,7 @@ A tensor counts as streams if it is connected:
 - or a projection of it makes a known gate that acts on it;
 - or a sublayer reads several rows of it side by side, and what is written comes from these (`mixing`).
 In a graph that was cut, f may come in from outside: then a write counts by itself if it has a matrix and a post gate
-for each token.
+for each token, in two tensors.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ class Connections:
         behind = self.between(x, f)
         if x not in behind:
             mix = write.mix
+            if write.in_one_product:  # attention over keys, and one key more, is such a product, too
+                return False
             return mix is not None and _is_each(mix.res_layout.dims[0]) and _is_each(write.outer.post_layout.dims[0])
         made = origin(f)[0]
         return any(read.out is not made for read in self.reads_before(write)) or any(

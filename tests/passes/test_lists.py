@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
+import mhc_compile
 from mhc_compile import passes
+from mhc_compile.testing import capture
 from tests.zoo import check
 from tests.zoo.common import random_parameter, random_phi
 
@@ -307,3 +310,63 @@ def test_lists_of_a_wide_model_are_looked_for_once(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(passes.shadowing, "trace", lambda *args: traced.append(args) or trace(*args))
     _operators(WrittenIntoParts(), torch.randn(2, 3, 4, WIDTH))
     assert len(traced) == 1
+
+
+def test_snapshot() -> None:
+    assert_expected_inline(str(capture(Listed(), torch.randn(2, 3, 4, WIDTH))), """\
+%0 = generate_mix_and_aggregate(x=f32[2, 3, 4, 6], phi=f32[24, 24], scale=f32[24], bias=f32[24],
+    rms_eps=1.1920928955078125e-07, sinkhorn_steps=0)
+%1 = expand_combine(f=f32[2, 3, 6](%0.0), h_post=%0.1, x=f32[2, 3, 4, 6], h_res=f32[2, 3, 4,
+    4](%0.3, %0.4))
+%2 = generate_mix_and_aggregate(x=%1, phi=f32[24, 24], scale=f32[24], bias=f32[24],
+    rms_eps=1.1920928955078125e-07, sinkhorn_steps=0)
+%3 = expand_combine(f=f32[2, 3, 6](%2.0), h_post=%2.1, x=%1, h_res=f32[2, 3, 4, 4](%2.3, %2.4))
+return %3""")
+
+
+def test_rounds_of_stacking_have_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mhc_compile.passes.lists.MOST_ROUNDS", 0)
+    report, _ = _operators(Listed(), torch.randn(2, 3, 4, WIDTH))
+    assert all(site.op != "expand_combine" for site in report.rewritten), str(report)
+    (error,) = report.errors
+    assert "no end was found within 0 times that lists of streams are stacked" in error
+
+
+def _compiled_strictly(model: nn.Module) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(model, backend="mhc", options={"mhc.strict": True})
+
+
+def test_strict_options_look_at_lists() -> None:
+    with pytest.raises(mhc_compile.StrictError, match="leave the graph one by one"):
+        _compiled_strictly(Returned())(torch.randn(2, 3, 4, WIDTH))
+
+
+class Heads(Listed):
+    """A list with a tensor for each head, which one output projection reads."""
+
+    def forward(self, x: Tensor) -> Any:
+        heads = [torch.tanh(F.linear(part, weight)) for part in x.unbind(-2) for weight in self.weight]
+        gates = self.p.flatten().sigmoid()
+        return F.linear(torch.cat([gates[i] * head for i, head in enumerate(heads)], -1), self.phi[0].repeat(1, 2))
+
+
+class Experts(Listed):
+    """A list of what experts make of one tensor, weighed and added to that."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = x.mean(-2)
+        weights = F.linear(x, self.start).softmax(-1)
+        for k in range(LAYERS):
+            experts = [torch.tanh(F.linear(x + start, self.weight[k])) for start in self.start]
+            x = x + sum(weights[..., i, None] * expert for i, expert in enumerate(experts))
+        return x
+
+
+@pytest.mark.parametrize("kind", [Heads, Experts])
+def test_lists_that_are_no_streams(kind: type[Listed]) -> None:
+    x = torch.randn(2, 3, 4, WIDTH)
+    report, _ = _operators(kind(), x)
+    assert not (report.sites or report.errors), str(report)
+    with torch.no_grad():
+        _compiled_strictly(kind())(x)

@@ -225,6 +225,31 @@ def mixer_with_a_pooled_token(m: Any, x: Tensor) -> Tensor:
     return torch.einsum("ij,bjc->bic", m.matrix, x) + m.two(torch.relu(m.one(x.mean(1)))).unsqueeze(1)
 
 
+@_model((B, N, C), (B, 1, C), (B, N, C))
+def attention_with_one_more_key(m: Any, v: Tensor, more: Tensor, q: Tensor) -> Tensor:
+    scores = torch.cat((m.one(q) @ v.mT, m.router(q)[..., :1]), -1).softmax(-1)
+    return scores @ torch.cat((v, more), -2)
+
+
+@_model((B, N, C))
+def token_of_a_class(m: Any, x: Tensor) -> Tensor:
+    """A weighted sum of all positions is added to the first."""
+    weights = m.wide(x.flatten(1)).softmax(-1)
+    context = torch.relu(m.two(torch.einsum("bn,bnc->bc", weights, x)))
+    return torch.cat((x[:, :1] + context.unsqueeze(1), x[:, 1:]), 1)
+
+
+@_model((B, S, 2 * C))
+def residual_of_half_the_channels(m: Any, x: Tensor) -> Tensor:
+    one, two = x.chunk(2, -1)
+    return torch.cat((one + torch.relu(m.one(two)), two), -1)
+
+
+@_model(SETS)
+def lone_mix(m: Any, x: Tensor) -> Tensor:
+    return m.matrix.softmax(-1) @ x
+
+
 @_model((B, N, C))
 def context_for_all_positions(m: Any, x: Tensor) -> Tensor:
     weights = m.wide(x.flatten(1)).softmax(-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -97,6 +98,42 @@ class MixtureTogether(Mixture):
         return both[..., 1:, :] + torch.einsum("bso,bsc->bsoc", p, f)
 
 
+class InOneProduct(Softmax):
+    """The output is one more stream, and one [n, n + 1] matrix multiplies them all."""
+
+    def write(self, x: Tensor, f: Tensor, p: Tensor, r: Tensor) -> Tensor:
+        return torch.cat((r.transpose(-1, -2), p.unsqueeze(-1)), -1) @ torch.cat((x, f.unsqueeze(-2)), -2)
+
+
+class OutputFirst(Softmax):
+    def write(self, x: Tensor, f: Tensor, p: Tensor, r: Tensor) -> Tensor:
+        gates = torch.cat((p.unsqueeze(-2), r), -2)
+        return torch.einsum("bsio,bsic->bsoc", gates, torch.cat((f.unsqueeze(-2), x), -2))
+
+
+class StaticInOneProduct(Static):
+    def write(self, x: Tensor, f: Tensor, p: Tensor, r: Tensor) -> Tensor:
+        return torch.einsum("io,bsoc->bsic", self.both, torch.cat((x, f.unsqueeze(-2)), -2))
+
+
+class InOneSum(Softmax):
+    """The same, spelled as a product and a sum."""
+
+    def write(self, x: Tensor, f: Tensor, p: Tensor, r: Tensor) -> Tensor:
+        gates = torch.cat((r, p.unsqueeze(-2)), -2).unsqueeze(-1)
+        return (gates * torch.cat((x, f.unsqueeze(-2)), -2).unsqueeze(-2)).sum(-3)
+
+
+class OfAMean(Softmax):
+    """Streams that begin as copies of a mean."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.body(x.sin().mean(-2, keepdim=True).expand_as(x))
+
+    def write(self, x: Tensor, f: Tensor, p: Tensor, r: Tensor) -> Tensor:
+        return x + p.unsqueeze(-1) * f.unsqueeze(-2)
+
+
 FORMS: list[tuple[type[Own], list[str]]] = [
     (PostOfOne, ALL),
     (PostOfOneExpanded, ALL),
@@ -107,6 +144,11 @@ FORMS: list[tuple[type[Own], list[str]]] = [
     (ProductOfGates, ALL),
     (Mixture, ALL),
     (MixtureTogether, ALL),
+    (InOneProduct, ALL),
+    (OutputFirst, ALL),
+    (StaticInOneProduct, BOTH),
+    (InOneSum, ALL),
+    (OfAMean, ALL),
 ]
 
 
@@ -116,6 +158,44 @@ def test_rewritten(kind: type[Own], operators: list[str]) -> None:
     check.assert_as_accurate(outcome)
     assert outcome.operators == operators, str(outcome.report)
     assert not outcome.report.declined, str(outcome.report)
+
+
+class IntoOne(Softmax):
+    """One of the streams gets the sublayer's output."""
+
+    def write(self, x: Tensor, f: Tensor, p: Tensor, r: Tensor) -> Tensor:
+        x = r.transpose(-1, -2) @ x
+        return torch.cat((x[..., :1, :] + f.unsqueeze(-2), x[..., 1:, :]), -2)
+
+
+class IntoOneOfStacked(Softmax):
+    def write(self, x: Tensor, f: Tensor, p: Tensor, r: Tensor) -> Tensor:
+        x = r.transpose(-1, -2) @ x
+        return torch.stack((*x[..., 1:, :].unbind(-2), x[..., 0, :] + f), -2)
+
+
+class IntoOneInPlace(Softmax):
+    def write(self, x: Tensor, f: Tensor, p: Tensor, r: Tensor) -> Tensor:
+        x = r.transpose(-1, -2) @ x
+        x[..., 0, :] += f
+        return x
+
+
+class IntoOneBeforeMixing(Softmax):
+    def write(self, x: Tensor, f: Tensor, p: Tensor, r: Tensor) -> Tensor:
+        x = torch.cat(((x[..., 0, :] + f).unsqueeze(-2), x[..., 1:, :]), -2)
+        return r.transpose(-1, -2) @ x
+
+
+@pytest.mark.parametrize("kind", [IntoOne, IntoOneOfStacked, IntoOneInPlace, IntoOneBeforeMixing])
+def test_an_output_that_is_added_to_some_streams_is_told(kind: type[Own]) -> None:
+    outcome = check.run(kind(), (torch.randn(SHAPE),))
+    check.assert_as_accurate(outcome)
+    assert outcome.operators == ["aggregate", "mix_streams", "projection"], str(outcome.report)
+    (told,) = outcome.report.declined
+    assert "to some of the 4 streams" in str(told.reason)
+    lines, first = inspect.getsourcelines(kind.write)
+    assert first <= told.location.line < first + len(lines)
 
 
 class KnownGateAlone(Sublayer):
