@@ -19,12 +19,12 @@ from mhc_compile import compat
 from mhc_compile.budget import Steps
 from mhc_compile.guard import guard
 from mhc_compile.passes.called import INSERTED
-from mhc_compile.passes.plan import CombineSite, Declined, Plan, surface
+from mhc_compile.passes.plan import AggregateSite, CombineSite, Declined, Plan, surface
 from mhc_compile.passes.recognise.concatenation import TOGETHER, Together, put_together
 from mhc_compile.passes.recognise.layout import is_movement, origin
 from mhc_compile.passes.recognise.lists import ListRead, ListWrite, Streams, list_writes
 from mhc_compile.passes.recognise.reader import Reader
-from mhc_compile.passes.shadow import Shadow, Value, tensors_of
+from mhc_compile.passes.shadow import Op, Shadow, Value, tensors_of
 
 KEEP = "keep the streams in one tensor [..., n, C]"
 LEAVE = f"the new streams leave the graph one by one, so that one tensor of them would have to be copied apart: {KEEP}"
@@ -95,10 +95,16 @@ class Lists:
         return self._copies.get(node, node)
 
     def tell(self, plan: Plan) -> None:
-        """Add the writes that are left to a plan, each in the place of what was found out about one of its products."""
+        """Add the writes that are left to a plan, each in the place of what was found out about its sums and products.
+
+        Each new stream by itself looks like a read. As one it would read all the old streams, n times in all.
+        """
         for write, reason in self._left.items():
-            products = {self._copies.get(op.node, op.node) for op in write.products}
-            plan.declined[:] = [d for d in plan.declined if d.what != "expand_combine" or d.node not in products]
+            inner = {self._copies.get(op.node, op.node) for op in _within(write)}
+            plan.declined[:] = [d for d in plan.declined if d.what == "sinkhorn" or d.node not in inner]
+            plan.sites[:] = [
+                s for s in plan.sites if not (isinstance(s, AggregateSite) and s.aggregate.op.node in inner)
+            ]
             node = write.new[-1].nodes[-1]
             plan.declined.append(Declined("expand_combine", reason, self._copies.get(node, node)))
 
@@ -233,6 +239,17 @@ class Lists:
         )
         node.meta[INSERTED] = True
         node.meta |= {key: like.meta[key] for key in ("stack_trace", "nn_module_stack") if key in like.meta}
+
+
+def _within(write: ListWrite) -> set[Op]:
+    """The operators that make the new streams from the old ones."""
+    found, pending = set(write.products), list(write.new)
+    for value in pending:
+        op = value.op if value not in (write.f, *write.old) else None
+        if op is not None and op not in found and (op.name == "add" or is_movement(op)):
+            found.add(op)
+            pending += op.sources
+    return found
 
 
 def _is_pointwise(value: Value) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from torch import fx
 
@@ -54,6 +55,7 @@ from mhc_compile.passes.recognise.contraction import StreamsView
 from mhc_compile.passes.recognise.gates import Matrices, Mixing, Sigmoid
 from mhc_compile.passes.recognise.input_norm import InputNorm, input_norm
 from mhc_compile.passes.recognise.layout import any_view, is_movement, origin
+from mhc_compile.passes.recognise.mixing import Mixing as StreamsMixing
 from mhc_compile.passes.recognise.mixing import mixed_alone
 from mhc_compile.passes.recognise.part_writes import PartWrite
 from mhc_compile.passes.recognise.projection import streams_by_rows
@@ -115,7 +117,7 @@ def plan(shadow: Shadow, findings: Findings, errors: list[str] | None = None, *,
     connections = findings.connections
     claimed: set[Value] = set()
     evident: set[Value] = set()
-    for readings in _last_first(findings.combines):
+    for readings in _by_result(findings.combines)[::-1]:  # later sums first, since they take in earlier ones
         readings = [c for c in readings if not known.isdisjoint(c.gates()) or connections.is_write(c, known)]
         if not readings or readings[0].out in claimed:
             continue
@@ -135,9 +137,9 @@ def plan(shadow: Shadow, findings: Findings, errors: list[str] | None = None, *,
     part_writes = list(_part_writes(findings, known, _views(sites)))
     evident |= {write.read.out for write in part_writes}
     declined += (Declined("expand_combine", write.reason, write.op.node) for write in part_writes)
-    for mixing in [*findings.mixings, *(write.mixing for write in part_writes if write.mixing is not None)]:
-        if mixing.out not in claimed:
-            consider("mix_streams", mixing.op.node, lambda m=mixing: MixingSite(m))  # type: ignore[misc]
+    mixings = [*findings.mixings, *(write.mixing for write in part_writes if write.mixing is not None)]
+    for alike in _by_result([mixing for mixing in mixings if mixing.out not in claimed]):
+        consider("mix_streams", alike[0].op.node, *[lambda m=mixing: MixingSite(m) for mixing in alike])
     free = [a for a in findings.aggregates if a.out not in claimed]
     with guard("single operators are not looked for", errors):
         _single_operators(findings, free, sites, known, evident, consider)
@@ -231,19 +233,25 @@ def _single_operators(
     taken = {value for site in sites for value in site.targets()}
     views = _views(sites)
     mixed = {site.mixing.out for site in sites if isinstance(site, MixingSite)}
-    for a in aggregates:
-        if origin(a.out, any_view)[0] in mixed:  # a row of what another operator makes
+    for alike in _by_result([a for a in aggregates if a.out not in taken]):
+        out = alike[0].out
+        if origin(out, any_view)[0] in mixed:  # a row of what another operator makes
             continue
-        is_view = a.x in views and (a.streams.n, a.streams.stream) == (views[a.x].n, views[a.x].stream)
-        if a.out in taken or not (is_view or a.out in evident or a.gate in known or came_in(a)):
-            continue
-        if consider("aggregate", a.op.node, lambda a=a: AggregateSite(a)):
-            taken.add(a.out)
+        reads = [a for a in alike if out in evident or a.gate in known or _is_view(a, views) or came_in(a)]
+        made = [lambda a=a: AggregateSite(a) for a in reads]
+        if reads and consider("aggregate", reads[0].op.node, *made):
+            taken.add(out)
     for found in findings.matrices.values():
         if not isinstance(found, str) and found.out not in taken:
             assert found.out.op is not None
             if consider("sinkhorn", found.out.op.node, lambda m=found: SinkhornSite(m)):
                 taken.add(found.out)
+
+
+def _is_view(read: Aggregate, views: dict[Value, StreamsView]) -> bool:
+    """Whether a read is of streams that are known, stream by stream."""
+    view = views.get(read.x)
+    return view is not None and (read.streams.n, read.streams.stream) == (view.n, view.stream)
 
 
 def _is_ours(node: fx.Node) -> bool:
@@ -268,12 +276,15 @@ def _views(sites: list[Site]) -> dict[Value, StreamsView]:
     return found
 
 
-def _last_first(combines: list[Combine]) -> list[list[Combine]]:
-    """The readings of each sum in the order found; later sums first, since they take in earlier ones."""
-    found: dict[Value, list[Combine]] = {}
-    for combine in combines:
-        found.setdefault(combine.out, []).append(combine)
-    return list(found.values())[::-1]
+S = TypeVar("S", Aggregate, Combine, StreamsMixing)
+
+
+def _by_result(steps: list[S]) -> list[list[S]]:
+    """The readings of each value, in the order found: a value that is read in several ways is one site."""
+    found: dict[Value, list[S]] = {}
+    for step in steps:
+        found.setdefault(step.out, []).append(step)
+    return list(found.values())
 
 
 _SUMMING = {*TOGETHER, "add", "sub", "addcmul", "mul", "sum", "mean", "neg", "div"}
