@@ -18,7 +18,7 @@ from mhc_compile.passes.recognise.combine import Combine
 from mhc_compile.passes.recognise.contraction import StreamsView
 from mhc_compile.passes.recognise.gates import Gate
 from mhc_compile.passes.recognise.input_norm import InputNorm
-from mhc_compile.passes.recognise.layout import keeps_order
+from mhc_compile.passes.recognise.layout import Layout, broadcasts, keeps_order, origin
 from mhc_compile.passes.recognise.mixing import Mixing
 from mhc_compile.passes.recognise.projection import Projection
 from mhc_compile.passes.shadow import Value
@@ -177,11 +177,20 @@ class SinkhornSite:
     matrices: Matrices
     op: str = "sinkhorn"
 
+    @property
+    def shared(self) -> Value | None:
+        """The one matrix of logits [n, n] that all tokens have in common, if they have one."""
+        base, layout = origin(self.matrices.logits, broadcasts)
+        rows, columns = layout.dims[-2:]
+        repeated = not any(stride for dim in layout.dims[:-2] for _, stride in dim)
+        whole = Layout((rows, columns), layout.offset).is_identity() and base.numel < self.matrices.logits.numel
+        return base if repeated and whole and base.nodes else None
+
     def targets(self) -> Iterator[Value]:
         yield self.matrices.out
 
     def sources(self) -> Iterator[Value]:
-        yield self.matrices.logits
+        yield self.shared or self.matrices.logits
 
 
 @dataclass(frozen=True)

@@ -282,13 +282,16 @@ class Rewriter(Vectors):
     def _sinkhorn(self, site: SinkhornSite) -> None:
         m, target = site.matrices, site.matrices.out
         self.anchor = self.copies[self._node(surface(target))]
-        logits = self._visible(m.logits)
-        logits = self._shaped(logits, m.logits.meta.shape)
+        shape, shared = m.logits.meta.shape, site.shared
+        logits = self._visible(shared or m.logits)
+        logits = self._shaped(logits, shape if shared is None else shape[-2:])
         if m.kind.logits_transposed:
             logits = self._call("transpose", logits, -1, -2)
         form = {name.removeprefix("sinkhorn_"): value for name, value in m.kind.form.as_kwargs().items()}
         new = self._operator(site.op, logits, **form)
         self.calls.append((new, site))
+        if shared is not None:
+            new = self._call("expand", new, *map(self._size_of, shape))
         self._gate(target, new, m.kind.transposed)
         if not target.nodes:
             self._replace(surface(target), self._call("transpose", new, -1, -2) if m.kind.transposed else new)

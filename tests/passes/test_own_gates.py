@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mhc_compile import passes
+from mhc_compile.testing import capture
 from tests.zoo import check
 from tests.zoo.common import random_parameter, random_phi
 
@@ -245,6 +246,47 @@ def test_rewritten_with_its_own_gates(kind: type[Own], operators: list[str]) -> 
     assert outcome.operators == operators, str(outcome.report)
     assert not outcome.report.declined, str(outcome.report)
     assert all(site.own for site in outcome.report.rewritten), str(outcome.report)
+
+
+class SinkhornOfParameters(Static):
+    """A matrix for all tokens, which is expanded before it is projected."""
+
+    def gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        a, p, _ = super().gates(x)
+        logits = self.logits_of_all(x)
+        m = logits.softmax(-1)
+        for _ in range(3):
+            m = m / m.sum(-2, keepdim=True)
+            m = m / m.sum(-1, keepdim=True)
+        return a, p, m
+
+    def logits_of_all(self, x: Tensor) -> Tensor:
+        return self.r.expand(*x.shape[:-2], N, N)
+
+
+class SinkhornOfTransposed(SinkhornOfParameters):
+    def logits_of_all(self, x: Tensor) -> Tensor:
+        return self.r.mT.expand(*x.shape[:-2], N, N)
+
+
+class SinkhornOfEachBatch(SinkhornOfParameters):
+    """One matrix for each row of the batch."""
+
+    def logits_of_all(self, x: Tensor) -> Tensor:
+        return (self.r + x.mean((1, 2, 3))[:, None, None]).unsqueeze(1).expand(*x.shape[:-2], N, N)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [(SinkhornOfParameters, "[4, 4]"), (SinkhornOfTransposed, "[2, 3, 4, 4]"), (SinkhornOfEachBatch, "[2, 3, 4, 4]")],
+)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_matrix_for_all_tokens_is_projected_once(kind: type[Own], sizes: str, dynamic: bool) -> None:
+    outcome = check.run(kind(), (torch.randn(SHAPE),), dynamic=dynamic)
+    check.assert_as_accurate(outcome)
+    assert outcome.operators == [*BOTH, "sinkhorn"], str(outcome.report)
+    assert not outcome.report.declined, str(outcome.report)
+    assert f"sinkhorn(logits=f32{sizes}" in str(capture(kind(), torch.randn(SHAPE)))
 
 
 def test_nodes_without_examples() -> None:
