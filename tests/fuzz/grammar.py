@@ -14,7 +14,8 @@ from collections.abc import Collection
 from tests.fuzz.calls import draw_calls, draw_sizes
 from tests.fuzz.identities import apply_identities
 from tests.fuzz.mutations import mutate, put_in_block
-from tests.fuzz.pieces import LAYOUTS, Layout, Line, sublayer
+from tests.fuzz.other_streams import MAKERS
+from tests.fuzz.pieces import LAYOUTS, Layout, Line
 from tests.fuzz.program import Pick, Program
 from tests.fuzz.results import HEADS, put_aliases, put_detached
 from tests.fuzz.rows import put_rows
@@ -77,7 +78,9 @@ def _written(pick: Pick) -> Program:
     layout = LAYOUTS[pick([*LAYOUTS, *[*LAYOUTS][:4] * 2])]
     sizes = draw_sizes(pick, features, pick([4, 2, 3]))
     cast = pick([False] * 5 + [True])
-    parts, lines = sublayer(pick, layout, cast, long="equal streams" in features)
+    kind = pick([*[""] * 6, *MAKERS])
+    parts, lines = MAKERS[kind](pick, layout, cast, "equal streams" in features)
+    features += [kind] if kind else []
     if "identities" in features:
         apply_identities(pick, lines)
     texts = [[str(line)] for line in lines]

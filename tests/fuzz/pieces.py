@@ -151,7 +151,7 @@ SUMS = (
 EPS = (1e-6, 1e-5, 1e-8, 1e-3, 1e-2, 1e-12)
 
 
-def _sinkhorn(pick: Pick, long: bool) -> list[Line]:
+def sinkhorn(pick: Pick, long: bool) -> list[Line]:
     """The residual matrix, unrolled: a start, and steps whose eps and axes are mostly the same."""
     eps, kind = pick(EPS), pick(["softmax", "exp", "log", "log softmax", "plain exp", "softmax columns", "global exp"])
     first, steps = pick([-2, -1]), pick([3, 1, 2, 4, 6, 7, 0, *([20, 39, 40] if long else [])])
@@ -184,7 +184,7 @@ def _sinkhorn(pick: Pick, long: bool) -> list[Line]:
     return [Line("m", starts[kind]), *lines]
 
 
-def _gates(pick: Pick, parts: int, cast: bool) -> list[Line]:
+def gates(pick: Pick, parts: int, cast: bool) -> list[Line]:
     """From the streams to h_pre, h_post and logits or, for programs without them, as many of these as there are."""
     eps = pick(EPS)
     weighted, before = pick([False, False, True]), pick([False, True])
@@ -221,7 +221,7 @@ def _gates(pick: Pick, parts: int, cast: bool) -> list[Line]:
     return lines
 
 
-def _own(pick: Pick, parts: int) -> list[Line]:
+def drawn_own(pick: Pick, parts: int) -> list[Line]:
     """Gates of the program's own in the place of some that operators make."""
     names = list(OWN)[:parts]
     return [Line(name, pick(OWN[name])) for name in names if pick([False, False, False, True])]
@@ -241,19 +241,19 @@ def _norm(pick: Pick) -> list[Line]:
     ]
 
 
-def _cast(expression: str, cast: bool) -> str:
+def cast_back(expression: str, cast: bool) -> str:
     return f"({expression}).to(x.dtype)" if cast else expression
 
 
 def sublayer(pick: Pick, layout: Layout, cast: bool, long: bool = False) -> tuple[int, list[Line]]:
     parts = pick([3, 3, 3, 3, 2, 1])
-    lines = [Line("xs", layout.streams), *_gates(pick, parts, cast)]
+    lines = [Line("xs", layout.streams), *gates(pick, parts, cast)]
     lines[1].expression = layout.flat
     if parts > 2:
-        lines += [*_sinkhorn(pick, long), Line("h_res", pick(["m", "m", "m.transpose(-1, -2)"]))]
-    lines += _own(pick, parts)
+        lines += [*sinkhorn(pick, long), Line("h_res", pick(["m", "m", "m.transpose(-1, -2)"]))]
+    lines += drawn_own(pick, parts)
     read = pick(READS[:5] * 2 + READS[5:])
-    lines.append(Line("u", _cast(read.replace("xs", "xs.float()") if cast else read, cast)))
+    lines.append(Line("u", cast_back(read.replace("xs", "xs.float()") if cast else read, cast)))
     layer = pick(LAYERS)
     if pick([False, True, True]):
         lines += _norm(pick)
@@ -270,6 +270,6 @@ def sublayer(pick: Pick, layout: Layout, cast: bool, long: bool = False) -> tupl
         mixed = mixed if "to(x" in mixed else mixed.replace("xs", "xs.float()")
         outer = outer if "to(x" in outer else outer.replace("f.uns", "f.float().uns").replace(", f)", ", f.float())")
     lines += [Line("mixed", mixed), Line("outer", outer)]
-    lines.append(Line("out", _cast(pick(SUMS[:3] * 3 + SUMS[3:]), cast)))
+    lines.append(Line("out", cast_back(pick(SUMS[:3] * 3 + SUMS[3:]), cast)))
     lines.append(Line("out", layout.back.format("out")))
     return parts, lines
