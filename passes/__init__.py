@@ -28,10 +28,11 @@ from mhc_compile.passes import plan as planning
 from mhc_compile.passes import shadow as shadowing
 from mhc_compile.passes import share as sharing
 from mhc_compile.passes import sizes
+from mhc_compile.passes.before_after import BeforeAfter, before_after, of_nodes
 from mhc_compile.passes.called import called
 from mhc_compile.passes.cut import CUT, WRITTEN_ELSEWHERE, advice, cut
 from mhc_compile.passes.functional import functional
-from mhc_compile.passes.fuse.joint import is_operator
+from mhc_compile.passes.fuse.joint import is_operator, noted_parts
 from mhc_compile.passes.lists import Lists
 from mhc_compile.passes.plan import (
     INTERNAL,
@@ -49,7 +50,7 @@ from mhc_compile.passes.plan import (
     outputs,
 )
 from mhc_compile.passes.recognise import recognise
-from mhc_compile.passes.report import Location, Report, SiteReport, location
+from mhc_compile.passes.report import Fused, Location, Report, SiteReport, location, module_path
 from mhc_compile.passes.rewrite import SitesFailed, rewrite
 from mhc_compile.passes.rewrite.watched import watched
 from mhc_compile.passes.site_modules import Alone, alone
@@ -131,8 +132,13 @@ def _rewritten(
         if new is not None:
             compat.float_watch.settle()
         report.sites = [SiteReport(site.op, location(None), "") for site in plan.sites]
+        shown: dict[int, BeforeAfter] = {}
+        if new is not None:
+            with guard("sites are told without bytes and lines of the graph", report.errors):
+                shown = before_after(shadow, plan, new)
         with guard("sites are told without their places", report.errors):
-            report.sites = _sites(shadow, plan)
+            report.sites = _sites(shadow, plan, shown)
+            report.excerpts = {one.excerpt: list(one.lines) for one in shown.values()}
             torn = [site for site in plan.torn if site in plan.sites]
             report.cut = [SiteReport(site.op, location(_node(site)), CUT, WRITTEN_ELSEWHERE) for site in torn]
         return new
@@ -274,12 +280,17 @@ def _fuse(module: fx.GraphModule, names: Collection[str], layers: fusing.Layers,
     def change() -> bool:
         new, _ = compat.copy_graph(old)
         report.fusions = fusing.fuse(new, names, layers)
+        with guard("the report does not say what was fused with what", report.errors):
+            report.fused = [
+                Fused(str(node.target._opname), parts, of_nodes([node])) for node, parts in noted_parts(new)
+            ]
         if report.fusions.total():
             put(module, new)
         return bool(report.fusions.total())
 
     def undo() -> None:
         report.fusions.clear()
+        report.fused.clear()
         put(module, old)
 
     attempt("fusing", old, report.errors, change, undo)
@@ -431,15 +442,19 @@ def _decline(plan: Plan, failures: dict[int, Exception], errors: list[str]) -> N
             plan.declined.append(Declined(site.op, reason, _node(site)))
 
 
-def _sites(shadow: shadowing.Shadow, plan: Plan) -> list[SiteReport]:
+def _sites(shadow: shadowing.Shadow, plan: Plan, shown: Mapping[int, BeforeAfter]) -> list[SiteReport]:
     entries: list[tuple[int, SiteReport]] = []
     for site in plan.sites:
         node = _node(site)
         own = site.own if isinstance(site, (WithGates, ProjectionSite)) else ""
-        entries.append((shadow.position[node], SiteReport(site.op, location(node), _detail(site), own=own)))
+        entry = SiteReport(site.op, location(node), _detail(site), own=own, module=module_path(node))
+        if (one := shown.get(id(site))) is not None:
+            entry = replace(entry, before=one.before, after=one.after, excerpt=one.excerpt)
+        entries.append((shadow.position[node], entry))
     for declined in plan.declined:
         at = shadow.position[declined.node] if declined.node is not None else 0
-        entries.append((at, SiteReport(declined.what, location(declined.node), "", declined.reason)))
+        module = module_path(declined.node)
+        entries.append((at, SiteReport(declined.what, location(declined.node), "", declined.reason, module=module)))
     return [entry for _, entry in sorted(entries, key=lambda pair: pair[0])]
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from torch import fx
 
 from mhc_compile import compat
-from mhc_compile.passes.report import SiteReport, location
+from mhc_compile.passes.report import SiteReport, location, module_path
 
-# What the passes note on every node that they insert. A graph may come to them twice.
+# What the passes note on every node that they insert: for which site, by its identity. A graph may come to them twice.
 INSERTED = "mhc_inserted"
 
 
@@ -20,5 +20,5 @@ def called(graph: fx.Graph) -> list[SiteReport]:
     for node in graph.nodes:
         operator = compat.called_operator(node)
         if operator is not None and operator.namespace == "mhc" and INSERTED not in node.meta:
-            found.append(SiteReport(operator._opname, location(node), ""))
+            found.append(SiteReport(operator._opname, location(node), "", module=module_path(node)))
     return found

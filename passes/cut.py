@@ -9,7 +9,7 @@ from torch import fx
 
 from mhc_compile import compat
 from mhc_compile.passes.fuse.joint import calls
-from mhc_compile.passes.report import SiteReport, location
+from mhc_compile.passes.report import SiteReport, location, module_path
 
 CUT = "cut"
 MADE_ELSEWHERE = "its gates are made in another graph"
@@ -36,7 +36,10 @@ def cut(graph: fx.Graph) -> list[SiteReport]:
         return []
     found = [(node, MADE_ELSEWHERE) for node in calls(graph, *_READ) if any(map(_is_given, _gates_read(node)))]
     found += [(node, READ_ELSEWHERE) for node in calls(graph, *_MADE) if any(map(_only_leaves, _gates_made(node)))]
-    return [SiteReport(str(node.target._opname), location(node), CUT, why) for node, why in found]  # type: ignore[union-attr]
+    return [
+        SiteReport(str(node.target._opname), location(node), CUT, why, module=module_path(node))  # type: ignore[union-attr]
+        for node, why in found
+    ]
 
 
 def advice(graph: fx.Graph) -> list[str]:

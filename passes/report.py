@@ -6,9 +6,9 @@ import linecache
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import fx
 
@@ -55,10 +55,27 @@ class Location:
 
 
 @dataclass(frozen=True)
+class Traffic:
+    """Bytes by count: each call reads every argument once and writes every result once, and a view costs nothing.
+
+    moved is what is read and written, made what is written alone. Both are of the forward pass.
+    """
+
+    moved: int
+    made: int
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.moved + other.moved, self.made + other.made)
+
+
+@dataclass(frozen=True)
 class SiteReport:
     """One piece of hyper-connection code. op is the operator it became, or would have become; reason is why not.
 
     own says which of its gates stay the program's code, and why; where it is empty, operators make all of them.
+    module is the path of the module whose code it is, such as "layers.0.attention"; "" if none is known. before and
+    after count the bytes of the program's own code and of what it became, None if they are not known. excerpt names
+    the graph's lines before and after, in `Report.excerpts`; "" if there are none.
     """
 
     op: str
@@ -66,6 +83,10 @@ class SiteReport:
     detail: str
     reason: str | None = None
     own: str = ""
+    module: str = ""
+    before: Traffic | None = None
+    after: Traffic | None = None
+    excerpt: str = ""
 
     @property
     def rewritten(self) -> bool:
@@ -75,6 +96,15 @@ class SiteReport:
     def told(self) -> str:
         """What a report says below the line of the program."""
         return self.reason or self.detail + (f"; its own: {self.own}" if self.own else "")
+
+
+@dataclass(frozen=True)
+class Fused:
+    """An operator of the forward pass that several sites share, by their operators, lines and modules."""
+
+    op: str
+    parts: tuple[SiteReport, ...]
+    after: Traffic | None = None
 
 
 # What stands for the operator, and for the detail, of a function that Dynamo gives up.
@@ -99,9 +129,11 @@ class Report:
     - errors: internal failures, after which a site or a graph was left as it was, or something beside the graph was not
       done;
     - fusions, shared, lowered: how often, by name, operators were fused in joint graphs, graphs that are compiled once
-      are called, and operators were compiled by Inductor as parts of a graph.
+      are called, and operators were compiled by Inductor as parts of a graph;
+    - fused: the operators of forward passes that fusions made, each with the sites that it stands for;
+    - excerpts: by name, the lines of a graph for a site before and after the rewriting. Sites that are alike share one.
 
-    `str(report)` is for people and has at most one screen; `details()` has everything.
+    `str(report)` is for people and has at most one screen; `details()` has everything, and `html()` is a page.
     """
 
     sites: list[SiteReport] = field(default_factory=list)
@@ -120,6 +152,8 @@ class Report:
     fusions: Counter[str] = field(default_factory=Counter)
     shared: Counter[str] = field(default_factory=Counter)
     lowered: Counter[str] = field(default_factory=Counter)
+    fused: list[Fused] = field(default_factory=list)
+    excerpts: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def rewritten(self) -> list[SiteReport]:
@@ -152,13 +186,15 @@ class Report:
         self.fusions += other.fusions
         self.shared += other.shared
         self.lowered += other.lowered
+        self.fused += other.fused
+        self.excerpts |= other.excerpts
 
     @staticmethod
     def joined(reports: Iterable[Report]) -> Report:
         """One program, of which there are several graphs: what is told of each of them is told once."""
         total = Report()
         for one in reports:
-            for name in _SITES:
+            for name in (*_SITES, "fused"):
                 setattr(total, name, _united(getattr(total, name), getattr(one, name)))
             total.compiled = total._in_all() + one._in_all()
             total.graphs = max(total.graphs, one.graphs)
@@ -169,13 +205,14 @@ class Report:
             total.fusions |= one.fusions
             total.shared |= one.shared
             total.lowered |= one.lowered
+            total.excerpts |= one.excerpts
         return total
 
     def as_dict(self) -> dict[str, Any]:
         """Of plain values, to be stored."""
         counts = {name: dict(getattr(self, name)) for name in _COUNTS}
         sites = {name: [asdict(site) for site in getattr(self, name)] for name in _SITES}
-        return vars(self) | counts | sites
+        return vars(self) | counts | sites | {"fused": [asdict(one) for one in self.fused]}
 
     @classmethod
     def from_dict(cls, told: dict[str, Any]) -> Report:
@@ -183,7 +220,8 @@ class Report:
         known = {one.name: told[one.name] for one in fields(cls) if one.name in told}
         sites = {name: list(map(_site_from_dict, told.get(name, []))) for name in _SITES}
         counts = {name: Counter(told.get(name, {})) for name in _COUNTS}
-        return cls(**known | sites | counts)
+        fused = [_fused_from_dict(one) for one in told.get("fused", [])]
+        return cls(**known | sites | counts | {"fused": fused})
 
     def __str__(self) -> str:
         return printable("\n".join([self._head(), *_lines(self, _KINDS), *self._nothing()]))
@@ -205,6 +243,16 @@ class Report:
     def details(self) -> str:
         """Everything: each line of the program, and each detail."""
         return printable("\n".join([self._head(), *_lines(self, None), *self._nothing()]))
+
+    def html(self, times: Mapping[str, float] | None = None) -> str:
+        """A page about the model that needs no other file: its layers, their sites, and what became of each.
+
+        times are milliseconds of one call that you measured, by what was measured ("eager", "mhc"); without them the
+        page says that no time was measured. Raises ImportError if jinja2 is not installed.
+        """
+        from mhc_compile.page import page
+
+        return page(self, times or {})
 
     def _head(self) -> str:
         graphs = f"{self.graphs} graph{'s' if self.graphs != 1 else ''}"
@@ -251,7 +299,10 @@ def _packages(count: int) -> str:
     return f"{count} loaded package{'s' if count > 1 else ''}"
 
 
-def _united(sites: list[SiteReport], others: list[SiteReport]) -> list[SiteReport]:
+T = TypeVar("T", SiteReport, Fused)
+
+
+def _united(sites: list[T], others: list[T]) -> list[T]:
     """Each as often as the list has it that has more of them, in program order."""
     missing = Counter(others) - Counter(sites)
     added = []
@@ -263,7 +314,16 @@ def _united(sites: list[SiteReport], others: list[SiteReport]) -> list[SiteRepor
 
 
 def _site_from_dict(told: dict[str, Any]) -> SiteReport:
-    return SiteReport(**told | {"location": Location(**told["location"])})
+    traffic = {name: _traffic_from_dict(told.get(name)) for name in ("before", "after")}
+    return SiteReport(**told | traffic | {"location": Location(**told["location"])})
+
+
+def _traffic_from_dict(told: dict[str, Any] | None) -> Traffic | None:
+    return None if told is None else Traffic(**told)
+
+
+def _fused_from_dict(told: dict[str, Any]) -> Fused:
+    return Fused(told["op"], tuple(map(_site_from_dict, told["parts"])), _traffic_from_dict(told["after"]))
 
 
 def _lines(report: Report, most: int | None) -> list[str]:
@@ -333,6 +393,14 @@ def location(node: fx.Node | None) -> Location:
     own = [entry for entry in found if not _spells(entry[0])]
     file, line = (own or found)[-1][0], int((own or found)[-1][1])
     return Location(file, line, linecache.getline(file, line).strip())
+
+
+def module_path(node: fx.Node | None) -> str:
+    """The module whose code made a node: "layers.0.attention"; "" for the compiled module itself, or if unknown."""
+    stack = node.meta.get("nn_module_stack") if node is not None else None
+    if not stack:
+        return ""
+    return str(list(stack.values())[-1][0]).removeprefix("L['self']").lstrip(".")
 
 
 def _spells(file: str) -> bool:

@@ -23,6 +23,7 @@ from mhc_compile.passes.fuse.joint import (
     fits,
     item,
     item_of,
+    note_parts,
     replace_items,
     same_layout,
     same_stretch,
@@ -98,6 +99,7 @@ def _fuse(graph: fx.Graph, combine: fx.Node, mix: fx.Node) -> bool:
         graph.erase_node(streams)
         graph.erase_node(new)
         return False
+    note_parts(new, combine, mix)
     with graph.inserting_after(streams):
         replace_items(graph, mix, new, results)
     combine.replace_all_uses_with(streams)

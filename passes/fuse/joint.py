@@ -10,7 +10,10 @@ import torch
 from torch import fx
 
 from mhc_compile import compat
+from mhc_compile.passes.report import SiteReport, location, module_path
 
+# Where a fused operator notes the sites that it stands for.
+_PARTS = "mhc_parts"
 _VIEWS = {
     torch.ops.aten.view.default,
     torch.ops.aten._unsafe_view.default,
@@ -198,6 +201,20 @@ def item(graph: fx.Graph, source: fx.Node, index: int, like: fx.Node) -> fx.Node
     _forget(node)
     node.meta["val"] = source.meta["val"][index]
     return node
+
+
+def note_parts(node: fx.Node, *parts: fx.Node) -> None:
+    """Note on a fused operator which calls it replaces."""
+    node.meta[_PARTS] = tuple(
+        SiteReport(str(part.target._opname), location(part), "", module=module_path(part))  # type: ignore[union-attr]
+        for part in parts
+    )
+
+
+def noted_parts(graph: fx.Graph) -> list[tuple[fx.Node, tuple[SiteReport, ...]]]:
+    """The fused operators with what each replaces, copies that compute one again left out. The notes are erased."""
+    noted = ((node, node.meta.pop(_PARTS)) for node in graph.nodes if _PARTS in node.meta)
+    return list({id(parts): (node, parts) for node, parts in noted}.values())
 
 
 def replace_items(graph: fx.Graph, old: fx.Node, new: fx.Node, mapping: dict[int, int]) -> None:

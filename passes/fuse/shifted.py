@@ -35,6 +35,7 @@ from mhc_compile.passes.fuse.joint import (
     item,
     item_of,
     items,
+    note_parts,
     replace_items,
     same_layout,
     same_stretch,
@@ -98,6 +99,7 @@ def _fuse(graph: fx.Graph, combine: fx.Node, read: fx.Node, mix: fx.Node) -> boo
         for node in (layer_input, streams, new):
             graph.erase_node(node)
         return False
+    note_parts(new, combine, read, mix)
     with graph.inserting_after(layer_input):
         replace_items(graph, mix, new, _RESULTS)
     for old, made in ((read, layer_input), (combine, streams)):

@@ -5,7 +5,7 @@ Not autocast: its casts are in the record as any other, and the operators comput
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from math import inf
 from typing import Any
 
@@ -16,7 +16,7 @@ from mhc_compile import compat
 from mhc_compile.passes.plan.sites import Decline, MixSite, Site, outputs, visible
 from mhc_compile.passes.recognise.layout import is_movement
 from mhc_compile.passes.report import said
-from mhc_compile.passes.shadow import Shadow, Value, tensors_of
+from mhc_compile.passes.shadow import Op, Shadow, Value, tensors_of
 
 
 def check_surroundings(shadow: Shadow, site: Site) -> None:
@@ -63,20 +63,28 @@ def _refuse_writes(shadow: Shadow, memory: set[Any], what: str, after: int, befo
 def extent(site: Site) -> tuple[set[fx.Node], set[fx.Node]]:
     """The Dynamo nodes between a site's sources and its targets; and of these, those that only show what they made."""
     stop = set(site.sources())
-    seen: set[Value] = set()
     nodes: set[fx.Node] = set()
     computing: set[fx.Node] = set()
+    for op in between(site):
+        nodes.add(op.node)
+        # As a linear layer ends in a view of its product, which is the source.
+        if not (is_movement(op) and any(s in stop and s.op and s.op.node is op.node for s in op.sources)):
+            computing.add(op.node)
+    return nodes, nodes - computing
+
+
+def between(site: Site) -> Iterator[Op]:
+    """The calls between a site's sources and its targets, each once, the last ones first."""
+    stop = set(site.sources())
+    seen: set[Value] = set()
+    found: set[Op] = set()
     pending = list(site.targets())
     while pending:
         value = pending.pop()
         if value in seen or value.op is None:
             continue
         seen.add(value)
-        node = value.op.node
-        nodes.add(node)
-        # As a linear layer ends in a view of its product, which is the source.
-        shows = is_movement(value.op) and any(s in stop and s.op and s.op.node is node for s in value.op.sources)
-        if not shows:
-            computing.add(node)
+        if value.op not in found:
+            found.add(value.op)
+            yield value.op
         pending.extend(source for source in value.op.inputs() if source not in stop)
-    return nodes, nodes - computing

@@ -138,7 +138,7 @@ class Editor:
                     else target(*values, **options)
                 )
         node.meta[compat.example_key(self.anchor)] = example
-        node.meta[INSERTED] = True
+        node.meta[INSERTED] = id(self.site)
         self.copies.epochs[node] = self.copies.epochs[self.anchor]
         for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
             if key in self.anchor.meta:
