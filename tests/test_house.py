@@ -42,6 +42,9 @@ ALLOWED = {
         "mhc_compile.passes",
         "mhc_compile.compat",
     ),
+    # The report knows the page that shows it, and the page knows nothing but reports.
+    "mhc_compile.passes.report": ("mhc_compile.ops", "mhc_compile.page", "mhc_compile.text"),
+    "mhc_compile.page": ("mhc_compile.page", "mhc_compile.passes.report", "mhc_compile.text"),
     "mhc_compile.passes.lower": (
         "mhc_compile.agreement",
         "mhc_compile.budget",

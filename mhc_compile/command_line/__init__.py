@@ -61,6 +61,7 @@ examples:
   {_PROG} explain models.py:make -v                 every site with its line
   {_PROG} explain models.py:Transformer --input 2x16:int64
   {_PROG} explain models.py:make --strict           for continuous integration
+  {_PROG} explain models.py:make --html report.html  a page about the model
   {_PROG} explain models.py:make --json             the layout is in docs/command_line.md
 
 {_EXIT_CODES}"""
@@ -141,6 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     explain = _command(several, "explain", "report the hyper-connections of a model", _EXPLAIN, _EXPLAIN_MORE)
     _take_program(explain)
     explain.add_argument("--json", action="store_true", help="print JSON; docs/command_line.md has the layout")
+    explain.add_argument("--html", metavar="FILE", help="write a page about the model to FILE; it needs jinja2")
     explain.add_argument("--strict", action="store_true", help="exit with 1 if anything is declined, cut or fails")
     explain.add_argument("-v", "--verbose", action="store_true", help="print every site; the traceback of a failure")
 

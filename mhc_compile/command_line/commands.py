@@ -9,6 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from mhc_compile import compat
 from mhc_compile.command_line.programs import Program, UsageError, load, users_code
 from mhc_compile.progress import progress, say
+from mhc_compile.text import in_one_line
 
 if TYPE_CHECKING:
     from mhc_compile.passes.report import Report
@@ -23,15 +25,17 @@ if TYPE_CHECKING:
 # Of what `explain --json` and `env --json` print. A change that takes something away raises it.
 FORMAT = 1
 # The fields of `Report` that `explain` fills.
-_FIELDS = ("sites", "called", "cut", "fusions", "advice", "graphs", "seconds", "errors")
+_FIELDS = ("sites", "called", "cut", "fusions", "fused", "excerpts", "advice", "graphs", "seconds", "errors")
 
 
 def explain(options: argparse.Namespace) -> int:
-    """Print `mhc_compile.explain`'s report."""
+    """Print `mhc_compile.explain`'s report, and write the page about it if one is wanted."""
     with _stdout_for_json(options.json):
         program = _loaded(options)
         with _running(options), torch.set_grad_enabled(options.grad):
             report = _report(program)
+    if options.html is not None:
+        _write_page(report, options.html)
     if options.json:
         told = report.as_dict()
         say(
@@ -59,6 +63,17 @@ def _report(program: Program) -> Report:
         # A model that fails without Dynamo as well says so in fewer words.
         program.model(*program.args, **program.kwargs)
         raise
+
+
+def _write_page(report: Report, path: str) -> None:
+    try:
+        Path(path).write_text(report.html(), encoding="utf-8")
+    except ImportError as error:
+        raise UsageError(str(error)) from error
+    except OSError as error:
+        raise UsageError(
+            f"--html {path} failed with {in_one_line(error)}; expected a file that can be written"
+        ) from error
 
 
 def verify(options: argparse.Namespace) -> int:

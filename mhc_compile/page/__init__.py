@@ -47,6 +47,12 @@ def page(report: Report, times: Mapping[str, float]) -> str:
         fused=with_fusion(report, found),
         functions=[site for site in report.cut if site.op == "function"],
         losses=_losses(found),
+        counters={
+            "Fused, forward and backward": report.fusions,
+            "Compiled once": report.shared,
+            "Lowered": report.lowered,
+            "Checked in the first calls": report.checked,
+        },
         users=_users(report),
         style=_file("page.css"),
         script=script,

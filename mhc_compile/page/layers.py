@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mhc_compile.passes.report import FUNCTION, Fused, Report, SiteReport, Traffic
 
@@ -100,8 +100,7 @@ class Layer:
     def signature(self) -> object:
         """Equal for layers of which everything told is the same, but for their names."""
         return [
-            (one.site.op, one.site.location, one.site.told, one.inner, one.status, one.cut, one.site.excerpt)
-            + (one.site.before, one.site.after, [fused.op for fused, _ in one.fused])
+            (replace(one.site, module=one.inner), one.status, one.cut, [fused.op for fused, _ in one.fused])
             for one in self.entries
         ]
 

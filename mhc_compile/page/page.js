@@ -10,7 +10,7 @@ function reveal() {
   if (!target) return;
   for (let box = target.closest("details"); box; box = box.parentElement.closest("details")) box.open = true;
   target.scrollIntoView();
-  (target.querySelector("summary") || target).focus();
+  (target.tagName === "DETAILS" ? target.querySelector("summary") : target).focus();
 }
 
 function select() {

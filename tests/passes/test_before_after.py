@@ -1,0 +1,148 @@
+"""What a report says of a site before and after: bytes, lines of the graph, and what was fused with what."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mhc_compile
+from benchmarks.traffic import of_eager
+from mhc_compile import records
+from mhc_compile.nn import HyperConnection
+from mhc_compile.passes.report import Report
+
+N, C, TOKENS = 4, 32, 16
+UNIT = 4 * C * TOKENS
+
+
+class Layer(nn.Module):
+    def __init__(self, inner: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.attention = HyperConnection(inner(), dim=C)
+        self.mlp = HyperConnection(inner(), dim=C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(self.attention(x))
+
+
+class Model(nn.Module):
+    def __init__(self, depth: int, inner: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(inner) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def streams() -> Tensor:
+    return torch.randn(2, TOKENS // 2, N, C)
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    return mhc_compile.explain(Model(2, lambda: nn.Linear(C, C)), streams())
+
+
+def test_a_site_knows_its_module(report: Report) -> None:
+    names = [f"layers.{layer}.{inner}" for layer in range(2) for inner in ("attention", "mlp")]
+    assert [site.module for site in report.sites] == [name for name in names for _ in range(2)]
+
+
+def test_the_program_is_counted_as_the_benchmarks_count_it() -> None:
+    """A model whose every operation belongs to a site."""
+    model, x = Model(2, nn.Identity), streams()
+    with torch.no_grad():
+        report = mhc_compile.explain(model, x)
+        expected = of_eager(lambda: model(x))
+    assert report.declined == []
+    assert sum(site.before.moved for site in report.sites if site.before is not None) == expected
+
+
+def test_an_operator_reads_each_argument_and_writes_each_result_once(report: Report) -> None:
+    mix, write = report.sites[:2]
+    assert write.op == "expand_combine"
+    gates = 4 * TOKENS * (N + N * N)
+    assert write.after is not None
+    assert (write.after.moved, write.after.made) == ((2 * N + 1) * UNIT + gates, N * UNIT)
+    logits = N * N + 2 * N
+    results = UNIT + gates + 4 * TOKENS * (logits + 1)
+    parameters = 4 * (logits * N * C + 3 + logits)
+    assert mix.after is not None
+    assert (mix.after.moved, mix.after.made) == (N * UNIT + parameters + results, results)
+
+
+def test_sites_that_are_alike_share_an_excerpt(report: Report) -> None:
+    mixes, writes = report.sites[::2], report.sites[1::2]
+    assert len({site.excerpt for site in mixes}) == len({site.excerpt for site in writes}) == 1
+    assert report.excerpts.keys() == {mixes[0].excerpt, writes[0].excerpt}
+    before, after = report.excerpts[writes[0].excerpt]
+    assert f"# nn.py:{writes[0].location.line}  {writes[0].location.code}" in before
+    assert "matmul(" in before
+    assert before.count("(result)") == 1
+    assert "linear(" not in before, "the sublayer is not a part of the site"
+    assert "mhc.expand_combine(in0, None, in1, in2, in3)  # f32[2, 8, 4, 32]" in after
+    assert "matmul(" not in after
+    before, after = report.excerpts[mixes[0].excerpt]
+    assert "in3: " in before
+    assert "in4" not in before, "parts of what a site computes are no inputs"
+    assert "sinkhorn_steps=39" in after
+
+
+def test_a_boundary_knows_its_sites(report: Report) -> None:
+    assert [(one.op, [(part.op, part.module) for part in one.parts]) for one in report.fused] == [
+        ("boundary", [("expand_combine", first), ("generate_mix_and_aggregate", second)])
+        for first, second in (
+            ("layers.0.attention", "layers.0.mlp"),
+            ("layers.0.mlp", "layers.1.attention"),
+            ("layers.1.attention", "layers.1.mlp"),
+        )
+    ]
+    write, mix = report.sites[1], report.sites[2]
+    for one in report.fused:
+        assert one.after is not None
+        assert write.after is not None
+        assert mix.after is not None
+        # The new streams are not read again.
+        assert one.after.moved == write.after.moved + mix.after.moved - N * UNIT
+    assert report.fusions["boundary"] == 3
+
+
+def test_what_has_symbolic_sizes_is_not_counted() -> None:
+    x = streams()
+    torch._dynamo.mark_dynamic(x, 0)
+    report = mhc_compile.explain(Model(1, lambda: nn.Linear(C, C)), x)
+    assert len(report.rewritten) == 4
+    assert {(site.before, site.after) for site in report.rewritten} == {(None, None)}
+    assert all("f32[s, 8, 4, 32]" in text for lines in report.excerpts.values() for text in lines)
+
+
+def test_a_cache_keeps_everything(report: Report) -> None:
+    assert Report.from_dict(json.loads(json.dumps(report.as_dict()))) == report
+    loaded = records.Compiled()
+    loaded.unpack(records.Compiled(traced=report).packed())
+    kept = loaded.report()
+    assert (kept.sites, kept.fused, kept.excerpts) == (report.sites, report.fused, report.excerpts)
+
+
+def test_a_report_from_before_is_read() -> None:
+    """Caches may hold reports of versions that did not count bytes."""
+    told = Report(graphs=1).as_dict() | {
+        "sites": [
+            {
+                "op": "head",
+                "location": {"file": "m.py", "line": 1, "code": "x"},
+                "detail": "",
+                "reason": None,
+                "own": "",
+            }
+        ]
+    }
+    del told["fused"], told["excerpts"]
+    (site,) = Report.from_dict(told).sites
+    assert (site.module, site.before, site.after, site.excerpt) == ("", None, None, "")
