@@ -120,16 +120,41 @@ def test_json_is_all_that_stdout_has(capsys: pytest.CaptureFixture[str]) -> None
     out, err = capsys.readouterr()
     found = json.loads(out)
     assert err == "the factory is at work\n"
-    fields = ["format", "program", "sites", "called", "cut", "fusions", "advice", "graphs", "seconds", "errors"]
+    fields = ["format", "program", "sites", "called", "cut", "fusions", "fused", "excerpts", "advice", "graphs"]
+    fields += ["seconds", "errors"]
     assert list(found) == fields
     assert all(f"| `{name}` |" in PAGE for name in fields)
     assert (found["format"], found["program"], found["graphs"]) == (1, f"{HERE}:make", 1)
     assert [site["op"] for site in found["sites"]] == BOTH
     assert [site["reason"] for site in found["sites"]] == [None, None]
-    assert list(found["sites"][0]) == ["op", "location", "detail", "reason", "own"]
+    keys = ["op", "location", "detail", "reason", "own", "module", "before", "after", "excerpt"]
+    assert list(found["sites"][0]) == keys
+    assert all(f"`{key}`" in PAGE or f'"{key}"' in PAGE for key in keys)
+    assert {site["excerpt"] for site in found["sites"]} == found["excerpts"].keys()
     assert list(found["sites"][0]["location"]) == ["file", "line", "code"]
     assert found["sites"][0]["location"]["file"] == inspect.getsourcefile(Sublayer)
     assert found["errors"] == found["cut"] == []
+
+
+def test_a_page_is_written_beside_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "report.html"
+    assert run("explain", f"{HERE}:declined", "--html", str(path), "--strict") == 1
+    assert "declined: " in capsys.readouterr().out
+    page = path.read_text(encoding="utf-8")
+    assert page.startswith("<!DOCTYPE html>")
+    assert "✗ declined" in page
+
+
+def test_a_page_that_cannot_be_written_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(mhc_compile, "explain", lambda *args: Report())
+    path = tmp_path / "no folder" / "report.html"
+    assert run("explain", f"{HERE}:make", "--html", str(path)) == 2
+    assert f"explain: --html {path} failed with FileNotFoundError" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    assert run("explain", f"{HERE}:make", "--html", str(tmp_path / "report.html")) == 2
+    assert "explain: report.html() needs jinja2: pip install 'mhc-compile[html]'" in capsys.readouterr().err
 
 
 def test_strict_fails_for_what_is_declined(capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,7 +47,7 @@ def test_the_wheel_has_every_module_once(built: Path) -> None:
     modules = {name for name in names if name.endswith(".py")}
     assert "mhc_compile/passes/__init__.py" in modules
     assert modules == expected_modules()
-    assert "mhc_compile/py.typed" in names
+    assert {"mhc_compile/py.typed", *(f"mhc_compile/page/page.{kind}" for kind in ("css", "html", "js"))} <= {*names}
 
 
 def test_the_wheel_registers_the_backend(built: Path) -> None:
