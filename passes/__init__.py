@@ -32,7 +32,7 @@ from mhc_compile.passes.before_after import BeforeAfter, before_after, of_nodes
 from mhc_compile.passes.called import called
 from mhc_compile.passes.cut import CUT, WRITTEN_ELSEWHERE, advice, cut
 from mhc_compile.passes.functional import functional
-from mhc_compile.passes.fuse.joint import is_operator, noted_parts
+from mhc_compile.passes.fuse.joint import is_operator, noted_parts, operator_name
 from mhc_compile.passes.lists import Lists
 from mhc_compile.passes.plan import (
     INTERNAL,
@@ -281,9 +281,7 @@ def _fuse(module: fx.GraphModule, names: Collection[str], layers: fusing.Layers,
         new, _ = compat.copy_graph(old)
         report.fusions = fusing.fuse(new, names, layers)
         with guard("the report does not say what was fused with what", report.errors):
-            report.fused = [
-                Fused(str(node.target._opname), parts, of_nodes([node])) for node, parts in noted_parts(new)
-            ]
+            report.fused = [Fused(operator_name(node), parts, of_nodes([node])) for node, parts in noted_parts(new)]
         if report.fusions.total():
             put(module, new)
         return bool(report.fusions.total())

@@ -15,8 +15,8 @@ from mhc_compile.passes.called import INSERTED
 from mhc_compile.passes.plan import Plan, Site
 from mhc_compile.passes.plan.surroundings import between, extent
 from mhc_compile.passes.record import tensors
-from mhc_compile.passes.report import Location, Traffic, location
-from mhc_compile.passes.shadow import Op, Shadow
+from mhc_compile.passes.report import Traffic, location
+from mhc_compile.passes.shadow import Op, Shadow, Value
 
 _DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.float64: "f64"}
 # Calls that give back memory of their argument although their schemas do not say so.
@@ -46,18 +46,43 @@ def before_after(shadow: Shadow, plan: Plan, graph: fx.Graph) -> dict[int, Befor
         if INSERTED in node.meta:
             inserted.setdefault(node.meta[INSERTED], []).append(node)
     ops = {id(site): list(between(site)) for site in plan.sites}
-    begins = {id(site): min(shadow.position[op.node] for op in ops[id(site)]) for site in plan.sites if ops[id(site)]}
+    begins = {id(site): min((shadow.position[op.node] for op in ops[id(site)]), default=0) for site in plan.sites}
     counted: set[Op] = set()
+    # Counts and lines take long, and most layers are alike.
+    known: dict[Any, BeforeAfter] = {}
     found = {}
-    text = _Text()
-    for site in sorted(plan.sites, key=lambda site: begins.get(id(site), 0)):
-        own = ops[id(site)]
-        nodes = sorted(_shown(site), key=shadow.position.__getitem__)
-        new = inserted.get(id(site), [])
-        before = _of_program([op for op in own if op not in counted])
+    for site in sorted(plan.sites, key=lambda site: begins[id(site)]):
+        own, new = ops[id(site)], inserted.get(id(site), [])
+        kind = (_kind(own, counted), tuple(map(_kind_of_node, new)))
+        if kind not in known:
+            before = _of_program([op for op in own if op not in counted])
+            nodes = sorted(_shown(site), key=shadow.position.__getitem__)
+            known[kind] = BeforeAfter(before, of_nodes(new), (_text(nodes, _made(site)), _text(new, ())))
+        found[id(site)] = known[kind]
         counted.update(own)
-        found[id(site)] = BeforeAfter(before, of_nodes(new), (text(nodes, _made(site)), text(new, ())))
     return found
+
+
+def _kind(ops: Sequence[Op], counted: set[Op]) -> Any:
+    """Equal for sites that do the same calls, on tensors of the same kind, in the same lines of the program."""
+    numbers: dict[Value, int] = {}
+
+    def number(value: Value) -> int:
+        return numbers.setdefault(value, len(numbers))
+
+    calls = tuple(
+        [(id(op.kind), op in counted, op.node.meta.get("stack_trace"), tuple(map(number, op.sources))) for op in ops]
+    )
+    return calls, tuple([(value.shape, value.dtype, _strides(value)) for value in numbers])
+
+
+def _strides(value: Value) -> tuple[int | None, ...]:
+    return tuple([stride if isinstance(stride, int) else None for stride in value.meta.stride()])
+
+
+def _kind_of_node(node: fx.Node) -> Any:
+    settings = [argument for argument in node.args if not isinstance(argument, fx.Node)]
+    return node.target, len(node.args), str(settings), str(node.kwargs)
 
 
 def _made(site: Site) -> set[fx.Node]:
@@ -132,38 +157,26 @@ def _bytes(tensor: torch.Tensor) -> int | None:
     return count
 
 
-class _Text:
+def _text(nodes: Sequence[fx.Node], made: Iterable[fx.Node]) -> str:
     """Calls in order, below the lines of the program that make them; names do not depend on the layer."""
-
-    def __init__(self) -> None:
-        self.places: dict[str, Location] = {}
-
-    def __call__(self, nodes: Sequence[fx.Node], made: Iterable[fx.Node]) -> str:
-        names: dict[fx.Node, str] = {}
-        inputs: list[str] = []
-        lines: list[str] = []
-        inside, results = set(nodes), set(made)
-        last = None
-        for node in nodes:
-            for given in node.all_input_nodes:
-                if given not in inside and given not in names:
-                    names[given] = f"in{len(inputs)}"
-                    inputs.append(f"{names[given]}: {_type(given)}")
-            names[node] = f"%{len(names) - len(inputs)}"
-            at = self._place(node)
-            if at.file and at != last:
-                lines.append(f"# {at.short}  {at.code}")
-                last = at
-            returned = "  (result)" if node in results else ""
-            lines.append(f"{names[node]} = {_name(node)}({_arguments(node, names)})  # {_type(node)}{returned}")
-        return "\n".join([*inputs, *lines])
-
-    def _place(self, node: fx.Node) -> Location:
-        """Layers that are alike have one trace, and reading a trace takes long."""
-        trace = node.meta.get("stack_trace", "")
-        if trace not in self.places:
-            self.places[trace] = location(node)
-        return self.places[trace]
+    names: dict[fx.Node, str] = {}
+    inputs: list[str] = []
+    lines: list[str] = []
+    inside, results = set(nodes), set(made)
+    last = None
+    for node in nodes:
+        for given in node.all_input_nodes:
+            if given not in inside and given not in names:
+                names[given] = f"in{len(inputs)}"
+                inputs.append(f"{names[given]}: {_type(given)}")
+        names[node] = f"%{len(names) - len(inputs)}"
+        at = location(node)
+        if at.file and at != last:
+            lines.append(f"# {at.short}  {at.code}")
+            last = at
+        returned = "  (result)" if node in results else ""
+        lines.append(f"{names[node]} = {_name(node)}({_arguments(node, names)})  # {_type(node)}{returned}")
+    return "\n".join([*inputs, *lines])
 
 
 def _name(node: fx.Node) -> str:

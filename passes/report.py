@@ -84,9 +84,10 @@ class SiteReport:
     reason: str | None = None
     own: str = ""
     module: str = ""
-    before: Traffic | None = None
-    after: Traffic | None = None
-    excerpt: str = ""
+    # These differ where a function is compiled for several sizes; its sites are the same.
+    before: Traffic | None = field(default=None, compare=False)
+    after: Traffic | None = field(default=None, compare=False)
+    excerpt: str = field(default="", compare=False)
 
     @property
     def rewritten(self) -> bool:
@@ -104,7 +105,7 @@ class Fused:
 
     op: str
     parts: tuple[SiteReport, ...]
-    after: Traffic | None = None
+    after: Traffic | None = field(default=None, compare=False)
 
 
 # What stands for the operator, and for the detail, of a function that Dynamo gives up.

@@ -39,7 +39,7 @@ class Entry:
     @property
     def losses(self) -> list[str]:
         """Why the site is not what it could be."""
-        return [self.site.reason] * (self.site.reason is not None) + self.cut
+        return self.cut if self.site.reason is None else [self.site.reason, *self.cut]
 
 
 @dataclass
@@ -125,7 +125,7 @@ def layers(report: Report) -> list[Layer]:
     for fused in report.fused:
         parts: list[Entry] = []
         for part in fused.parts:
-            parts += [one for one in _alike(part, entries) if not any(fused.op == had.op for had, _ in one.fused)][:1]
+            parts += [one for one in _alike(part, entries) if not one.fused][:1]
         for entry in parts:
             entry.fused.append((fused, [one for one in parts if one is not entry]))
     found: dict[str, Layer] = {}

@@ -40,6 +40,11 @@ def is_operator(node: fx.Node, *names: str) -> bool:
     return not names or target._opname in names
 
 
+def operator_name(node: fx.Node) -> str:
+    """The name of the operator that a node calls, without the namespace."""
+    return str(node.target._opname)  # type: ignore[union-attr]
+
+
 def is_backward(node: fx.Node) -> bool:
     """Whether a node calls one of the backward operators."""
     return is_operator(node) and str(node.target._opname).endswith("_backward")  # type: ignore[union-attr]
@@ -206,14 +211,13 @@ def item(graph: fx.Graph, source: fx.Node, index: int, like: fx.Node) -> fx.Node
 def note_parts(node: fx.Node, *parts: fx.Node) -> None:
     """Note on a fused operator which calls it replaces."""
     node.meta[_PARTS] = tuple(
-        SiteReport(str(part.target._opname), location(part), "", module=module_path(part))  # type: ignore[union-attr]
-        for part in parts
+        SiteReport(operator_name(part), location(part), "", module=module_path(part)) for part in parts
     )
 
 
 def noted_parts(graph: fx.Graph) -> list[tuple[fx.Node, tuple[SiteReport, ...]]]:
     """The fused operators with what each replaces, copies that compute one again left out. The notes are erased."""
-    noted = ((node, node.meta.pop(_PARTS)) for node in graph.nodes if _PARTS in node.meta)
+    noted = ((node, node.meta.pop(_PARTS)) for node in calls(graph) if _PARTS in node.meta)
     return list({id(parts): (node, parts) for node, parts in noted}.values())
 
 
