@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from mhc_compile import compat
+from mhc_compile.guard import guard
 from mhc_compile.passes.report import SiteReport, location, module_path
 
 # Where a fused operator notes the sites that it stands for.
@@ -210,9 +211,10 @@ def item(graph: fx.Graph, source: fx.Node, index: int, like: fx.Node) -> fx.Node
 
 def note_parts(node: fx.Node, *parts: fx.Node) -> None:
     """Note on a fused operator which calls it replaces."""
-    node.meta[_PARTS] = tuple(
-        SiteReport(operator_name(part), location(part), "", module=module_path(part)) for part in parts
-    )
+    with guard("a fused operator does not say what it replaces"):
+        node.meta[_PARTS] = tuple(
+            SiteReport(operator_name(part), location(part), "", module=module_path(part)) for part in parts
+        )
 
 
 def noted_parts(graph: fx.Graph) -> list[tuple[fx.Node, tuple[SiteReport, ...]]]:

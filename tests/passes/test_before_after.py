@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 import mhc_compile
 from benchmarks.traffic import of_eager
-from mhc_compile import records
+from mhc_compile import passes, records
 from mhc_compile.nn import HyperConnection
+from mhc_compile.passes.fuse import joint
 from mhc_compile.passes.report import Report
 
 N, C, TOKENS = 4, 32, 16
@@ -120,6 +121,21 @@ def test_what_has_symbolic_sizes_is_not_counted() -> None:
     assert len(report.rewritten) == 4
     assert {(site.before, site.after) for site in report.rewritten} == {(None, None)}
     assert all("f32[s, 8, 4, 32]" in text for lines in report.excerpts.values() for text in lines)
+
+
+def test_a_failure_to_count_costs_no_site(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: object) -> None:
+        raise ValueError("planted")
+
+    monkeypatch.setattr(passes, "before_after", fail)
+    monkeypatch.setattr(joint, "module_path", fail)
+    report = mhc_compile.explain(Model(1, lambda: nn.Linear(C, C)), streams())
+    assert len(report.rewritten) == 4
+    assert report.fusions["boundary"] == 1
+    assert report.fused == []
+    assert {(site.before, site.after, site.excerpt) for site in report.sites} == {(None, None, "")}
+    assert any("planted" in error for error in report.errors)
+    assert "not counted" in report.html()
 
 
 def test_a_function_that_is_compiled_for_other_sizes_counts_once() -> None:
