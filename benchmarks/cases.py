@@ -179,7 +179,7 @@ class Model(Workload):
     """
 
     def build(self) -> Any:
-        from examples.compile_deepseek_v4 import SETUPS, build
+        from benchmarks.deepseek_v4 import SETUPS, build
 
         case, layers = self.case, max(self.case.depth // 2, 1)
         setup = SETUPS["tiny" if self.device.type == "cpu" else "flash"]
