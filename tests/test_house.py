@@ -161,6 +161,8 @@ def test_every_public_name_has_a_docstring() -> None:
 
 
 def test_passes_is_a_relative_link() -> None:
+    if not (ROOT / "passes").exists():
+        pytest.skip("an sdist has the passes in place of the link")
     link = PACKAGE / "passes"
     assert link.is_symlink()
     assert link.readlink() == Path("../passes")

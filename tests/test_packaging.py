@@ -1,4 +1,4 @@
-"""What is installed: the files of the wheel and of the sdist, and the backend's entry point."""
+"""What is installed: the files of the sdist and of a wheel that is built from it, and the backend's entry point."""
 
 from __future__ import annotations
 
@@ -18,20 +18,30 @@ ROOT = Path(__file__).resolve().parent.parent
 IGNORED = shutil.ignore_patterns(".git", ".venv", "*.egg-info", "build", "dist", "__pycache__", ".*_cache")
 
 
+def _build(kind: str, source: Path, output: Path) -> None:
+    # The hooks themselves, with the setuptools that is installed: no network and no build frontend.
+    build = f"import sys; from setuptools import build_meta as hooks; hooks.build_{kind}(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, str(output)], cwd=source, check=True, stdout=subprocess.DEVNULL)
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel and the sdist, built from a copy so that the checkout stays clean."""
+    """A folder with an sdist of a copy of the checkout, which stays clean, its files, and a wheel built from them."""
     source = tmp_path_factory.mktemp("source") / "checkout"
     shutil.copytree(ROOT, source, symlinks=True, ignore=IGNORED)
     output = tmp_path_factory.mktemp("dist")
-    # The hooks themselves, with the setuptools that is installed: no network and no build frontend. They
-    # leave sys.argv changed, so the folder is read first.
-    build = (
-        "import sys; from setuptools import build_meta as hooks; output = sys.argv[1]; "
-        "hooks.build_sdist(output); hooks.build_wheel(output)"
-    )
-    subprocess.run([sys.executable, "-c", build, str(output)], cwd=source, check=True, stdout=subprocess.DEVNULL)
+    _build("sdist", source, output)
+    (sdist,) = output.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(output / "files", filter="data")
+    _build("wheel", unpacked(output), output)
     return output
+
+
+def unpacked(built: Path) -> Path:
+    """The files of the sdist."""
+    (folder,) = (built / "files").iterdir()
+    return folder
 
 
 def expected_modules() -> set[str]:
@@ -67,6 +77,37 @@ def test_the_sdist_has_every_module_as_a_file(built: Path) -> None:
     assert expected_modules() <= members.keys()
     assert all(members[name].isfile() for name in expected_modules())
     assert {"LICENSE", "README.md", "pyproject.toml"} <= members.keys()
+
+
+def test_the_sdist_has_the_whole_checkout(built: Path) -> None:
+    """But for what belongs to git and to continuous integration; the passes are in the package alone."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    listing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if listing.returncode:
+        pytest.skip("not a git checkout, so what belongs to the project is unknown")
+    names = [name for name in listing.stdout.split("\0") if name and (ROOT / name).is_file()]
+    left = [name for name in names if not (unpacked(built) / name).is_file() and not name.startswith("passes/")]
+    assert sorted(left) == [".ci/run", ".gitignore"]
+
+
+@pytest.mark.thorough
+def test_the_tests_run_from_the_sdist(built: Path) -> None:
+    """All can be collected, and some of each kind pass: operators, passes, pages and packages."""
+    folder = unpacked(built)
+    around = {**os.environ, "PYTHONPATH": str(folder)}
+
+    def pytest_says(*arguments: str) -> str:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+        done = subprocess.run(command, cwd=folder, env=around, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout[-2000:]
+        return done.stdout
+
+    assert " tests collected" in pytest_says("--collect-only")
+    chosen = ("tests/test_house.py", "tests/test_readme.py", "tests/test_names.py", "tests/ops/test_argument_errors.py")
+    assert " passed" in pytest_says(*chosen, "tests/passes/test_one_site.py")
+    place = [sys.executable, "-c", "import mhc_compile; print(mhc_compile.__file__)"]
+    imported = subprocess.run(place, cwd=folder, env=around, capture_output=True, text=True, check=True).stdout
+    assert Path(imported.strip()).is_relative_to(folder)
 
 
 def run_installed(built: Path, folder: Path, code: str) -> str:

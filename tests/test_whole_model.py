@@ -1,4 +1,4 @@
-"""`benchmarks.whole_model` measures a DeepSeek-V4, and its judge finds what is wrong. Inductor compiles nothing here."""
+"""`benchmarks.whole_model` measures a DeepSeek-V4, and its judge finds what is wrong. Nothing is compiled here."""
 
 from __future__ import annotations
 
