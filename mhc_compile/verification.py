@@ -281,7 +281,8 @@ def _check_memory(module: nn.Module) -> None:
 def _free_memory(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    if device.type == "cpu" and "SC_AVPHYS_PAGES" in os.sysconf_names:
+    # Windows has no such names, and macOS not this one.
+    if device.type == "cpu" and "SC_AVPHYS_PAGES" in getattr(os, "sysconf_names", {}):
         return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     return float("inf")
 
