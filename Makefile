@@ -7,7 +7,6 @@ VENV := .venv/$(TORCH)
 CONSTRAINTS := constraints-torch$(TORCH).txt
 STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
-DEMO_ARGS ?=
 FUZZ_ARGS ?= --programs 2000
 PYTEST_ARGS ?=
 
@@ -54,7 +53,7 @@ fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
 
 demo: $(STAMP)
-	$(BIN)/python examples/compile_deepseek_v4.py $(DEMO_ARGS)
+	$(BIN)/python examples/compile_deepseek_v4.py
 
 # These use the interpreter on PATH as it is: a CUDA machine usually brings its own torch.
 gpu-test:

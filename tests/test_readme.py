@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DeepseekV4Config
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperConnection
 
 import mhc_compile
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
-    (ROOT / "docs").rglob("*.md")
-)
+PAGES = [ROOT / name for name in ("README.md", "PACKAGE.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")]
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 LONGEST_SENTENCE = 25  # words, as in our rules of style
 
@@ -65,8 +67,44 @@ def test_the_quickstart_runs() -> None:
     assert str(names["report"]).startswith(f"mhc: {count} ")
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_the_page_of_a_package_index() -> None:
+    """It stands alone there: its snippet runs, and there is nothing beside it to link to."""
+    page = (ROOT / "PACKAGE.md").read_text(encoding="utf-8")
+    assert "](" not in page
+    (snippet,) = re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+    exec(compile(snippet, "PACKAGE.md", "exec"), {})
+    assert f"Version {mhc_compile.__version__} " in page
+
+
 def test_it_is_short() -> None:
     assert len(README.split()) <= 900
+
+
+class _Operators(TorchDispatchMode):
+    """Counts ATen operators, but for those that only look at a tensor in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        looks = function.is_view or function is torch.ops.aten._unsafe_view.default
+        self.count += not looks
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_operators_of_eager_code() -> None:
+    """As README counts them: those of DeepSeek-V4's hyper-connection around a sublayer that has none."""
+    config = DeepseekV4Config(hidden_size=64)
+    mix, x = DeepseekV4HyperConnection(config), torch.randn(2, 8, config.hc_mult, 64)
+    with torch.no_grad(), _Operators() as operators:
+        h_post, h_res, f = mix(x)
+        h_post.unsqueeze(-1) * f.unsqueeze(-2) + torch.matmul(h_res.transpose(-1, -2), x)
+    picture = (ROOT / "docs" / "images" / "before_after.svg").read_text(encoding="utf-8")
+    counts = re.findall(r"(\d+) operators", README + picture) + re.findall(r"The (\d+) are ATen operators", README)
+    assert len(counts) >= 4
+    assert set(counts) == {str(operators.count)}
 
 
 def _sentences(text: str) -> list[str]:
