@@ -20,8 +20,8 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     Returns a `Report`: `report.sites`, `report.rewritten` and `report.declined` list the sites with operator, source
     location, detail and reason, `report.cut` what Dynamo tears apart, `report.fusions` counts what was fused;
     `str(report)` is the same for people. The rewritten graphs run operator by operator, in the caller's grad mode;
-    nothing is compiled and nothing is kept. A compiled model is looked at as it is written. Functions that Dynamo gave up before are tried, and stay given up. From two
-    seconds on, a terminal shows how far it is.
+    nothing is compiled and nothing is kept. A compiled model is looked at as it is written. Functions that Dynamo gave
+    up before are tried, and stay given up. From two seconds on, a terminal shows how far it is.
     """
     ledger = records.Ledger()
 

@@ -48,8 +48,8 @@ TABLE = (
         "mhc.skip",
         'list of "file.py:12"',
         (),
-        "Leave the sites at these lines alone. Strict mode accepts these lines, whatever the reason that a site there is "
-        "left. A function's `def` line stands for the function, if Dynamo gives it up.",
+        "Leave the sites at these lines alone. Strict mode accepts these lines, whatever the reason that a site there "
+        "is left. A function's `def` line stands for the function, if Dynamo gives it up.",
     ),
     Option(
         "mhc.recompute",

@@ -227,9 +227,7 @@ class _Tracer:
             result = map_leaves(self._fresh, example)
             self._add(self._op(function, self._resolve(node.args[2:]), {}, node), result)
             self._bind(node, result)
-        elif not compat.is_plain_call(node) or not held or any(map(compat.is_batched, held)):
-            self._opaque(node, example)
-        elif self.wrappers and self._wraps(node):
+        elif not compat.is_plain_call(node) or not held or any(map(compat.is_batched, held)) or self._wraps(node):
             self._opaque(node, example)
         elif not any(prod(self._shape(tensor)) for tensor in held):
             # What has no elements, such as the rest of a sequence of whole chunks, is no part of any operator.
@@ -243,7 +241,7 @@ class _Tracer:
         What it makes is a value of its own: nothing outside the node holds what is in the subclass.
         """
         given = {one in self.wrappers for one in node.all_input_nodes}
-        return len(given) == 1 and given != {node in self.wrappers}
+        return bool(self.wrappers) and len(given) == 1 and given != {node in self.wrappers}
 
     def _mutating(self, node: fx.Node, example: Any) -> None:
         keys = (compat.storage_of(t) for t in tensors(_examples((node.args, node.kwargs))))

@@ -270,7 +270,9 @@ def test_strict_options_accept_a_loss_at_a_line_that_they_name(monkeypatch: pyte
         joint = patches["joint_custom_pre_pass"]
         return compat.compile_without_inductor(gm, inputs, lambda module: joint(module.graph))
 
-    monkeypatch.setattr(compat, "inductor_compiler", lambda mode, options, patches: functools.partial(until_joint, patches))
+    monkeypatch.setattr(
+        compat, "inductor_compiler", lambda mode, options, patches: functools.partial(until_joint, patches)
+    )
     x = torch.randn(2, 3, 4, 8)
     (read,) = mhc_compile.explain(ChannelRead(), x).declined
     model = torch.nn.Sequential(ChannelRead(), ChannelRead())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TypeVar
 
 from torch import fx
@@ -81,88 +82,139 @@ def plan(shadow: Shadow, findings: Findings, errors: list[str] | None = None, *,
     input_norms: whether with the norms that read layer inputs; None is yes on a GPU. What goes wrong costs the site at
     which it does, and is added to `errors`.
     """
-    errors = [] if errors is None else errors
-    sites: list[Site] = []
-    declined: list[Declined] = []
-    reached = reached_by_gradients(shadow) if findings.readings else set()
-    beyond = _derivatives_beyond(shadow)
+    planner = _Planner(shadow, findings, [] if errors is None else errors)
+    for step, what_if_it_fails in (
+        (planner.gates, "gates are left as they are"),
+        (planner.writes, "writes are left as they are"),
+        (planner.cut_connections, "connections that a graph break cuts are not looked for"),
+        (planner.part_writes, "writes to some of the streams are not looked for"),
+        (planner.single_operators, "single operators are not looked for"),
+        (planner.mixed_alone, "streams that are mixed alone are not looked for"),
+        (planner.projections, "projections are not looked for"),
+    ):
+        with guard(what_if_it_fails, planner.errors):
+            step()
+    return planner.plan(input_norms)
 
-    def consider(what: str, node: fx.Node, *makers: Callable[[], Site]) -> bool:
+
+class _Planner:
+    """The sites of one graph, step by step: larger ones first, and smaller ones of what these leave."""
+
+    def __init__(self, shadow: Shadow, findings: Findings, errors: list[str]) -> None:
+        self.shadow, self.findings, self.errors = shadow, findings, errors
+        self.sites: list[Site] = []
+        self.declined: list[Declined] = []
+        self.reached = reached_by_gradients(shadow) if findings.readings else set()
+        self.beyond = _derivatives_beyond(shadow)
+        # What is in a write, and the reads by which a write was known to be one of streams.
+        self.claimed: set[Value] = set()
+        self.evident: set[Value] = set()
+        # Reads of connections that write in another graph, with their gates.
+        self.torn: dict[Value, Value] = {}
+
+    def consider(self, what: str, node: fx.Node, *makers: Callable[[], Site]) -> bool:
         """Accept the first of several sites that can be; the reason against the first is the one told."""
         reasons: list[str] = []
         for make in makers:
             try:
                 site = make()
-                if beyond:
-                    raise Decline(beyond)
-                check_surroundings(shadow, site)
+                if self.beyond:
+                    raise Decline(self.beyond)
+                check_surroundings(self.shadow, site)
                 if isinstance(site, MixSite):
-                    check_gradients(reached, site)
+                    check_gradients(self.reached, site)
             except Decline as reason:
                 reasons.append(str(reason))
             except Exception as error:
-                reasons.append(f"{INTERNAL}: {told(error, 'a site is left as it is', errors)}")
+                reasons.append(f"{INTERNAL}: {told(error, 'a site is left as it is', self.errors)}")
             else:
-                sites.append(site)
+                self.sites.append(site)
                 return True
-        declined.append(Declined(what, reasons[0], node))
+        self.declined.append(Declined(what, reasons[0], node))
         return False
 
-    for mixtures in _by_streams(findings.mixtures):
-        with guard("gates are left as they are", errors):
-            _consider_gates(mixtures, findings, consider)
-    known = {value for site in sites if isinstance(site, MixSite) for value in site.made()}
-    known |= {value for value, found in findings.matrices.items() if isinstance(found, Matrices)}
-    known |= {out for op in shadow.ops if _is_ours(op.node) for out in op.outs}
-    connections = findings.connections
-    claimed: set[Value] = set()
-    evident: set[Value] = set()
-    for readings in _by_result(findings.combines)[::-1]:  # later sums first, since they take in earlier ones
-        readings = [c for c in readings if not known.isdisjoint(c.gates()) or connections.is_write(c, known)]
-        if not readings or readings[0].out in claimed:
-            continue
-        evident |= {read.out for read in connections.reads_before(readings[0])}
+    def gates(self) -> None:
+        """The gates of each set of streams, with the read where they make one."""
+        for mixtures in _by_streams(self.findings.mixtures):
+            with guard("gates are left as they are", self.errors):
+                _consider_gates(mixtures, self.findings, self.consider)
+
+    @cached_property
+    def known(self) -> set[Value]:
+        """What is a gate for certain: an operator makes it, or it is a Sinkhorn projection."""
+        known = {value for site in self.sites if isinstance(site, MixSite) for value in site.made()}
+        known |= {value for value, found in self.findings.matrices.items() if isinstance(found, Matrices)}
+        return known | {out for op in self.shadow.ops if _is_ours(op.node) for out in op.outs}
+
+    def writes(self) -> None:
+        """Writes with a gate that is known, or of a connection."""
+        known, connections = self.known, self.findings.connections
+        for readings in _by_result(self.findings.combines)[::-1]:  # later sums first, since they take in earlier ones
+            readings = [c for c in readings if not known.isdisjoint(c.gates()) or connections.is_write(c, known)]
+            if not readings or readings[0].out in self.claimed:
+                continue
+            self.evident |= {read.out for read in connections.reads_before(readings[0])}
+            self._consider_write(*readings)
+
+    def _consider_write(self, *readings: Combine) -> None:
         made = [lambda c=combine: CombineSite(c) for combine in readings]
-        if consider("expand_combine", readings[0].op.node, *made):
-            accepted = sites[-1]
+        if self.consider("expand_combine", readings[0].op.node, *made):
+            accepted = self.sites[-1]
             assert isinstance(accepted, CombineSite)
-            claimed |= _within(accepted.combine)
-    torn: dict[Value, Value] = {}
-    with guard("connections that a graph break cuts are not looked for", errors):
-        torn = {read: gate for read, gate in reads_of_torn(shadow, findings).items() if gate not in known}
-        evident |= torn.keys()
-        for write in writes(shadow, findings):
-            if write.out not in claimed and consider("expand_combine", write.op.node, lambda c=write: CombineSite(c)):  # type: ignore[misc]
-                claimed |= _within(write)
-    part_writes = list(_part_writes(findings, known, _views(sites)))
-    evident |= {write.read.out for write in part_writes}
-    declined += (Declined("expand_combine", write.reason, write.op.node) for write in part_writes)
-    mixings = [*findings.mixings, *(write.mixing for write in part_writes if write.mixing is not None)]
-    for alike in _by_result([mixing for mixing in mixings if mixing.out not in claimed]):
-        consider("mix_streams", alike[0].op.node, *[lambda m=mixing: MixingSite(m) for mixing in alike])
-    free = [a for a in findings.aggregates if a.out not in claimed]
-    with guard("single operators are not looked for", errors):
-        _single_operators(findings, free, sites, known, evident, consider)
-    views = _views(sites)
-    with guard("streams that are mixed alone are not looked for", errors):
-        for mixing in list(mixed_alone(findings.reader, views)):
-            if consider("mix_streams", mixing.op.node, lambda m=mixing: MixingSite(m)):  # type: ignore[misc]
-                views = _views(sites)
-    with guard("projections are not looked for", errors):
-        for projected in list(projection_sites(shadow, findings, sites, views, reached)):
+            self.claimed |= _within(accepted.combine)
+
+    def cut_connections(self) -> None:
+        """Reads and writes that are in different graphs."""
+        torn = reads_of_torn(self.shadow, self.findings)
+        self.torn = {read: gate for read, gate in torn.items() if gate not in self.known}
+        self.evident |= self.torn.keys()
+        for write in writes(self.shadow, self.findings):
+            if write.out not in self.claimed:
+                self._consider_write(write)
+
+    def part_writes(self) -> None:
+        """Writes to some of the streams, which no operator makes, and the mixing of all streams in and beside them."""
+        found = list(_part_writes(self.findings, self.known, _views(self.sites)))
+        self.evident |= {write.read.out for write in found}
+        self.declined += (Declined("expand_combine", write.reason, write.op.node) for write in found)
+        mixings = [*self.findings.mixings, *(write.mixing for write in found if write.mixing is not None)]
+        self._consider_mixings([mixing for mixing in mixings if mixing.out not in self.claimed])
+
+    def _consider_mixings(self, mixings: list[StreamsMixing]) -> None:
+        for alike in _by_result(mixings):
+            self.consider("mix_streams", alike[0].op.node, *[lambda m=mixing: MixingSite(m) for mixing in alike])
+
+    def single_operators(self) -> None:
+        """Reads and Sinkhorn projections that are in no larger site."""
+        free = [a for a in self.findings.aggregates if a.out not in self.claimed]
+        _single_operators(self.findings, free, self.sites, self.known, self.evident, self.consider)
+
+    def mixed_alone(self) -> None:
+        """Streams that are mixed without a write."""
+        self._consider_mixings(list(mixed_alone(self.findings.reader, _views(self.sites))))
+
+    def projections(self) -> None:
+        """Projections whose logits the program makes into gates itself."""
+        views = _views(self.sites)
+        for projected in list(projection_sites(self.shadow, self.findings, self.sites, views, self.reached)):
             node = projected.products[0].projection.out.op.node  # type: ignore[union-attr]
-            consider("projection", node, lambda site=projected: site)  # type: ignore[misc]
-    remember(sites)
-    reads = [site for site in sites if isinstance(site, (AggregateSite, MixSite)) and site.aggregate is not None]
-    cut = [site for site in reads if site.aggregate is not None and site.aggregate.out in torn]
-    remember_torn((site.aggregate for site in cut if site.aggregate is not None), torn)
-    untold: list[str] = []
-    with guard("what else there is of hyper-connections is not told", untold):
-        name_own_gates(sites, findings)
-        declined += list(misses(shadow, findings, sites, declined, views))
-    if input_norms is not False:
-        sites = [_with_norm(shadow, findings, site, input_norms, errors) for site in sites]
-    return Plan(sites, declined, untold, cut)
+            self.consider("projection", node, lambda site=projected: site)  # type: ignore[misc]
+
+    def plan(self, input_norms: bool | None) -> Plan:
+        """All decisions, and what is told beside them."""
+        remember(self.sites)
+        reads = [site for site in self.sites if isinstance(site, (AggregateSite, MixSite))]
+        torn = [site for site in reads if site.aggregate is not None and site.aggregate.out in self.torn]
+        remember_torn((site.aggregate for site in torn if site.aggregate is not None), self.torn)
+        untold: list[str] = []
+        with guard("what else there is of hyper-connections is not told", untold):
+            name_own_gates(self.sites, self.findings)
+            views = _views(self.sites)
+            self.declined += list(misses(self.shadow, self.findings, self.sites, self.declined, views))
+        sites = self.sites
+        if input_norms is not False:
+            sites = [_with_norm(self.shadow, self.findings, site, input_norms, self.errors) for site in sites]
+        return Plan(sites, self.declined, untold, torn)
 
 
 def _part_writes(findings: Findings, known: set[Value], views: dict[Value, StreamsView]) -> Iterator[PartWrite]:

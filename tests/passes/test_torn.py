@@ -89,7 +89,10 @@ class Streams(nn.Module):
 def _check(report: Report, read: str) -> None:
     lines, first = inspect.getsourcelines(Torn)
     line = first + next(i for i, text in enumerate(lines) if "graph_break()" in text)
-    told = [(site.op, site.detail, (site.reason or "").partition(f"tests/passes/test_torn.py:{line}: ")[0]) for site in report.cut]
+    told = [
+        (site.op, site.detail, (site.reason or "").partition(f"tests/passes/test_torn.py:{line}: ")[0])
+        for site in report.cut
+    ]
     assert told == [(read, "cut", READ), ("expand_combine", "cut", WRITE)]
     assert {read, "expand_combine"} <= {site.op for site in report.rewritten}
     assert report.declined == []
