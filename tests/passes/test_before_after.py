@@ -13,8 +13,11 @@ import mhc_compile
 from benchmarks.traffic import of_eager
 from mhc_compile import passes, records
 from mhc_compile.nn import HyperConnection
+from mhc_compile.page.layers import layers, with_fusion
 from mhc_compile.passes.fuse import joint
 from mhc_compile.passes.report import Report
+from tests.passes import shifted
+from tests.zoo.common import BATCH, LENGTH, WIDTH
 
 N, C, TOKENS = 4, 32, 16
 UNIT = 4 * C * TOKENS
@@ -179,3 +182,14 @@ def test_a_report_from_before_is_read() -> None:
     del told["fused"], told["excerpts"]
     (site,) = Report.from_dict(told).sites
     assert (site.module, site.before, site.after, site.excerpt) == ("", None, None, "")
+
+
+def test_a_shifted_boundary_knows_its_three_sites() -> None:
+    report = mhc_compile.explain(shifted.Model(), torch.randn(BATCH, LENGTH, WIDTH))
+    assert [[part.op for part in one.parts] for one in report.fused] == 2 * [
+        ["expand_combine", "aggregate", "generate_mix"]
+    ]
+    assert {one.op for one in report.fused} == {"shifted_boundary"}
+    found = layers(report)
+    assert sum(len(entry.fused) for layer in found for entry in layer.entries) == 6
+    assert with_fusion(report, found) is not None
