@@ -27,17 +27,24 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
 
     def mhc(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         with ledger.graph() as graph:
-            graph.traced.add(passes.run_recursively(gm))
+            graph.traced.add(Report(graphs=1) if compat.is_part() else passes.run_recursively(gm))
             compiled: Callable[..., Any] = compat.compile_without_inductor(
                 gm, example_inputs, lambda joint: graph.traced.add(passes.fuse(joint))
             )
         return compiled
+
+    def rewrite(gm: fx.GraphModule) -> None:
+        with ledger.graph() as graph:
+            report = passes.run_recursively(gm)
+            report.graphs = 0  # the parts are counted
+            graph.traced.add(report)
 
     apart, more = compat.apart(mhc, ledger.give_up), compat.any_number_of_compilations()
     with (
         apart,
         more,
         compat.uncompiled(model),
+        compat.whole_for(mhc, rewrite),
         compat.without_tracebacks(),
         progress(lambda: f"explain: {ledger.progress()}"),
     ):

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import mhc_compile
 from mhc_compile import hooks, progress, records
 from mhc_compile.passes.report import Location, Report, SiteReport
+from mhc_compile.testing import capture
 from tests.zoo.near import Sublayer
 
 ROOT = Path(__file__).parents[1]
@@ -97,6 +98,13 @@ def test_graphs_that_one_frame_is_cut_into_add_up(monkeypatch: pytest.MonkeyPatc
     assert mhc_compile.report().graphs > 1
     assert _operators() == BOTH
     assert mhc_compile.report().cut == []
+    explained = mhc_compile.explain(distributed, torch.randn(SHAPE))
+    assert explained.sites == mhc_compile.report().sites
+    assert (explained.cut, explained.called, explained.graphs) == ([], [], mhc_compile.report().graphs)
+    lines = str(capture(distributed, torch.randn(SHAPE))).splitlines()
+    while lines[0].startswith("cut: Dynamo breaks the graph in "):  # before the model, in the module around it
+        lines.pop(0)
+    assert lines == str(capture(distributed.module, torch.randn(SHAPE))).splitlines()
     (write,) = [str(site.location) for site in mhc_compile.report().sites if site.op == "expand_combine"]
     torch._dynamo.reset()
     torch.compile(distributed, backend="mhc", options={"mhc.skip": [write]})(torch.randn(SHAPE))

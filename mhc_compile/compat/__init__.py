@@ -14,9 +14,11 @@ from mhc_compile.compat.cpp import (
 )
 from mhc_compile.compat.distributed import (
     before_ddp_splits,
+    is_part,
     job_store,
     rank,
     ranks,
+    whole_for,
 )
 from mhc_compile.compat.driver import (
     load_kernel,
@@ -234,6 +236,7 @@ __all__ = [
     "is_kernel_launch",
     "is_made_here",
     "is_newer_than_tested",
+    "is_part",
     "is_plain_call",
     "is_pure",
     "is_wrapper",
@@ -280,6 +283,7 @@ __all__ = [
     "watch_dynamo",
     "watch_packages",
     "watched",
+    "whole_for",
     "without_fake_tracebacks",
     "without_guards",
     "without_tracebacks",

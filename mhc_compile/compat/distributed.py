@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -43,15 +45,25 @@ def ranks() -> int:
 Whole = Callable[[fx.GraphModule, str, dict[str, Any]], AbstractContextManager[Callable[[Any], Any]]]
 
 
-@functools.cache
+# What is entered while a graph is split; and what rewrites the graphs of a look at a model, by the backend of the look.
+_whole: list[Whole] = []
+_looks: dict[Any, Callable[[fx.GraphModule], None]] = {}
+_is_part: ContextVar[bool] = ContextVar("is_part", default=False)
+
+
 def before_ddp_splits(whole: Whole) -> None:
     """Have `whole(module, backend, options)` entered while Dynamo splits a graph at the buckets of gradients.
 
-    It yields what makes of the compiled form the one that Dynamo calls.
-
-    The optimizer of Dynamo for `DistributedDataParallel` gives each part to the backend (torch 2.11 to 2.14). backend
-    and options are those that `torch.compile` was given.
+    It yields what makes of the compiled form the one that Dynamo calls. backend and options are those that
+    `torch.compile` was given.
     """
+    _whole[:] = [whole]
+    _watch_splits()
+
+
+@functools.cache
+def _watch_splits() -> None:
+    """The optimizer of Dynamo for `DistributedDataParallel` gives each part to the backend (torch 2.11 to 2.14)."""
     with _guard("DistributedDataParallel may cut hyper-connections"):
         if not torch.distributed.is_available():
             return
@@ -61,15 +73,61 @@ def before_ddp_splits(whole: Whole) -> None:
 
         @functools.wraps(split)
         def split_whole(self: Any, gm: fx.GraphModule, example_inputs: Any, **configs: Any) -> Any:
-            with whole(gm, *_backend(self.backend_compile_fn)) as called:
+            compiler = self.backend_compile_fn
+            rewrite = _looks.get(_innermost(compiler))
+            with _entered(gm, compiler) if rewrite is None else _split(gm, rewrite) as called:
                 return called(split(self, gm, example_inputs, **configs))
 
         DDPOptimizer.compile_fn = split_whole  # type: ignore[method-assign]
 
 
-def _backend(compiler: Any) -> tuple[str, dict[str, Any]]:
-    """The name and the options that `torch.compile` was given; no name if it was given a function."""
+@contextlib.contextmanager
+def whole_for(backend: Any, rewrite: Callable[[fx.GraphModule], None]) -> Iterator[None]:
+    """Have a graph that Dynamo splits for this backend given to `rewrite` before; `is_part` is true of its parts."""
+    _watch_splits()
+    _looks[backend] = rewrite
+    try:
+        yield
+    finally:
+        del _looks[backend]
+
+
+def is_part() -> bool:
+    """Whether the graph that is being compiled is a part of one that `rewrite` has seen."""
+    return _is_part.get()
+
+
+def _entered(gm: fx.GraphModule, compiler: Any) -> AbstractContextManager[Callable[[Any], Any]]:
+    return _whole[0](gm, *_backend(compiler)) if _whole else contextlib.nullcontext(_as_it_is)
+
+
+def _as_it_is(compiled: Any) -> Any:
+    return compiled
+
+
+@contextlib.contextmanager
+def _split(gm: fx.GraphModule, rewrite: Callable[[fx.GraphModule], None]) -> Iterator[Callable[[Any], Any]]:
+    rewrite(gm)
+    token = _is_part.set(True)
+    try:
+        yield _as_it_is
+    finally:
+        _is_part.reset(token)
+
+
+def _innermost(compiler: Any) -> Any:
+    """The function that `torch.compile` was given as a backend."""
+    return getattr(_unwrapped(compiler), "compiler_fn", None)
+
+
+def _unwrapped(compiler: Any) -> Any:
     while hasattr(compiler, "_torchdynamo_orig_backend"):
         compiler = compiler._torchdynamo_orig_backend
+    return compiler
+
+
+def _backend(compiler: Any) -> tuple[str, dict[str, Any]]:
+    """The name and the options that `torch.compile` was given; no name if it was given a function."""
+    compiler = _unwrapped(compiler)
     options = getattr(compiler, "kwargs", {}).get("options") or {}
     return str(getattr(compiler, "compiler_name", "")), options

@@ -66,12 +66,20 @@ def capture(model: Callable[..., Any], *args: Any, allow_empty: bool = False, **
 
     def mhc(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         with ledger.graph() as graph:
-            graph.traced.add(passes.run_recursively(gm))
-            if graph.before is not None and graph.before.frame != compat.compile_id()[0]:
-                lose(f"cut: Dynamo breaks the graph in {graph.before.function[0]}")
-            graphs.dynamo.append(gm.graph)
+            if not compat.is_part():
+                rewrite(gm, graph)
             compiled: Callable[..., Any] = compat.compile_without_inductor(gm, example_inputs, fuse)
         return compiled
+
+    def rewrite(gm: fx.GraphModule, graph: records.Compiled) -> None:
+        graph.traced.add(passes.run_recursively(gm))
+        if graph.before is not None and graph.before.frame != compat.compile_id()[0]:
+            lose(f"cut: Dynamo breaks the graph in {graph.before.function[0]}")
+        graphs.dynamo.append(gm.graph)
+
+    def whole(gm: fx.GraphModule) -> None:
+        with ledger.graph() as graph:
+            rewrite(gm, graph)
 
     def given_up(function: compat.GivenUp) -> None:
         if ledger.give_up(function):
@@ -84,7 +92,8 @@ def capture(model: Callable[..., Any], *args: Any, allow_empty: bool = False, **
         passes.fuse(joint)
         graphs.joint.append(joint.graph)
 
-    with compat.apart(mhc, given_up), compat.for_these_sizes(), compat.uncompiled(model):
+    look = compat.apart(mhc, given_up), compat.whole_for(mhc, whole)
+    with look[0], look[1], compat.for_these_sizes(), compat.uncompiled(model):
         torch.compile(model, backend=mhc)(*args, **kwargs)
     report = ledger.report()
     if not (allow_empty or report.rewritten or report.called):

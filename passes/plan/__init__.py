@@ -203,9 +203,7 @@ class _Planner:
     def plan(self, input_norms: bool | None) -> Plan:
         """All decisions, and what is told beside them."""
         remember(self.sites)
-        reads = [site for site in self.sites if isinstance(site, (AggregateSite, MixSite))]
-        torn = [site for site in reads if site.aggregate is not None and site.aggregate.out in self.torn]
-        remember_torn((site.aggregate for site in torn if site.aggregate is not None), self.torn)
+        torn = _torn_reads(self.sites, self.torn)
         untold: list[str] = []
         with guard("what else there is of hyper-connections is not told", untold):
             name_own_gates(self.sites, self.findings)
@@ -222,6 +220,16 @@ def _part_writes(findings: Findings, known: set[Value], views: dict[Value, Strea
     for write in findings.part_writes:
         if write.mixing is not None or write.read.gate in known or write.streams in views or write.op.out in views:
             yield write
+
+
+def _torn_reads(sites: list[Site], torn: dict[Value, Value]) -> list[AggregateSite | MixSite]:
+    """The sites of the reads whose write is in another graph, which will know its streams by their gates."""
+    found: list[AggregateSite | MixSite] = []
+    for site in sites:
+        if isinstance(site, (AggregateSite, MixSite)) and site.aggregate is not None and site.aggregate.out in torn:
+            found.append(site)
+            remember_torn(site.aggregate, torn[site.aggregate.out])
+    return found
 
 
 def _consider_gates(mixtures: list[Mixture], findings: Findings, consider: Callable[..., bool]) -> None:

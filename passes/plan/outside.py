@@ -68,9 +68,9 @@ def _only_leaves(value: Value) -> bool:
     return all(is_movement(op) and all(map(_only_leaves, op.outs)) for op in value.users)
 
 
-def remember_torn(reads: Iterable[Aggregate], gates: dict[Value, Value]) -> None:
-    """Note the gates that leave beside these reads."""
-    _left.update((_shape(read.x), _shape(gates[read.out])) for read in reads)
+def remember_torn(read: Aggregate, gate: Value) -> None:
+    """Note a gate that leaves beside a read."""
+    _left.add((_shape(read.x), _shape(gate)))
 
 
 def writes(shadow: Shadow, findings: Findings) -> Iterator[Combine]:

@@ -112,7 +112,6 @@ def test_both_halves_are_told(kind: type[Torn], read: str, dynamic: bool) -> Non
 
 def test_halves_compute_what_they_did() -> None:
     model, x = Streams(Torn(), TwoProjections()), torch.randn(2, 3, N, C)
-    model, x = Streams(Torn(), TwoProjections()).double(), torch.randn(2, 3, N, C, dtype=torch.float64)
 
     def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
         found.append(passes.run_recursively(gm))
