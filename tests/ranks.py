@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 
+import mhc_compile
 from mhc_compile import agreement, backend, checking, hooks, passes, records
 from tests.passes.fused import program
 from tests.zoo.near import Sublayer
@@ -225,6 +226,27 @@ def _checked(planted: Callable[[int], bool]) -> dict[str, Any]:
     return {"rewritten": rewritten, "reasons": reasons, "distance": max(distances)}
 
 
+def _split() -> dict[str, Any]:
+    """A model in DistributedDataParallel with small buckets, explained, and compiled by the passes alone."""
+
+    def rewrite(mode: Any, options: Any, patches: Any) -> Any:
+        return lambda gm, inputs: (patches["pre_grad_custom_pass"](gm.graph), gm.forward)[1]
+
+    torch._dynamo.reset()
+    x = torch.randn(2, 3, 4, 6)
+    with mock.patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1000):
+        wrapped = nn.parallel.DistributedDataParallel(Summed(), bucket_cap_mb=0.002)
+        explained = mhc_compile.explain(wrapped, x)
+        with mock.patch.object(backend.compat, "inductor_compiler", rewrite):
+            torch.compile(wrapped, backend="mhc")(x)
+    reports = [explained, records.report()]
+    return {
+        "sites": [[f"{site.op} at {site.location}: {site.told}" for site in report.sites] for report in reports],
+        "cut": [len(report.cut) for report in reports],
+        "graphs": [report.graphs for report in reports],
+    }
+
+
 def main(rank: int, ranks: int, file: str, names: list[str]) -> None:
     """Print a line of JSON for each scenario."""
     warnings.simplefilter("ignore")
@@ -240,6 +262,7 @@ def main(rank: int, ranks: int, file: str, names: list[str]) -> None:
         "different programs": _others_are_not_waited_for,
         "only one compiles": _only_one_compiles,
         "inductor": _with_inductor,
+        "split": _split,
         "wrong on all": lambda: _checked(lambda rank: True),
         "wrong on one": lambda: _checked(lambda rank: rank == FAILING),
         "wrong on none": lambda: _checked(lambda rank: False),

@@ -63,7 +63,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, An
         2,
         *("nothing", "plan", "one site", "one site on all", "fusing", "describing sites"),
         *("late failure", "early failure", "different programs", "only one compiles"),
-        *("wrong on none", "wrong on all", "wrong on one"),
+        *("wrong on none", "wrong on all", "wrong on one", "split"),
     )
 
 
@@ -135,6 +135,17 @@ def test_all_ranks_leave_a_site_alone_at_one_call(two: Seen, scenario: str) -> N
     assert first["rewritten"][-1] == ([MIX, MIX] if left else sorted(ALL))
     if scenario == "wrong on one":
         assert all(reason.startswith("on rank 1, when checked, its operator was less") for reason in first["reasons"])
+
+
+def test_all_ranks_report_the_same_of_graphs_that_are_split(two: Seen) -> None:
+    """At the buckets of DistributedDataParallel; and so does `explain`."""
+    first, second = two["split"]
+    assert first == second
+    explained, reported = first["sites"]
+    assert explained == reported
+    assert len(explained) == len(ALL)
+    assert first["cut"] == [0, 0]
+    assert first["graphs"][0] == first["graphs"][1] > 1
 
 
 def test_four_ranks(tmp_path: Path) -> None:
