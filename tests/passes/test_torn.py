@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import mhc_compile
 from mhc_compile import passes
@@ -127,6 +128,23 @@ def test_a_torn_connection_is_not_strict() -> None:
     compiled = torch.compile(Torn(), backend="mhc", options={"mhc.strict": True})
     with pytest.raises(mhc_compile.StrictError, match=READ):
         compiled(torch.randn(2, 3, N, C))
+
+
+def test_a_region_that_returns_gates_is_not_cut() -> None:
+    """The calling graph reads them, whatever Dynamo breaks beside it."""
+
+    class Region(Torn):
+        def half(self, x: Tensor) -> Any:
+            h_pre, h_post = self.gates(x)
+            return self.layer(self.read(x, h_pre)), h_post
+
+        def forward(self, x: Tensor) -> Tensor:
+            f, h_post = checkpoint(self.half, x, use_reentrant=False)
+            out = self.write(x, f, h_post)
+            torch._dynamo.graph_break()
+            return out + 1.0
+
+    assert mhc_compile.explain(Region(), torch.randn(2, 3, N, C)).cut == []
 
 
 def test_a_half_that_the_program_compiles_by_itself_is_not_cut() -> None:
