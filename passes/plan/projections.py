@@ -54,7 +54,8 @@ def projection_sites(
     read = [gate for gate in gates if gate not in made]
     read += [site.matrices.logits for site in sites if isinstance(site, SinkhornSite)]
     left = [out for out, rows in used.items() if len(rows) < findings.readings[out][0].rows and _is_read(out, made)]
-    for out in dict.fromkeys([*behind(read, findings.readings), *left]):
+    wide_ones = {out for out, readings in findings.readings.items() if any(r.x.numel in wide for r in readings)}
+    for out in dict.fromkeys([*behind(read, wide_ones), *left]):
         readings = [r for r in findings.readings[out] if r.x.numel in wide]
         product = next((p for p in (_product(findings, r) for r in _preferred(readings, views)) if p), None)
         if product is None or len(used.get(out, ())) == product.projection.rows:

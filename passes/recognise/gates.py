@@ -114,10 +114,11 @@ def _unlike_one_slice(value: Value, walk: AffineWalk) -> str:
         sources = [source for source in op.sources if source in walk.cone]
         if len(op.sources) == 1 and not is_movement(op) and walk.describe(op.sources[0]) is not None:
             functions[op.name] = None
+        further = [source for source in sources if walk.describe(source) is None]
         for other in op.sources:
-            if other not in walk.cone and not joined:
+            if other not in walk.cone and not joined and not further:  # what joins further on may be a bias
                 joined = f", but also from another tensor, {list(other.shape)}, in {op.name}"
-        fresh = [source for source in sources if source not in pending and walk.describe(source) is None]
+        fresh = [source for source in further if source not in pending]
         pending |= dict.fromkeys(fresh)
         ordered += fresh
     if not functions:

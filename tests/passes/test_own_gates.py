@@ -248,6 +248,31 @@ def test_rewritten_with_its_own_gates(kind: type[Own], operators: list[str]) -> 
     assert all(site.own for site in outcome.report.rewritten), str(outcome.report)
 
 
+class LowRank(Softmax):
+    """phi and a low-rank matrix beside it, as LoRA adds one: both read the streams."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = random_parameter(2, N * WIDTH, std=0.2)
+        self.up = random_parameter(N * N + 2 * N, 2, std=0.2)
+
+    def logits(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        flat = x.flatten(-2)
+        both = F.linear(flat, self.phi) + 0.5 * F.linear(F.linear(flat, self.down), self.up)
+        a, p, r = both.split((N, N, N * N), -1)
+        return a, p, r.unflatten(-1, (N, N))
+
+
+def test_low_rank_matrices_beside_phi_read_the_streams_in_one_operator() -> None:
+    outcome = check.run(LowRank(), (torch.randn(SHAPE),))
+    check.assert_as_accurate(outcome)
+    assert outcome.operators == ALL, str(outcome.report)
+    (projection,) = [site for site in outcome.report.rewritten if site.op == "projection"]
+    assert f"{N * N + 2 * N + 2} logits" in projection.detail
+    (read,) = [site for site in outcome.report.rewritten if site.op == "aggregate"]
+    assert "another tensor, [2, 3, 24], in add" in read.own
+
+
 class SinkhornOfParameters(Static):
     """A matrix for all tokens, which is expanded before it is projected."""
 
