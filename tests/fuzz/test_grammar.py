@@ -21,8 +21,8 @@ DRAWN = 300
 def test_all_kinds_are_drawn() -> None:
     programs = [compose(Choices(seed)) for seed in range(DRAWN)]
     drawn = Counter(kind for program in programs for kind in program.features)
-    others = ("without gradients", "without duck shapes", "marked sizes", "calls of other sizes")
-    others += tuple(kind for kind in MAKERS if kind)
+    others = ["without gradients", "without duck shapes", "marked sizes", "calls of other sizes"]
+    others += [kind for kind in MAKERS if kind]
     assert {kind for kind in (*KINDS, *others) if drawn[kind] < DRAWN // 100} == set()
     assert 0 < sum(program.inductor for program in programs) < DRAWN // 20
 
