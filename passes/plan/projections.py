@@ -17,6 +17,7 @@ from mhc_compile.forms import Sinkhorn
 from mhc_compile.passes.plan.gradients import is_reached, requires_gradient
 from mhc_compile.passes.plan.sites import (
     Decline,
+    MixingSite,
     MixSite,
     Product,
     ProjectionSite,
@@ -46,7 +47,8 @@ def projection_sites(
 
     views: where the streams lie in the tensors that are known to be streams.
     """
-    wide = {x.numel for x in views}
+    wide = {x.numel for x in views} | {site.mixing.x.numel for site in sites if isinstance(site, MixingSite)}
+    least = min(wide, default=0)
     used = _rows_of(sites)
     groups: dict[tuple[object, ...], list[Product]] = {}
     made = {value for site in sites for value in site.targets()}
@@ -54,7 +56,8 @@ def projection_sites(
     read = [gate for gate in gates if gate not in made]
     read += [site.matrices.logits for site in sites if isinstance(site, SinkhornSite)]
     left = [out for out, rows in used.items() if len(rows) < findings.readings[out][0].rows and _is_read(out, made)]
-    wide_ones = {out for out, readings in findings.readings.items() if any(r.x.numel in wide for r in readings)}
+    # A product with what is narrower than streams is on the way to them: the second one of a low-rank matrix.
+    wide_ones = {out for out, readings in findings.readings.items() if any(r.x.numel >= least for r in readings)}
     for out in dict.fromkeys([*behind(read, wide_ones), *left]):
         readings = [r for r in findings.readings[out] if r.x.numel in wide]
         product = next((p for p in (_product(findings, r) for r in _preferred(readings, views)) if p), None)
