@@ -155,6 +155,7 @@ GROUPS: dict[str, list[Form]] = {
         _own("streams that are mixed before they are read", writes.MixedFirst, READ, WRITE, MIX, PROJECT),
         _own("a product of two gates inside the einsum", writes.ProductOfGates, READ, WRITE, PROJECT),
         _own("a mixture of matrices inside the einsum", writes.Mixture, READ, WRITE, PROJECT),
+        _own("the output as one more stream, and one [n, n + 1] matrix", writes.InOneProduct, READ, WRITE, PROJECT),
     ],
     "Streams in a Python list of n tensors": [
         _list("taken from one tensor, and summed in the end", lists.Listed, *[READ_FUSED, WRITE] * 2),
@@ -185,6 +186,15 @@ GROUPS: dict[str, list[Form]] = {
         _own("one stream", OneStream, state="not told"),
         _own(
             "a read with a gate for each channel", GateOfChannels, WRITE, PROJECT, state="left", reason="each channel"
+        ),
+        _own(
+            "an output that is added to one of the streams",
+            writes.IntoOne,
+            READ,
+            MIX,
+            PROJECT,
+            state="left",
+            reason="to some of the 4 streams",
         ),
         _near("dropout of the mixed streams", reasons.DropoutOfMixed, READ_FUSED, state="left", reason="dropout"),
         _near("a projection in float64", reasons.ProjectionInFloat64, READ, WRITE, state="left", reason="float64"),
