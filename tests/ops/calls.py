@@ -96,6 +96,7 @@ def arguments(
     *,
     without: Collection[str] = (),
     scalars: dict[str, Any] | None = None,
+    device: str = "cpu",
 ) -> Given:
     """The positional arguments by name, drawn at random: streams in dtype, all else in float32 or in float64.
 
@@ -111,7 +112,7 @@ def arguments(
     known: Given = {"n": sizes.n}
     for name in tensor_names(forward):
         if not (name in without and is_optional(forward, name)):
-            known[name] = _drawn(name, sizes.shape(special[name])).to(dtypes[name])
+            known[name] = _drawn(name, sizes.shape(special[name]), narrow, device).to(dtypes[name])
     if operator == forward:
         return _in_order(operator, known)
     known["needs"] = [name in known for name in tensor_names(forward)]
@@ -150,12 +151,11 @@ def _in_order(operator: str, known: Given) -> Given:
     return {a.name: known.get(a.name) for a in schema(operator).arguments if not a.kwarg_only}
 
 
-def _drawn(name: str, shape: tuple[int, ...]) -> Tensor:
-    """Values of order 1, in float64; gates and mean squares are positive."""
+def _drawn(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+    """Values of order 1; gates and mean squares are positive."""
+    normal = torch.randn(shape, dtype=dtype, device=device)
     if name == "phi":
-        return torch.randn(shape, dtype=torch.float64) / shape[-1] ** 0.5
-    if name == "ms" or name == "scale":
-        return 0.5 + torch.rand(shape, dtype=torch.float64)
-    if name in ("h_pre", "h_post", "h_res"):
-        return torch.rand(shape, dtype=torch.float64)
-    return torch.randn(shape, dtype=torch.float64)
+        return normal / shape[-1] ** 0.5
+    if name in ("ms", "scale"):
+        return normal.sigmoid() + 0.5
+    return normal.sigmoid() if name in ("h_pre", "h_post", "h_res") else normal
