@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_compile.ops as ops
+from tests.ops.calls import FORWARD, Sizes, arguments, call, results, tensor_names
 
 Call = Callable[[Callable[..., Tensor]], Any]
 
@@ -456,45 +457,14 @@ def test_compiling_raises_the_same_message() -> None:
         compiled(torch.zeros(5, 2, 3), torch.zeros(4, 2))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "generate_mix_and_aggregate",
-        "generate_mix",
-        "head",
-        "projection",
-        "scale",
-        "sinkhorn",
-        "aggregate",
-        "mix_streams",
-        "expand",
-        "contract",
-        "expand_combine",
-        "boundary",
-        "shifted_boundary",
-    ],
-)
+@pytest.mark.parametrize("name", FORWARD)
 def test_second_derivative_names_the_operator(name: str) -> None:
-    n = 2
-    x = torch.rand(3, n, 4, dtype=torch.float64, requires_grad=True)
-    arguments: dict[str, tuple[Any, ...]] = {
-        "generate_mix_and_aggregate": (x, torch.rand(8, 8), torch.ones(3), torch.rand(8)),
-        "head": (x, torch.rand(2, 8), torch.ones(1), torch.rand(2)),
-        "projection": (x, torch.rand(8, 8)),
-        "scale": (x.flatten(1), torch.ones(3, dtype=torch.float64), torch.ones(3), torch.rand(8), n),
-        "sinkhorn": (x[..., :2],),
-        "aggregate": (x, torch.rand(3, 2)),
-        "mix_streams": (x, torch.rand(3, 2, 3)),
-        "expand": (x[:, 0], n),
-        "contract": (x,),
-        "expand_combine": (torch.rand(3, 4), None, torch.rand(3, 2), x, None),
-    }
-    arguments["boundary"] = (*arguments["expand_combine"], *arguments["generate_mix_and_aggregate"][1:])
-    arguments["generate_mix"] = arguments["generate_mix_and_aggregate"]
-    parameters = arguments["generate_mix"][1:]
-    arguments["shifted_boundary"] = (*arguments["expand_combine"], torch.rand(3, 2), *parameters)
-    results = getattr(torch.ops.mhc, name)(*arguments[name])
-    first = (results if isinstance(results, Tensor) else results[0]).square().sum()
-    (dx,) = torch.autograd.grad(first, x, create_graph=True)
-    with pytest.raises(RuntimeError, match=f"mhc::{name}_backward cannot be differentiated again"):
-        dx.sum().backward()
+    given = arguments(name, Sizes())
+    leaves = [given[argument].requires_grad_() for argument in tensor_names(name)]
+    first = results(call(name, given))[0].square().sum()
+    gradients = torch.autograd.grad(first, leaves, create_graph=True, allow_unused=True)
+    made = [gradient for gradient in gradients if gradient is not None]
+    assert made
+    for gradient in made:
+        with pytest.raises(RuntimeError, match=f"mhc::{name}_backward cannot be differentiated again"):
+            gradient.sum().backward(retain_graph=True)

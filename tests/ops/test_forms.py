@@ -10,6 +10,7 @@ from torch import Tensor
 
 import mhc_compile.ops as ops
 from mhc_compile.forms import Sinkhorn
+from tests.ops.calls import BACKWARD, Sizes, arguments, call, result_names, results, tensor_names
 from tests.ops.eager import FORMS, combine, combine_arguments, deepseek, gradients, mix_arguments
 
 # Both sides compute the same function in float64 with some hundred roundings in different order.
@@ -176,38 +177,19 @@ def test_boundary_equals_its_two_operators_bitwise(dtype: torch.dtype) -> None:
         assert all(torch.equal(a, b) for a, b in zip(rest, mixed, strict=True))
 
 
-def test_backward_operators_add_to_a_gradient_that_is_there() -> None:
+@pytest.mark.parametrize("name", [name for name in BACKWARD if "d_x" in tensor_names(name) and "x" in tensor_names(name)])
+def test_backward_operators_add_to_a_gradient_that_is_there(name: str) -> None:
     """d_x comes on top in float64, whatever its layout, and leaves every other result as it is."""
-    mhc, (x, phi, scale, bias) = torch.ops.mhc, mix_arguments(4, 6)
-    f, layer_bias, h_post, _, h_res = combine_arguments(4, 6)
-    (d_x,), (d_f,) = _upstream((2, 3, 4, 6)), _upstream((2, 3, 6))
-    h_pre, post, res, h, ms = mhc.generate_mix(x, phi, scale, bias)
-    saved = (x, phi, scale, bias, None, h, ms, [True, True, True, True, False])
-    head = (x, phi[:4], scale[:1], bias[:4], None, h[..., :4].contiguous(), ms, [True, True, True, True, False])
-    calls = {
-        "mix": (0, lambda *d: mhc.generate_mix_backward(h_pre, post, res, None, None, *saved, *d)),
-        "mix and aggregate": (
-            0,
-            lambda *d: mhc.generate_mix_and_aggregate_backward(d_f, post, res, h, ms, *saved, *d),
-        ),
-        "head": (0, lambda *d: mhc.head_backward(d_f, None, None, *head, *d)),
-        "projection": (0, lambda *d: mhc.projection_backward(h, ms, x, phi, None, [True, True, False], *d)),
-        "aggregate": (0, lambda *d: mhc.aggregate_backward(d_f, x, h_pre, [True, True], *d)),
-        "mix streams": (0, lambda *d: mhc.mix_streams_backward(x * 2, x, h_res, [True, True], *d)),
-        "combine": (
-            3,
-            lambda *d: mhc.expand_combine_backward(x * 2, f, layer_bias, h_post, x, h_res, [True] * 5, *d),
-        ),
-    }
-    for name, (index, call) in calls.items():
-        alone = call()
-        for given in (d_x, d_x.mT.contiguous().mT):
-            before = given.clone()
-            together = call(given)
-            for number, (a, b) in enumerate(zip(alone, together, strict=True)):
-                # One addition more, in float64.
-                torch.testing.assert_close(b, a + d_x if number == index else a, rtol=1e-14, atol=1e-14, msg=name)
-            assert torch.equal(given, before)
+    given = arguments(name, Sizes(4, 6, (2, 3)))
+    d_x = given["d_x"]
+    alone = results(call(name, given | {"d_x": None}))
+    for laid_out in (d_x, d_x.mT.contiguous().mT):
+        before = laid_out.clone()
+        together = results(call(name, given | {"d_x": laid_out}))
+        for result, a, b in zip(result_names(name), alone, together, strict=True):
+            # One addition more, in float64.
+            torch.testing.assert_close(b, a + d_x if result == "d_x" else a, rtol=1e-14, atol=1e-14, msg=result)
+        assert torch.equal(laid_out, before)
 
 
 def test_expand_and_contract() -> None:

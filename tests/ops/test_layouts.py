@@ -11,10 +11,19 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_compile.ops as ops
-from tests.ops.eager import combine_arguments, mix_arguments
-
-Call = Callable[[dict[str, Tensor]], Any]
-MHC = torch.ops.mhc
+from tests.ops.calls import (
+    OPERATORS,
+    RARE,
+    Given,
+    Sizes,
+    arguments,
+    call,
+    result_names,
+    results,
+    scalars_of,
+    tensor_names,
+)
+from tests.ops.eager import combine_arguments
 
 
 def _wider(t: Tensor) -> Tensor:
@@ -43,86 +52,24 @@ STREAMS: dict[str, Callable[[Tensor], Tensor]] = {
     "sliced and channels first": lambda t: _wider(t.mT).mT,
     "streams in the batch": _permuted(0, 2, 1, 3),
 }
-# Of f [b, s, C].
+# Of f [b, s, C] and of gates.
 ROWS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda t: t.contiguous(),
     "tokens swapped": _permuted(1, 0, 2),
     "columns first": _permuted(0, 2, 1),
     "sliced": _wider,
 }
-SIZES = [((2, 3), 4, 7), ((2, 3), 1, 5), ((1, 1), 3, 1), ((0, 3), 2, 5), ((3, 1), 16, 2)]
-
-
-def arguments(tokens: tuple[int, int], n: int, width: int, device: str) -> dict[str, Tensor]:
-    x, phi, scale, bias = mix_arguments(n, width, tokens, dtype=torch.float32)
-    f, layer_bias, h_post, _, h_res = combine_arguments(n, width, tokens, dtype=torch.float32)
-    made = {"x": x, "f": f, "phi": phi, "scale": scale, "bias": bias, "layer_bias": layer_bias}
-    made |= {"h_post": h_post, "h_res": h_res, "head_phi": phi[:n], "head_bias": bias[:n]}
-    made |= {"d_x": torch.randn_like(x), "d_f": torch.randn_like(f), "d_h_res": torch.rand_like(h_res)}
-    made["h"], made["ms"] = ops.projection(x, phi)
-    made["head_h"] = made["h"][..., :n].contiguous()
-    return {name: value.to(device) for name, value in made.items()}
-
-
-def _mix(a: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    return a["x"], a["phi"], a["scale"], a["bias"], None
-
-
-# Every operator that takes streams, and which of its results lie as which argument.
-CALLS: dict[str, tuple[Call, dict[int, str]]] = {
-    "expand_combine": (
-        lambda a: MHC.expand_combine(a["f"], a["layer_bias"], a["h_post"], a["x"], a["h_res"]),
-        {0: "x"},
-    ),
-    "expand_combine, out_dtype": (
-        lambda a: MHC.expand_combine(a["f"], None, a["h_post"], a["x"], None, out_dtype=torch.bfloat16),
-        {0: "x"},
-    ),
-    "expand_combine_backward": (
-        lambda a: MHC.expand_combine_backward(
-            a["d_x"], a["f"], a["layer_bias"], a["h_post"], a["x"], a["h_res"], [True] * 5
-        ),
-        {0: "f", 3: "x"},
-    ),
-    "aggregate": (lambda a: MHC.aggregate(a["x"], a["h_post"]), {}),
-    "aggregate_backward": (lambda a: MHC.aggregate_backward(a["d_f"], a["x"], a["h_post"], [True] * 2), {0: "x"}),
-    "mix_streams": (lambda a: MHC.mix_streams(a["x"], a["h_res"]), {}),
-    "mix_streams_backward": (
-        lambda a: MHC.mix_streams_backward(a["d_x"], a["x"], a["h_res"], [True] * 2),
-        {0: "x"},
-    ),
-    "projection": (lambda a: MHC.projection(a["x"], a["phi"]), {}),
-    "projection_backward": (
-        lambda a: MHC.projection_backward(a["h"], a["ms"], a["x"], a["phi"], None, [True, True, False]),
-        {0: "x"},
-    ),
-    "generate_mix": (lambda a: MHC.generate_mix(*_mix(a)), {}),
-    "generate_mix_backward": (
-        lambda a: MHC.generate_mix_backward(
-            a["h_post"], a["h_post"], a["d_h_res"], None, None, *_mix(a), a["h"], a["ms"], [True] * 4 + [False]
-        ),
-        {0: "x"},
-    ),
-    "generate_mix_and_aggregate": (lambda a: MHC.generate_mix_and_aggregate(*_mix(a)), {}),
-    "generate_mix_and_aggregate_backward": (
-        lambda a: MHC.generate_mix_and_aggregate_backward(
-            a["d_f"], a["h_post"], a["d_h_res"], None, None, *_mix(a), a["h"], a["ms"], [True] * 4 + [False]
-        ),
-        {0: "x"},
-    ),
-    "head": (lambda a: MHC.head(a["x"], a["head_phi"], a["scale"][:1], a["head_bias"]), {}),
-    "head_backward": (
-        lambda a: MHC.head_backward(
-            a["d_f"], None, None, a["x"], a["head_phi"], a["scale"][:1], a["head_bias"], None, a["head_h"], a["ms"],
-            [True] * 4 + [False],
-        ),
-        {0: "x"},
-    ),
-    "contract": (lambda a: MHC.contract(a["x"]), {}),
-    "contract_backward": (lambda a: MHC.contract_backward(a["d_f"], a["x"].shape[-2]), {}),
-    "expand": (lambda a: MHC.expand(a["f"], a["x"].shape[-2]), {}),
-    "expand_backward": (lambda a: MHC.expand_backward(a["d_x"]), {}),
-}  # fmt: skip
+# Of every tensor, by its number of dimensions.
+LAYOUTS: dict[int, list[Callable[[Tensor], Tensor]]] = {
+    4: [*STREAMS.values()],
+    3: [*ROWS.values()],
+    2: [lambda t: t.contiguous(), _permuted(1, 0), _wider],
+    1: [lambda t: t.contiguous(), lambda t: torch.stack([t, t * torch.nan], -1)[..., 0]],
+}
+SIZES = [
+    Sizes(4, 7, (2, 3)), Sizes(1, 5, (2, 3)), Sizes(3, 1, (1, 1)), Sizes(2, 5, (0, 3)), Sizes(16, 2, (3, 1))
+]  # fmt: skip
+OUT_DTYPES = {"out_dtype": torch.bfloat16, "streams_dtype": torch.bfloat16}
 
 
 def _strides(value: Tensor) -> tuple[int, ...] | None:
@@ -132,59 +79,70 @@ def _strides(value: Tensor) -> tuple[int, ...] | None:
     return tuple(stride for size, stride in zip(value.shape, value.stride(), strict=True) if size > 1)
 
 
-def _results(result: Any) -> list[Tensor]:
-    return [result] if isinstance(result, Tensor) else list(result)
+def _expected_strides(name: str, result: Tensor, given: Given) -> tuple[int, ...] | None:
+    """x' and the gradients of x and f lie as `torch.empty_like` of that argument, all else contiguously."""
+    lies_as = given.get({"x_new": "x", "d_x": "x", "d_f": "f"}.get(name, ""))
+    return _strides(torch.empty(result.shape) if lies_as is None else torch.empty_like(lies_as))
 
 
-def check(call: Call, like: dict[int, str], plain: dict[str, Tensor], given: dict[str, Tensor]) -> None:
-    expected, found = _results(call(plain)), _results(call(given))
+def _mapped(given: Given, function: Callable[[Tensor], Tensor]) -> Given:
+    return {name: function(value) if isinstance(value, Tensor) else value for name, value in given.items()}
+
+
+def check(operator: str, plain: Given, given: Given, scalars: dict[str, Any] | None = None) -> None:
+    expected, found = (results(call(operator, each, scalars)) for each in (plain, given))
     with FakeTensorMode() as mode:
-        fake = _results(call({name: mode.from_tensor(value) for name, value in given.items()}))
-    meta = _results(call({name: value.to("meta") for name, value in given.items()}))
-    for index, (true, mine) in enumerate(zip(expected, found, strict=True)):
-        source = given[like[index]] if index in like else torch.empty(mine.shape)
+        fake = results(call(operator, _mapped(given, mode.from_tensor), scalars))
+    meta = results(call(operator, _mapped(given, lambda t: t.to("meta")), scalars))
+    for index, name in enumerate(result_names(operator)):
+        true, mine = expected[index], found[index]
         for result in (mine, fake[index], meta[index]):
             assert result.shape == true.shape
             assert result.dtype == true.dtype
-            assert _strides(result) == _strides(torch.empty_like(source)), index
+            assert _strides(result) == _expected_strides(name, true, given), name
         # BLAS and reductions order their sums by layout: float32, sums of up to 32 terms of order 1; bfloat16 once.
         tolerance = 1e-5 if mine.dtype == torch.float32 else 2.0**-8
         torch.testing.assert_close(mine, true, rtol=tolerance, atol=tolerance)
 
 
-def _lay_out(plain: dict[str, Tensor], streams: str, rows: str) -> dict[str, Tensor]:
-    moved = {name: STREAMS[streams](plain[name]) for name in ("x", "d_x")}
-    return plain | moved | {name: ROWS[rows](plain[name]) for name in ("f", "d_f")}
+def check_all(operator: str, sizes: Sizes, device: str = "cpu") -> None:
+    """Every layout of the streams, beside every layout of the rest; then every argument in a layout of its own."""
+    for without in (RARE, frozenset[str]()):
+        plain = arguments(operator, sizes, torch.float32, without=without, device=device)
+        names = [name for name, value in plain.items() if isinstance(value, Tensor)]
+        for number in range(len(STREAMS)):
+            given = dict(plain)
+            for place, name in enumerate(names):
+                of_its_dimensions = LAYOUTS[plain[name].dim()]
+                together = without and plain[name].dim() == 4
+                given[name] = of_its_dimensions[(number + (0 if together else place)) % len(of_its_dimensions)](plain[name])
+            check(operator, plain, given)
+        if not RARE & plain.keys():
+            return
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("name", CALLS)
-def test_results_lie_as_their_arguments(name: str, size: tuple[tuple[int, int], int, int]) -> None:
-    plain = arguments(*size, "cpu")
-    for streams in STREAMS:
-        check(*CALLS[name], plain, _lay_out(plain, streams, "contiguous"))
-    for rows in ROWS:
-        check(*CALLS[name], plain, _lay_out(plain, "contiguous", rows))
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_results_lie_as_their_arguments(operator: str) -> None:
+    for sizes in SIZES:
+        check_all(operator, sizes)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("size", [SIZES[0], ((3, 40), 4, 128)], ids=str)
-@pytest.mark.parametrize("name", CALLS)
-def test_results_lie_as_their_arguments_on_cuda(name: str, size: tuple[tuple[int, int], int, int]) -> None:
-    plain = arguments(*size, "cuda")
-    for streams in STREAMS:
-        check(*CALLS[name], plain, _lay_out(plain, streams, "contiguous"))
-    for rows in ROWS:
-        check(*CALLS[name], plain, _lay_out(plain, "contiguous", rows))
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_results_lie_as_their_arguments_on_cuda(operator: str) -> None:
+    for sizes in (SIZES[0], Sizes(4, 128, (3, 40))):
+        check_all(operator, sizes, "cuda")
 
 
-def test_expanded_streams_get_dense_results() -> None:
-    """All streams in one memory: what is written for them cannot be."""
-    plain = arguments((2, 3), 4, 7, "cpu")
-    plain["x"] = plain["f"].unsqueeze(-2).expand(-1, -1, 4, -1).contiguous()
-    given = plain | {"x": plain["f"].unsqueeze(-2).expand(-1, -1, 4, -1)}
-    for call, like in CALLS.values():
-        check(call, like, plain, given)
+@pytest.mark.parametrize("operator", [operator for operator in OPERATORS if "x" in tensor_names(operator)])
+def test_results_of_another_dtype_and_of_expanded_streams(operator: str) -> None:
+    plain = arguments(operator, SIZES[0], torch.float32)
+    if taken := scalars_of(operator, OUT_DTYPES):
+        for layout in STREAMS.values():
+            check(operator, plain, plain | {"x": layout(plain["x"])}, taken)
+    # All streams in one memory: what is written for them cannot be.
+    expanded = plain["x"][..., :1, :].expand_as(plain["x"])
+    check(operator, plain | {"x": expanded.contiguous()}, plain | {"x": expanded})
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -11,7 +11,21 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from mhc_compile import ops
-from tests.ops.eager import combine_arguments, mix_arguments
+from tests.ops.calls import (
+    FORWARD,
+    OPERATORS,
+    Given,
+    Sizes,
+    arguments,
+    call,
+    is_of_tokens,
+    result_names,
+    results,
+    tensor_names,
+)
+from tests.ops.eager import mix_arguments
+
+Function = Callable[..., Any]
 
 # BLAS may order its sums by the number of rows; everything here is float64.
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
@@ -59,38 +73,41 @@ def test_second_derivatives_are_refused() -> None:
         torch.func.grad(lambda x: torch.func.grad(_loss)(x, *arguments[1:]).sum())(arguments[0])
 
 
-def _calls() -> dict[str, tuple[Callable[..., Any], list[Tensor]]]:
-    x, phi, scale, bias = mix_arguments(2, 3, (4, 5))
-    f, layer_bias, h_post, _, h_res = combine_arguments(2, 3, (4, 5))
-    h, ms = ops.projection(x, phi)
-    return {
-        "projection": (ops.projection, [x, phi]),
-        "scale": (lambda *a: ops.scale(*a, 2), [h, ms, scale, bias]),
-        "sinkhorn": (ops.sinkhorn, [h_res]),
-        "aggregate": (ops.aggregate, [x, h_post]),
-        "mix_streams": (ops.mix_streams, [x, h_res[..., :1]]),
-        "generate_mix": (ops.generate_mix, [x, phi, scale, bias]),
-        "generate_mix_and_aggregate": (ops.generate_mix_and_aggregate, [x, phi, scale, bias]),
-        "head": (ops.head, [x, phi[:2], scale[:1], bias[:2]]),
-        "expand": (lambda f: ops.expand(f, 2), [f]),
-        "contract": (ops.contract, [x]),
-        "expand_combine": (ops.expand_combine, [f, layer_bias, h_post, x, h_res]),
-        "shifted_boundary": (ops.shifted_boundary, [f, layer_bias, h_post, x, h_res, h_post, phi, scale, bias]),
-    }
+def of_tensors(operator: str, given: Given) -> tuple[Function, list[Tensor]]:
+    """An operator as a function of its tensors, and these."""
+    names = tensor_names(operator)
+
+    def function(*tensors: Tensor) -> Any:
+        return call(operator, given | dict(zip(names, tensors, strict=True)))
+
+    return function, [given[name] for name in names]
 
 
-CALLS = _calls()
+SIZES = Sizes(2, 3, (4, 5))
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_grad_of_every_operator(name: str) -> None:
+    function, tensors = of_tensors(name, arguments(name, SIZES))
+
+    def loss(*given: Tensor) -> Tensor:
+        return torch.stack([result.square().sum() for result in results(function(*given))]).sum()
+
+    leaves = [value.clone().requires_grad_() for value in tensors]
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    for mine, true in zip(torch.func.grad(loss, argnums=(*range(len(leaves)),))(*tensors), expected, strict=True):
+        torch.testing.assert_close(mine, true, **CLOSE)
 
 
 # torch's own decompositions for forward mode go through torch.jit.script, which it deprecates.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is:DeprecationWarning")
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", FORWARD)
 def test_forward_mode_is_refused(name: str) -> None:
-    function, arguments = CALLS[name]
-    for index, value in enumerate(arguments):
+    function, tensors = of_tensors(name, arguments(name, SIZES))
+    for index, value in enumerate(tensors):
 
         def at(given: Tensor, index: int = index) -> Any:
-            return function(*arguments[:index], given, *arguments[index + 1 :])
+            return function(*tensors[:index], given, *tensors[index + 1 :])
 
         with pytest.raises(NotImplementedError, match=f"mhc::{name} has no forward-mode derivative, and .* has a tan"):
             torch.func.jvp(at, (value,), (value,))
@@ -99,37 +116,39 @@ def test_forward_mode_is_refused(name: str) -> None:
                 at(forward_ad.make_dual(leaf, value))
     with forward_ad.dual_level():
         # Without tangents there is nothing to refuse.
-        function(*arguments)
+        function(*tensors)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", OPERATORS)
 def test_vmap_over_tokens_is_one_call(name: str) -> None:
-    function, arguments = CALLS[name]
-    in_dims = tuple(1 if value.shape[:2] == (4, 5) else None for value in arguments)
-    results, expected = torch.vmap(function, in_dims=in_dims, out_dims=1)(*arguments), function(*arguments)
-    pairs = zip(results, expected, strict=True) if isinstance(expected, tuple) else [(results, expected)]
-    for mine, true in pairs:
-        torch.testing.assert_close(mine, true, **CLOSE)
-    calls = _Count()
-    with calls:
-        torch.vmap(function, in_dims=in_dims)(*arguments)
+    """A backward's, too, while it makes no gradient of a parameter, which is a sum over tokens."""
+    given = arguments(name, SIZES)
+    if "needs" in given:
+        given["needs"] = [is_of_tokens(result) for result in result_names(name)]
+    function, tensors = of_tensors(name, given)
+    in_dims = tuple(1 if is_of_tokens(argument) else None for argument in tensor_names(name))
+    with _Count() as calls:
+        batched = torch.vmap(function, in_dims=in_dims)(*tensors)
     assert calls.seen == 1
+    for mine, true in zip(results(batched), results(function(*tensors)), strict=True):
+        # A gradient that was not asked for is without elements, for each of the batch.
+        if true.shape != (0,):
+            torch.testing.assert_close(mine.movedim(0, 1), true, **CLOSE)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", FORWARD)
 def test_vmap_over_any_argument(name: str) -> None:
-    function, arguments = CALLS[name]
-    for index, value in enumerate(arguments):
-        several = torch.stack([value, 2 * value, -value.abs() if name != "scale" else 3 * value], dim=-1)
+    function, tensors = of_tensors(name, arguments(name, SIZES))
+    for index, value in enumerate(tensors):
+        # Mean squares stay positive.
+        several = torch.stack([value, 2 * value, 3 * value], dim=-1)
 
         def at(given: Tensor, index: int = index) -> Any:
-            return function(*arguments[:index], given, *arguments[index + 1 :])
+            return function(*tensors[:index], given, *tensors[index + 1 :])
 
-        results = torch.vmap(at, in_dims=-1)(several)
+        batched = results(torch.vmap(at, in_dims=-1)(several))
         for sample in range(3):
-            expected = at(several[..., sample])
-            results_of, true_of = (list(v) if isinstance(v, tuple) else [v] for v in (results, expected))
-            for mine, true in zip(results_of, true_of, strict=True):
+            for mine, true in zip(batched, results(at(several[..., sample])), strict=True):
                 torch.testing.assert_close(mine[sample], true, **CLOSE)
 
 
