@@ -16,8 +16,8 @@ from torch import Tensor
 import mhc_compile.ops  # noqa: F401  (registers the operators)
 from mhc_compile import compat
 
-# The shape of every input, in letters: t tokens, n streams, C columns, K rows of phi, G groups of scale, m mixed streams.
-# The gradient d_name of an output has the shape of that output.
+# The shape of every input, in letters: t tokens, n streams, C columns, K rows of phi, G groups of scale, m rows of
+# mixed streams. The gradient d_name of an output has the shape of that output.
 SHAPES = {
     "x": "t n C", "f": "t C", "h": "t K", "ms": "t", "h_pre": "t n", "h_post": "t n", "h_res": "t n n",
     "logits": "t n n", "phi": "K nC", "scale": "G", "bias": "K", "norm_weight": "nC", "layer_bias": "C",
@@ -127,16 +127,18 @@ def arguments(
 
 
 def call(operator: str, given: Given, scalars: dict[str, Any] | None = None) -> Any:
-    """The operator on arguments by name. Of the scalars it gets those that it takes.
+    """The operator on arguments by name; it gets those of the scalars that it takes."""
+    return getattr(torch.ops.mhc, operator)(*given.values(), **keywords(operator, given, scalars))
 
-    A name sinkhorn_... stands for the scalar of mhc::sinkhorn as well.
-    """
+
+def keywords(operator: str, given: Given, scalars: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The scalars that `call` passes on: those given, and those that must stand beside a tensor."""
     beside = {k: v for name, more in SCALARS_BESIDE.items() if given.get(name) is not None for k, v in more.items()}
-    return getattr(torch.ops.mhc, operator)(*given.values(), **scalars_of(operator, beside | (scalars or {})))
+    return scalars_of(operator, beside | (scalars or {}))
 
 
 def scalars_of(operator: str, scalars: dict[str, Any]) -> dict[str, Any]:
-    """Those of the scalars that the operator takes, by its own names."""
+    """Those of the scalars that the operator takes, by its own names: sinkhorn_steps is steps of mhc::sinkhorn."""
     names = {a.name for a in schema(operator).arguments if a.kwarg_only}
     if operator.removesuffix("_backward") == "sinkhorn":
         scalars = {name.removeprefix("sinkhorn_"): value for name, value in scalars.items()}

@@ -187,8 +187,8 @@ def test_checkpoint_and_saved_tensor_hooks() -> None:
     )
     with torch.autograd.graph.save_on_cpu():
         offloaded = gradients(ops.generate_mix_and_aggregate, inputs, upstream)
-    for results in (recomputed, offloaded):
-        assert all(torch.equal(mine, true) for mine, true in zip(results, expected, strict=True))
+    for other in (recomputed, offloaded):
+        assert all(torch.equal(mine, true) for mine, true in zip(other, expected, strict=True))
 
 
 def test_a_whole_sublayer_compiles_with_dynamic_tokens(fresh_dynamo: None) -> None:

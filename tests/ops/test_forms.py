@@ -177,7 +177,9 @@ def test_boundary_equals_its_two_operators_bitwise(dtype: torch.dtype) -> None:
         assert all(torch.equal(a, b) for a, b in zip(rest, mixed, strict=True))
 
 
-@pytest.mark.parametrize("name", [name for name in BACKWARD if "d_x" in tensor_names(name) and "x" in tensor_names(name)])
+@pytest.mark.parametrize(
+    "name", [name for name in BACKWARD if "d_x" in tensor_names(name) and "x" in tensor_names(name)]
+)
 def test_backward_operators_add_to_a_gradient_that_is_there(name: str) -> None:
     """d_x comes on top in float64, whatever its layout, and leaves every other result as it is."""
     given = arguments(name, Sizes(4, 6, (2, 3)))

@@ -115,7 +115,9 @@ def check_all(operator: str, sizes: Sizes, device: str = "cpu") -> None:
             for place, name in enumerate(names):
                 of_its_dimensions = LAYOUTS[plain[name].dim()]
                 together = without and plain[name].dim() == 4
-                given[name] = of_its_dimensions[(number + (0 if together else place)) % len(of_its_dimensions)](plain[name])
+                given[name] = of_its_dimensions[(number + (0 if together else place)) % len(of_its_dimensions)](
+                    plain[name]
+                )
             check(operator, plain, given)
         if not RARE & plain.keys():
             return
