@@ -44,7 +44,7 @@ docs: $(STAMP)
 
 # The pages that are written by the code.
 pages: $(STAMP)
-	$(BIN)/python -m mhc_compile.docs
+	$(BIN)/python -m mhc_compile.generated_pages
 	$(BIN)/python -m tests.passes.forms
 	$(BIN)/python -m tests.walkthrough
 

@@ -13,6 +13,7 @@ from torch import fx
 
 import mhc_compile.ops  # noqa: F401  (registers the operators that the passes insert)
 from mhc_compile import checking, compat, passes, records
+from mhc_compile.encoding import in_one_line
 from mhc_compile.guard import Deliberate, guard
 from mhc_compile.hooks import (
     HOOKS,
@@ -27,7 +28,6 @@ from mhc_compile.hooks import (
 )
 from mhc_compile.options import CHECK, INPUT_NORM, OPTIONS, PREFIX, SKIP, OptionError, split
 from mhc_compile.passes.cut import can_hold
-from mhc_compile.text import in_one_line
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from mhc_compile import compat
-from mhc_compile.text import in_one_line
+from mhc_compile.encoding import in_one_line
 
 log = logging.getLogger(__name__)
 

@@ -16,11 +16,11 @@ from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from mhc_compile import backend, compat, records
+from mhc_compile.encoding import in_one_line
 from mhc_compile.passes.report import Report
 from mhc_compile.testing.draws import KeepDraws, ReplayDraws
 from mhc_compile.testing.float64 import Float64Reference
 from mhc_compile.testing.judging import Errors, Finding, judge
-from mhc_compile.text import in_one_line
 
 RUNS = ("eager", "inductor", "mhc")
 _HOW = {"float64": "in float64", "eager": "eagerly", "inductor": "compiled by Inductor", "mhc": "compiled by mhc"}

@@ -11,10 +11,10 @@ import torch
 from torch import fx
 
 from mhc_compile import compat
+from mhc_compile.passes.aten_calls import tensors
 from mhc_compile.passes.called import INSERTED
 from mhc_compile.passes.plan import Plan, Site
 from mhc_compile.passes.plan.surroundings import between, extent
-from mhc_compile.passes.record import tensors
 from mhc_compile.passes.report import Traffic, location
 from mhc_compile.passes.shadow import Op, Shadow, Value
 

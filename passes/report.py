@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from torch import fx
 
 from mhc_compile import ops
-from mhc_compile.text import printable
+from mhc_compile.encoding import printable
 
 # Whose lines stand for the user's line that calls them: libraries, and the typed wrappers of the operators.
 _SPELLERS = ("/einops/", "/torch/")
@@ -408,7 +408,7 @@ def _spells(file: str) -> bool:
     return file.startswith(_WRAPPERS) or any(part in file for part in _SPELLERS)
 
 
-def said(node: fx.Node) -> str:
+def in_words(node: fx.Node) -> str:
     """A node by the line of the program that made it."""
     at = location(node)
     return f"line {at.line} of {at.name} ({at.code})" if at.file else f"{node.name}, which no line is known of,"

@@ -23,7 +23,7 @@ from torch import fx
 
 from mhc_compile import compat
 from mhc_compile.guard import told
-from mhc_compile.passes.record import Recording, WritesInput, call_text, filled, leaves, map_leaves, record, tensors
+from mhc_compile.passes.aten_calls import Recording, WritesInput, call_text, filled, leaves, map_leaves, record, tensors
 from mhc_compile.passes.report import location
 
 

@@ -36,7 +36,7 @@ def _reads_size(node: fx.Node) -> bool:
 
 
 def _known(size: Any, symbols: Sequence[fx.Node]) -> int | fx.Node | None:
-    size = compat.settled(size)
+    size = compat.as_number(size)
     if isinstance(size, int):
         return size
     return next((node for node in symbols if compat.same_size(compat.example(node), size)), None)

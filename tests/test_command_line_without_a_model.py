@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import mhc_compile
-from mhc_compile import compat, docs
+from mhc_compile import compat, generated_pages
 from mhc_compile.command_line import environment, measuring
 from tests.test_command_line import PAGE, ROOT, run
 
@@ -76,7 +76,7 @@ def test_the_tested_range_begins_with_the_oldest_torch_that_is_taken() -> None:
 def test_ops_lists_all_with_equation_and_schema(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("ops") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines[:-1] if not line.startswith(" ")] == docs.registered()
+    assert [line for line in lines[:-1] if not line.startswith(" ")] == generated_pages.registered()
     about = dict(zip(lines[0:-1:3], zip(lines[1:-1:3], lines[2:-1:3], strict=True), strict=True))
     assert about["aggregate"] == (
         "  out = sum_i h_pre[i] * x[i]",

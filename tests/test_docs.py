@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import mhc_compile
-from mhc_compile import docs, ops, options
+from mhc_compile import generated_pages, ops, options
 from mhc_compile.command_line.programs import load
 from mhc_compile.passes.fuse import FUSIONS
 from tests import walkthrough
@@ -25,9 +25,9 @@ PATH = DOCS / "operators.md"
 
 
 def test_the_committed_pages_are_the_generated_ones(tmp_path: Path) -> None:
-    docs.main([str(tmp_path)])
+    generated_pages.main([str(tmp_path)])
     # On a difference: make pages
-    for name in docs.PAGES:
+    for name in generated_pages.PAGES:
         assert (tmp_path / name).read_text(encoding="utf-8") == (DOCS / name).read_text(encoding="utf-8")
 
 
@@ -121,5 +121,5 @@ def _begins(pattern: str, message: str) -> bool:
 
 def test_an_argument_without_a_description_is_an_error() -> None:
     with pytest.raises(ValueError, match="the docstring has no word about phi; it describes x, rms_\\*"):
-        docs.describe({"x": "streams", "rms_*": "the form"}, "phi")
-    assert docs.describe({"x": "streams", "rms_*, pre_eps": "the form"}, "rms_eps") == "the form"
+        generated_pages.describe({"x": "streams", "rms_*": "the form"}, "phi")
+    assert generated_pages.describe({"x": "streams", "rms_*, pre_eps": "the form"}, "rms_eps") == "the form"

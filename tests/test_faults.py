@@ -47,7 +47,7 @@ HOOKS = (
         "passes:_rewrite",
     ),
     *("passes:_sites", "passes:_node", "passes:_detail", "passes:_in_place", "passes.functional:functional"),
-    *("passes.sizes:from_inputs", "passes.shadow:trace", "passes.shadow:Shadow.release", "passes.record:record"),
+    *("passes.sizes:from_inputs", "passes.shadow:trace", "passes.shadow:Shadow.release", "passes.aten_calls:record"),
     *("passes.recognise:recognise", "passes.recognise:_final", "passes.plan:plan", "passes.plan:_derivatives_beyond"),
     *("passes.rewrite:rewrite", "passes.rewrite.order:sort", "passes.rewrite.editor:Editor._call"),
     *("passes.fuse:fuse", "passes.fuse.joint:is_operator", "passes.fuse.joint:calls", "passes.share:share"),

@@ -18,16 +18,16 @@ PACKAGE = ROOT / "mhc_compile"
 # that a module belongs to decides; a module of none of them may import anything.
 ALLOWED = {
     "mhc_compile.forms": (),
-    "mhc_compile.text": (),
+    "mhc_compile.encoding": (),
     "mhc_compile.budget": (),
     # The guard asks compat what Dynamo's own exceptions are, and stands around what compat puts into Inductor.
-    "mhc_compile.guard": ("mhc_compile.compat", "mhc_compile.text"),
+    "mhc_compile.guard": ("mhc_compile.compat", "mhc_compile.encoding"),
     "mhc_compile.agreement": ("mhc_compile.compat", "mhc_compile.guard"),
-    "mhc_compile.compat": ("mhc_compile.budget", "mhc_compile.compat", "mhc_compile.guard", "mhc_compile.text"),
-    "mhc_compile.kernels": ("mhc_compile.forms", "mhc_compile.text", "mhc_compile.kernels"),
+    "mhc_compile.compat": ("mhc_compile.budget", "mhc_compile.compat", "mhc_compile.guard", "mhc_compile.encoding"),
+    "mhc_compile.kernels": ("mhc_compile.forms", "mhc_compile.encoding", "mhc_compile.kernels"),
     "mhc_compile.ops": (
         "mhc_compile.forms",
-        "mhc_compile.text",
+        "mhc_compile.encoding",
         "mhc_compile.kernels",
         "mhc_compile.ops",
         "mhc_compile.compat",
@@ -38,13 +38,13 @@ ALLOWED = {
         "mhc_compile.guard",
         "mhc_compile.forms",
         "mhc_compile.ops",
-        "mhc_compile.text",
+        "mhc_compile.encoding",
         "mhc_compile.passes",
         "mhc_compile.compat",
     ),
     # The report knows the page that shows it, and the page knows nothing but reports.
-    "mhc_compile.passes.report": ("mhc_compile.ops", "mhc_compile.page", "mhc_compile.text"),
-    "mhc_compile.page": ("mhc_compile.page", "mhc_compile.passes.report", "mhc_compile.text"),
+    "mhc_compile.passes.report": ("mhc_compile.ops", "mhc_compile.page", "mhc_compile.encoding"),
+    "mhc_compile.page": ("mhc_compile.page", "mhc_compile.passes.report", "mhc_compile.encoding"),
     "mhc_compile.passes.lower": (
         "mhc_compile.agreement",
         "mhc_compile.budget",

@@ -16,8 +16,8 @@ import torch
 
 from mhc_compile import compat
 from mhc_compile.command_line.programs import Program, UsageError, load, users_code
+from mhc_compile.encoding import in_one_line
 from mhc_compile.progress import progress, say
-from mhc_compile.text import in_one_line
 
 if TYPE_CHECKING:
     from mhc_compile.passes.report import Report
@@ -106,12 +106,12 @@ def env(options: argparse.Namespace) -> int:
 def ops(options: argparse.Namespace) -> int:
     """List the operators, or print the docstring of one."""
     import mhc_compile
-    from mhc_compile import docs
+    from mhc_compile import generated_pages
 
-    names = docs.registered()
+    names = generated_pages.registered()
     if options.name is None:
         for name in names:
-            say(f"{name}\n  {docs.equation(name)}\n  {_schema(name)}")
+            say(f"{name}\n  {generated_pages.equation(name)}\n  {_schema(name)}")
         say("`ops NAME` prints the docstring of an operator.")
         return 0
     name = options.name.removeprefix("mhc::")
@@ -119,7 +119,7 @@ def ops(options: argparse.Namespace) -> int:
         raise UsageError(f"{options.name!r} came; expected one of {', '.join(names)}")
     say(_schema(name))
     documented = getattr(mhc_compile.ops, name, None)
-    say("\n" + (inspect.getdoc(documented) if documented else docs.equation(name) + ".") + "\n")  # type: ignore[operator]
+    say("\n" + (inspect.getdoc(documented) if documented else generated_pages.equation(name) + ".") + "\n")  # type: ignore[operator]
     if f"{name}_backward" in names:
         say(f"Its gradient: {_schema(f'{name}_backward')}")
     return 0
@@ -140,9 +140,9 @@ def bench(options: argparse.Namespace) -> int:
 
 def _schema(name: str) -> str:
     """With floats as Python writes them: 1e-06, where torch has all digits."""
-    from mhc_compile import docs
+    from mhc_compile import generated_pages
 
-    return re.sub(r"\d\.\d{9,}e-\d+", lambda match: repr(float(match[0])), str(docs.schema(name)))
+    return re.sub(r"\d\.\d{9,}e-\d+", lambda match: repr(float(match[0])), str(generated_pages.schema(name)))
 
 
 @contextlib.contextmanager

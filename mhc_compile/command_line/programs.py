@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from mhc_compile.text import in_one_line
+from mhc_compile.encoding import in_one_line
 
 _PLACES = "module:factory or path/to/file.py:factory"
 _RESULTS = "(model, args), (model, args, kwargs), or a model alone with --input"

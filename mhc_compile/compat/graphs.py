@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mhc_compile.text import printable
+from mhc_compile.encoding import printable
 
 
 def readable(module: fx.GraphModule) -> str:

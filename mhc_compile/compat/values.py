@@ -260,7 +260,7 @@ def hint(size: Any) -> Any:
     return int(expression.subs(numbers))
 
 
-def settled(size: Any) -> Any:
+def as_number(size: Any) -> Any:
     """A size as a number, where guards leave it only one value; else as it is."""
     if isinstance(size, int):
         return size

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from mhc_compile.encoding import to_text
 from mhc_compile.kernels.common import on_device
-from mhc_compile.text import to_text
 
 
 def opaque(*writes: str) -> Callable[[Any], Opaque]:

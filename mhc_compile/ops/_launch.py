@@ -1,6 +1,6 @@
 """mhc::_launch, which launches a kernel that Inductor cannot put into its graphs (`kernels.opaque` says which).
 
-launch: text (`mhc_compile.text`) of the kernel's path, the places of the tensors and symbolic sizes among its
+launch: text (`mhc_compile.encoding`) of the kernel's path, the places of the tensors and symbolic sizes among its
 arguments, the dtypes of the tensors, the other arguments by place, with the number of programs as the last, and its
 options. Why what is written has to be named is said in `_loops`.
 """
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from mhc_compile import compat
+from mhc_compile.encoding import from_text
 from mhc_compile.ops._transforms import library
-from mhc_compile.text import from_text
 
 log = logging.getLogger(__name__)
 

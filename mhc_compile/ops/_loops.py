@@ -7,10 +7,10 @@ that no other token has a say in. A second is enough to compile them, once for a
 loops are for float32, and not for an exp with eps that no row's maximum was taken from; the references do the rest, and
 everything where there is no compiler.
 
-loop: text (`mhc_compile.text`) of its name, the dtype to accumulate in, the number of streams, the operators' scalars,
-how many projections there are, and whatever else the loop takes before its tensors. What a loop makes are arguments
-that it writes, so that Inductor plans their memory. They have to be named: torch 2.13 takes no list of written tensors
-by position in the branches of `torch.cond`.
+loop: text (`mhc_compile.encoding`) of its name, the dtype to accumulate in, the number of streams, the operators'
+scalars, how many projections there are, and whatever else the loop takes before its tensors. What a loop makes are
+arguments that it writes, so that Inductor plans their memory. They have to be named: torch 2.13 takes no list of
+written tensors by position in the branches of `torch.cond`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from mhc_compile import compat
+from mhc_compile.encoding import from_text, to_text
 from mhc_compile.forms import RMS_MODES, Gates, Rms, Sinkhorn
 from mhc_compile.ops._checks import accumulation_dtype
 from mhc_compile.ops._mix import fake_forward, narrow_backward, narrow_forward
@@ -35,7 +36,6 @@ from mhc_compile.ops._tensors import matmul_rows, rows_of, stream_products, toke
 from mhc_compile.ops._transforms import library
 from mhc_compile.ops.projection import reference as projection_reference
 from mhc_compile.ops.projection import weighted_phi
-from mhc_compile.text import from_text, to_text
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
+from mhc_compile.encoding import printable
 from mhc_compile.page.layers import layers, total, with_fusion
-from mhc_compile.text import printable
 
 if TYPE_CHECKING:
     from mhc_compile.passes.report import Report, SiteReport

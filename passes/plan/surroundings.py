@@ -15,7 +15,7 @@ from torch import fx
 from mhc_compile import compat
 from mhc_compile.passes.plan.sites import Decline, MixSite, Site, outputs, visible
 from mhc_compile.passes.recognise.layout import is_movement
-from mhc_compile.passes.report import said
+from mhc_compile.passes.report import in_words
 from mhc_compile.passes.shadow import Op, Shadow, Value, tensors_of
 
 
@@ -31,7 +31,7 @@ def check_surroundings(shadow: Shadow, site: Site) -> None:
     nodes, showing = extent(site)
     doubles = sorted(nodes & shadow.doubles, key=shadow.position.__getitem__)
     if doubles:
-        raise Decline(f"{said(doubles[0])} computes in float64; the operators would compute that in float32")
+        raise Decline(f"{in_words(doubles[0])} computes in float64; the operators would compute that in float32")
     if len({shadow.states[node] for node in nodes - showing}) > 1:
         raise Decline("grad mode or inference mode changes between its parts")
     if not shadow.writes:
@@ -57,7 +57,7 @@ def _refuse_writes(shadow: Shadow, memory: set[Any], what: str, after: int, befo
     """Refuse a site if the program writes into some memory between two places."""
     for node, written in shadow.writes:
         if after < shadow.position[node] < before and written & memory:
-            raise Decline(f"{said(node)} writes in place into {what}")
+            raise Decline(f"{in_words(node)} writes in place into {what}")
 
 
 def extent(site: Site) -> tuple[set[fx.Node], set[fx.Node]]:

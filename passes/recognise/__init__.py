@@ -20,10 +20,10 @@ from mhc_compile.passes.recognise.combine import Combine
 from mhc_compile.passes.recognise.concatenation import TOGETHER
 from mhc_compile.passes.recognise.contraction import StreamsView
 from mhc_compile.passes.recognise.gates import Gate, Matrices, NotAGate
+from mhc_compile.passes.recognise.joined_factors import taken_apart
 from mhc_compile.passes.recognise.layout import Layout, NotALayout, any_view, is_movement, origin, seen, tidy
 from mhc_compile.passes.recognise.mixing import Mixing, fractions
 from mhc_compile.passes.recognise.part_writes import PartWrite, part_writes
-from mhc_compile.passes.recognise.pieces import by_pieces
 from mhc_compile.passes.recognise.projection import (
     Projection,
     Scaling,
@@ -127,7 +127,7 @@ def recognise(shadow: Shadow, errors: list[str] | None = None) -> Findings:
     aggregates = _final(aggregates)
     weighing = _weighing(aggregates, combines)
     mixtures: list[Mixture] = []
-    known: gates.Known = {}
+    known: gates.Identified = {}
     misses: dict[Value, NotAGate] = {}
     acted_on = {a.x for a in aggregates} | {c.x for c in combines}
     may_mix = single_sinkhorns.has_square_exponentials(shadow.ops)
@@ -160,7 +160,7 @@ def recognise(shadow: Shadow, errors: list[str] | None = None) -> Findings:
                     matrices[res] = answer
     explained: list[Gate | Matrices] = [gate for mixture in mixtures for gate in mixture.gates.values()]
     explained += [found for found in matrices.values() if not isinstance(found, str)]
-    for value, answer in single_sinkhorns.others(shadow.ops, explained, known, errors):
+    for value, answer in single_sinkhorns.unexplained(shadow.ops, explained, known, errors):
         if not isinstance(answer, str):  # what the program makes of it needs no reason of its own
             for made in _cone(value):
                 misses.pop(made, None)
@@ -208,9 +208,9 @@ def _read_wide(
             readings[op.out] = found
     if op.name in _SUMS and len(terms) > 1:
         combines += (c for c in combine.combines(reader, op.out) if isinstance(c, Combine))
-    if by_pieces(reader, terms):
+    if taken_apart(reader, terms):
         out = seen(op.out)  # an einsum permutes what its product makes
-        written = combine.combines(reader, out, by_pieces(reader, reader.terms(out)))
+        written = combine.combines(reader, out, taken_apart(reader, reader.terms(out)))
         combines += (replace(c, in_one_product=True) for c in written if isinstance(c, Combine))
     for out in op.outs:
         aggregates += (a for a in aggregate.aggregates(reader, out) if isinstance(a, Aggregate))
@@ -227,7 +227,7 @@ def _join(
     value: Value,
     readings: dict[Value, list[Projection]],
     mixtures: list[Mixture],
-    known: gates.Known,
+    known: gates.Identified,
     reader: Reader,
 ) -> bool:
     """Whether a Sinkhorn projection that is changed before it mixes is a gate of a projection; then it becomes one."""
@@ -321,7 +321,7 @@ def _understand(
     readings: list[Projection],
     cone: dict[Value, None],
     candidates: list[Value],
-    known: gates.Known,
+    known: gates.Identified,
     reader: Reader,
 ) -> tuple[Mixture | None, list[NotAGate]]:
     """The first reading of the projection under which a gate is normalised exactly once; else why not."""

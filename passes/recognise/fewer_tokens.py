@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from mhc_compile import compat
+from mhc_compile.passes.aten_calls import leaves, map_leaves
 from mhc_compile.passes.recognise.region import Arguments, Region, concrete, evaluate, sample_shape
 from mhc_compile.passes.recognise.token_independence import TokensAlone
-from mhc_compile.passes.record import leaves, map_leaves
 from mhc_compile.passes.shadow import Op, Value
 
 _MANY = 128

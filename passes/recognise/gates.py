@@ -76,10 +76,10 @@ class NotAGate:
         return self.because if isinstance(self.because, str) else self.because()
 
 
-Known = dict[Signature, "Sigmoid | Mixing | str"]
+Identified = dict[Signature, "Sigmoid | Mixing | str"]
 
 
-def identify(value: Value, walk: AffineWalk, known: Known) -> Gate | NotAGate:
+def identify(value: Value, walk: AffineWalk, known: Identified) -> Gate | NotAGate:
     """The gate that `value` holds; `known` remembers what regions compute, or the reason why that is unclear."""
     found = walk.region(value)
     if found is None:
@@ -161,7 +161,7 @@ EXPONENTIALS = {"exp", "autograd_function", "logsumexp", "_softmax", "_log_softm
 _BEFORE_EXPONENTIAL = 4
 
 
-def matrices(value: Value, known: Known) -> Matrices | str | None:
+def matrices(value: Value, known: Identified) -> Matrices | str | None:
     """Whether `value` is a Sinkhorn projection of some logits: those before its first exponential, or what they are
     made of. None where there is no exponential, so that nothing was normalised in the first place."""
     side = value.shape[-1] if value.shape else 0

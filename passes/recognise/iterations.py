@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from mhc_compile.passes.recognise.misses import Miss
-from mhc_compile.passes.report import said
+from mhc_compile.passes.report import in_words
 from mhc_compile.passes.shadow import Shadow, Value, spelled
 
 # A normalisation of one axis as a program spells it, how many of them nothing but a Sinkhorn has, and how many nodes
@@ -42,7 +42,7 @@ def broken(value: Value) -> Iterator[Miss]:
     steps = [node for node in after if _normalises(node)]
     if len(steps) >= _HALF_STEPS // 2:
         between = next((node for node in after if spelled(node) in _SCALING), None)
-        what = f"{spelled(between)} ({said(between)})" if between is not None else "something else"
+        what = f"{spelled(between)} ({in_words(between)})" if between is not None else "something else"
         reason = f"goes through {what} and is divided by its sums {len(steps)} times more"
         yield Miss(value, None, f"the result of a Sinkhorn projection {reason}; what comes before that is rewritten", 1)
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from mhc_compile import compat
+from mhc_compile.passes.aten_calls import map_leaves
 from mhc_compile.passes.recognise.layout import is_movement
-from mhc_compile.passes.record import map_leaves
 from mhc_compile.passes.shadow import Kind, Op, Value
 
 _LIMIT = 600

@@ -10,7 +10,7 @@ import torch
 from mhc_compile.guard import guard
 from mhc_compile.passes.recognise import sinkhorn
 from mhc_compile.passes.recognise.contraction import is_stream_count
-from mhc_compile.passes.recognise.gates import EXPONENTIALS, Gate, Known, Matrices, matrices
+from mhc_compile.passes.recognise.gates import EXPONENTIALS, Gate, Identified, Matrices, matrices
 from mhc_compile.passes.recognise.layout import is_movement, keeps_order
 from mhc_compile.passes.recognise.region import Region, region
 from mhc_compile.passes.shadow import Op, Value
@@ -20,8 +20,8 @@ _HALF_STEPS = 3
 _MOST_ELEMENTS = 1 << 20
 
 
-def others(
-    ops: Iterable[Op], explained: Collection[Gate | Matrices], known: Known, errors: list[str]
+def unexplained(
+    ops: Iterable[Op], explained: Collection[Gate | Matrices], known: Identified, errors: list[str]
 ) -> Iterator[tuple[Value, Matrices | str]]:
     """Sinkhorn projections that are none of the `explained` ones nor on the way to one; and what nearly is one."""
     seen: set[Value] = set()

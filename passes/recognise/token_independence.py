@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mhc_compile.passes.record import tensors
+from mhc_compile.passes.aten_calls import tensors
 
 _ANYWHERE = {
     *("view", "_unsafe_view", "reshape", "_reshape_alias", "expand", "permute", "transpose", "t", "numpy_T"),

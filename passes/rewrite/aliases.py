@@ -15,7 +15,7 @@ from torch import fx
 
 from mhc_compile import compat
 from mhc_compile.passes.plan import Decline, Site
-from mhc_compile.passes.report import said
+from mhc_compile.passes.report import in_words
 from mhc_compile.passes.rewrite.copies import Copies
 from mhc_compile.passes.shadow import Shadow, tensors_of
 
@@ -62,7 +62,7 @@ class Aliases:
                 here = places[key][old]
                 others = [node for node, place in places[key].items() if place != here]
                 if others and self._shows(key, places[key]):
-                    reason = f"its result shares memory with {said(others[0])} that is written or returned, too"
+                    reason = f"its result shares memory with {in_words(others[0])} that is written or returned, too"
                     failures[id(site)] = Decline(reason)
                     suspects.discard(key)
         return failures

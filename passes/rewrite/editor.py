@@ -10,9 +10,9 @@ import torch
 from torch import fx
 
 from mhc_compile import compat
+from mhc_compile.passes.aten_calls import leaves, map_leaves
 from mhc_compile.passes.called import INSERTED
 from mhc_compile.passes.plan import Decline, Site, surface, visible
-from mhc_compile.passes.record import leaves, map_leaves
 from mhc_compile.passes.rewrite.aliases import Aliases
 from mhc_compile.passes.rewrite.copies import Copies
 from mhc_compile.passes.shadow import Shadow, Value

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from mhc_compile.passes.plan import Decline, Site
-from mhc_compile.passes.report import said
+from mhc_compile.passes.report import in_words
 from mhc_compile.passes.rewrite.copies import Copies
 
 Calls = list[tuple[fx.Node, Site]]
@@ -45,7 +45,7 @@ def sort(copies: Copies, calls: Calls) -> None:
             _blame(
                 calls,
                 node,
-                f"an operand is computed at {said(node)} behind something that writes in place, sets global state "
+                f"an operand is computed at {in_words(node)} behind something that writes in place, sets global state "
                 "or draws random numbers",
             )
     previous = copies.graph._root

@@ -8,8 +8,8 @@ from typing import Any
 from torch import fx
 
 from mhc_compile import compat
+from mhc_compile.passes.aten_calls import map_leaves
 from mhc_compile.passes.plan import Site
-from mhc_compile.passes.record import map_leaves
 from mhc_compile.passes.rewrite import Rewriter, replaced
 from mhc_compile.passes.rewrite.copies import Copies
 from mhc_compile.passes.shadow import Shadow

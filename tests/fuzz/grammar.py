@@ -15,10 +15,10 @@ from tests.fuzz.calls import draw_calls, draw_sizes
 from tests.fuzz.identities import apply_identities
 from tests.fuzz.mutations import mutate, put_in_block
 from tests.fuzz.other_streams import MAKERS
-from tests.fuzz.pieces import LAYOUTS, Layout, Line
 from tests.fuzz.program import Pick, Program
 from tests.fuzz.results import HEADS, put_aliases, put_detached
 from tests.fuzz.rows import put_rows
+from tests.fuzz.sublayer_lines import LAYOUTS, Layout, Line
 from tests.fuzz.views import view
 from tests.fuzz.writes import put_writes, write
 from tests.zoo import (  # noqa: F401  (they register near misses)

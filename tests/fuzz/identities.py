@@ -11,8 +11,8 @@ import ast
 import copy
 from collections.abc import Iterator
 
-from tests.fuzz.pieces import Line
 from tests.fuzz.program import Pick
+from tests.fuzz.sublayer_lines import Line
 
 # Whatever is a tensor: a name of one, or the result of a statement.
 ANY = (

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.fuzz.pieces import Line
 from tests.fuzz.program import Pick
+from tests.fuzz.sublayer_lines import Line
 
 # Changes of a value {v}: those before the mark leave what is computed as it is, those after it do not.
 MUTATIONS = (

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.fuzz.pieces import (
+from tests.fuzz.program import Pick
+from tests.fuzz.sublayer_lines import (
     LAYERS,
     MIXED,
     OUTER,
@@ -18,7 +19,6 @@ from tests.fuzz.pieces import (
     sinkhorn,
     sublayer,
 )
-from tests.fuzz.program import Pick
 
 # What makes the lines of a program, and how many of the projection's parts these need.
 Maker = Callable[[Pick, Layout, bool, bool], tuple[int, list[Line]]]

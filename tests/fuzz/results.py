@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.fuzz.pieces import Line
 from tests.fuzz.program import Pick
+from tests.fuzz.sublayer_lines import Line
 from tests.fuzz.views import view
 
 DETACHED = (

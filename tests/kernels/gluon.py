@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from mhc_compile.encoding import to_text
 from mhc_compile.forms import Gates, Rms, Sinkhorn
 from mhc_compile.kernels import gpus
 from mhc_compile.kernels.common import recorded
 from mhc_compile.kernels.opaque import Opaque
-from mhc_compile.text import to_text
 from tests.kernels.cases import DEVICE, combine, mix
 
 GPU = pytest.mark.skipif(DEVICE == "cpu", reason="Gluon has no interpreter")

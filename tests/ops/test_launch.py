@@ -20,10 +20,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from mhc_compile import compat, passes
+from mhc_compile.encoding import from_text, to_text
 from mhc_compile.kernels import opaque as opaque_kernels
 from mhc_compile.kernels.opaque import compiling_for, hash_of_triton, opaque, triton_here
 from mhc_compile.ops import _launch
-from mhc_compile.text import from_text, to_text
 
 OPERATOR = "torch.ops.mhc._launch.default"
 

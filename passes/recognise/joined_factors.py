@@ -11,7 +11,7 @@ from mhc_compile.passes.recognise.reader import Reader
 from mhc_compile.passes.recognise.sums_of_products import Factor, Term, Terms
 
 
-def by_pieces(reader: Reader, terms: Terms) -> Terms:
+def taken_apart(reader: Reader, terms: Terms) -> Terms:
     """The terms, each sum along pieces of unequal sizes as one sum a piece; none where there is no such sum.
 
     Pieces of one size are rows of one tensor, such as the streams of a list.
