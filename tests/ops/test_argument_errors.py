@@ -92,6 +92,10 @@ def test_scalars(name: str) -> None:
             count = len(result_names(name))
             text = f"needs has {count + 1} entries; expected {count}, one per differentiable argument"
             operator.refuses({"needs": [True] * (count + 1)}, ValueError, text)
+            if {"x", "d_x"} <= {*tensor_names(name)}:
+                needs = [result != "d_x" for result in result_names(name)]
+                text = "d_x was given, but needs says that x needs no gradient; expected None"
+                operator.refuses({"needs": needs}, ValueError, text)
         elif argument.name == "n":
             text = "the argument n? ?gives n = 0 streams; expected n >= 1"
             operator.refuses({"n": 0}, ValueError, text)
