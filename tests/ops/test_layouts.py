@@ -105,9 +105,11 @@ def check(operator: str, plain: Given, given: Given, scalars: dict[str, Any] | N
         torch.testing.assert_close(mine, true, rtol=tolerance, atol=tolerance)
 
 
-def check_all(operator: str, sizes: Sizes, dtype: torch.dtype, device: str = "cpu") -> None:
+def check_all(operator: str, sizes: Sizes, dtype: torch.dtype | None, device: str = "cpu") -> None:
     """Every layout of the streams beside every layout of the rest. Then, in dtype, every argument in one of its own."""
     for without, own in ((RARE, torch.float32), (frozenset[str](), dtype)):
+        if own is None:
+            continue
         plain = arguments(operator, sizes, own, without=without, device=device)
         names = [name for name, value in plain.items() if isinstance(value, Tensor)]
         for number in range(len(STREAMS)):
@@ -123,7 +125,7 @@ def check_all(operator: str, sizes: Sizes, dtype: torch.dtype, device: str = "cp
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_results_lie_as_their_arguments(operator: str) -> None:
     for sizes in SIZES:
-        check_all(operator, sizes, torch.float64)
+        check_all(operator, sizes, torch.float64 if sizes is SIZES[0] else None)
 
 
 @pytest.mark.gpu
