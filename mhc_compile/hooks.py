@@ -230,7 +230,7 @@ class _Chain(compat.CustomGraphPass):
         return None if any(part is None for part in parts) else tuple(parts)
 
 
-_MODULES = ("agreement.py", "backend.py", "budget.py", "forms.py", "guard.py", "hooks.py", "options.py", "text.py")
+_MODULES = ("agreement.py", "backend.py", "budget.py", "forms.py", "guard.py", "hooks.py", "options.py", "encoding.py")
 
 
 def _sources() -> list[str]:
