@@ -113,7 +113,7 @@ def listed(pick: Pick, layout: Layout, cast: bool, long: bool) -> tuple[int, lis
         if cast:
             lines.append(Line("ss", "[s.to(x.dtype) for s in ss]", mutable=False))
         if pick([False] * 5 + [True]):
-            lines.append(Line("", "kept += ss", mutable=False))
+            lines.append(Line("", "kept.extend(ss)", mutable=False))
     lines.append(Line("out", pick(LIST_ENDS)))
     return 3, [*lines, Line("out", layout.back.format("out"))]
 
