@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mhc_compile.kernels import boundary, boundary_pass, combine_project, common, expand_combine, gpus
+from mhc_compile.kernels import boundary, boundary_pass, combine_project, expand_combine, gpus
 from tests.kernels.cases import FORMS, MARKS, USUAL, draw, keywords, mix_case
 from tests.kernels.gluon import GPU, watched
 from tests.kernels.test_boundary import before, check
@@ -83,7 +83,7 @@ def test_what_is_stored(tokens: int, width: int, monkeypatch: pytest.MonkeyPatch
     programs: list[int] = []
     monkeypatch.setattr(combine_project, "launch", lambda kernel, grid, *args, **options: programs.append(grid[0]))
     monkeypatch.setattr(combine_project, "split_ahead", lambda phi, *args: phi)
-    monkeypatch.setattr(common, "gpu", lambda device: (90, 132))
+    monkeypatch.setattr(gpus, "processors", lambda device: 132)
     x, f = torch.empty(tokens, 2, width, dtype=BF16), torch.empty(tokens, width, dtype=BF16)
     gates = torch.empty(tokens, 2), torch.empty(tokens, 2, 2)
     partials = combine_project.forward(x, torch.empty(8, 2 * width), None, (f, *gates, x))

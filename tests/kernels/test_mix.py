@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mhc_compile.forms import Gates, Rms, Sinkhorn
-from mhc_compile.kernels import common, generate_mix, generate_mix_and_aggregate, head, projection
+from mhc_compile.kernels import generate_mix, generate_mix_and_aggregate, gpus, head, projection
 from tests.kernels.cases import (
     DEVICE,
     FORMS,
@@ -213,7 +213,7 @@ def test_a_token_does_not_depend_on_the_batch(dtype: torch.dtype, monkeypatch: p
     """Bitwise: slices of a batch, other tokens replaced, and a repeated run."""
     if DEVICE == "cpu":
         # As on a GPU, whole groups of partial sums are stored of the batch, and single ones of the slices.
-        monkeypatch.setattr(common, "gpu", lambda device: (90, 5))
+        monkeypatch.setattr(gpus, "processors", lambda device: 5)
     tokens = 150 if DEVICE == "cpu" else 3000
     width = 300 if DEVICE == "cpu" else 1280
     case = mix_case(tokens, 2 if DEVICE == "cpu" else 4, width, dtype=dtype)
@@ -352,7 +352,8 @@ def test_tiles_of_the_projection(
         launched.append((grid[0], options["BLOCK_M"]))
 
     monkeypatch.setattr(projection, "launch", launch)
-    monkeypatch.setattr(common, "gpu", lambda device: (arch, 132))
+    monkeypatch.setattr(gpus, "of", lambda device: gpus.TABLE[arch])
+    monkeypatch.setattr(gpus, "processors", lambda device: 132)
     # As where kernels are compiled; the interpreter has smaller chunks.
     monkeypatch.setattr(projection, "INTERPRETED", False)
     x, phi = torch.empty(tokens, n, 4096, dtype=dtype), torch.empty(n * n + 2 * n, n * 4096)

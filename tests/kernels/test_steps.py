@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mhc_compile.forms import Gates, Rms, Sinkhorn
-from mhc_compile.kernels import aggregate, common, generate_mix, projection, scale, sinkhorn
+from mhc_compile.kernels import aggregate, generate_mix, gpus, projection, scale, sinkhorn
 from mhc_compile.kernels.common import room_like, token_view
 from tests.kernels.cases import (
     DEVICE,
@@ -422,7 +422,7 @@ def test_how_a_projection_is_shared(
 ) -> None:
     """Whole groups of chunks where they are work for all processors, in tiles of tokens as large as that allows."""
     monkeypatch.setattr(projection, "INTERPRETED", False)  # whose chunks are small
-    monkeypatch.setattr(common, "gpu", lambda device: (90, 132))
+    monkeypatch.setattr(gpus, "processors", lambda device: 132)
     x, cut = torch.empty(tokens, n, 4096, dtype=dtype, device="meta"), projection.cut_columns(n, 4096)
     got, each = projection._share(x, n * n + 2 * n, cut)
     assert (got.tokens, each) == (tile, cut.group if whole else 1)
@@ -430,7 +430,7 @@ def test_how_a_projection_is_shared(
     beside = torch.empty(n, 4096, tokens, dtype=dtype, device="meta").permute(2, 0, 1)
     assert projection._share(beside, n * n + 2 * n, cut)[0].tokens == 128
     # Nobody compared the bits of the smaller tiles on others.
-    monkeypatch.setattr(common, "gpu", lambda device: (80, 132))
+    monkeypatch.setattr(gpus, "of", lambda device: gpus.TABLE[80])
     assert projection._share(x, n * n + 2 * n, cut)[0].tokens == 128
 
 
