@@ -31,6 +31,8 @@ _OPERATORS: dict[Any, Callable[..., Any]] = {
     operator.imul: operator.mul,
     operator.itruediv: operator.truediv,
 }
+# A product keeps what it multiplies for its gradient, so that this must not be written afterwards.
+_SUMS = {operator.iadd, operator.isub}
 
 
 def functional(graph: fx.Graph) -> fx.Graph:
@@ -217,10 +219,10 @@ def _plain_form(node: fx.Node) -> bool:
 
 
 def _goes_back(node: fx.Node) -> bool:
-    """Whether a node writes into a view, and the next one assigns that to the place of the view: y[i] += f."""
+    """Whether a node adds to a view, and the next one assigns that to the place of the view: y[i] += f."""
     back, view = node.next, node.args[0] if node.args else None
     return (
-        node.target in _OPERATORS
+        node.target in _SUMS
         and back.target is operator.setitem
         and isinstance(view, fx.Node)
         and view.target is operator.getitem

@@ -7,6 +7,7 @@ since it has ways of its own with results that are views.
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -238,6 +239,15 @@ def test_writes(value: str, name: str, tokens: int, dynamic: bool, mode: str) ->
     if not _eager_takes(model, tokens, mode):
         pytest.skip("autograd refuses this write in eager code")
     assert_as_eager(model, tokens, mode, dynamic=dynamic)
+
+
+@pytest.mark.parametrize("index", [0, (0, -1), slice(None, None, 2)], ids=["one", "two axes", "a step"])
+@pytest.mark.parametrize("operation", [operator.iadd, operator.isub, operator.imul, operator.itruediv])
+def test_parts_that_change_by_something_with_a_gradient(operation: Callable[[Any, Any], Any], index: Any) -> None:
+    def change(y: Tensor) -> None:
+        y[index] = operation(y[index], 2.0 + torch.tanh(y.sum()))
+
+    assert_as_eager(Sublayer({"y": change}), 3, "train")
 
 
 @pytest.mark.parametrize("name", [n if n == "masked_fill_" else pytest.param(n, marks=THOROUGH) for n in WRITES])
