@@ -165,7 +165,7 @@ class _Planner:
 
     def cut_connections(self) -> None:
         """Reads and writes that are in different graphs."""
-        torn = reads_of_torn(self.shadow, self.findings)
+        torn = reads_of_torn(self.shadow, self.findings, self.evident)
         self.torn = {read: gate for read, gate in torn.items() if gate not in self.known}
         self.evident |= self.torn.keys()
         for write in writes(self.shadow, self.findings):

@@ -6,7 +6,7 @@ this shape, made from streams of this shape, left a graph which was compiled bef
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from math import prod
 
 from mhc_compile import compat
@@ -37,14 +37,16 @@ def came_in(read: Aggregate) -> bool:
     return gate.op is None and x.op is None and (_shape(x), _shape(gate)) in _left
 
 
-def reads_of_torn(shadow: Shadow, findings: Findings) -> dict[Value, Value]:
+def reads_of_torn(shadow: Shadow, findings: Findings, whole: Container[Value]) -> dict[Value, Value]:
     """The reads whose streams also make a gate that leaves the graph unread, as that of a write does; and the gate.
 
+    whole: the reads whose write is in this graph. A gate that leaves beside them is kept for something else.
     Both gates come from a projection of the streams, from rows of their own. Other models that weigh what they project
     return at most the weights, or what these are made of.
     """
     outputs = [out for op in shadow.ops for out in op.outs if out.is_output and _only_leaves(out)]
-    return {a.out: gate for a in findings.aggregates for gate in outputs if _is_of_same_streams(gate, a, findings)}
+    reads = [a for a in findings.aggregates if a.out not in whole]
+    return {a.out: gate for a in reads for gate in outputs if _is_of_same_streams(gate, a, findings)}
 
 
 def _is_of_same_streams(gate: Value, read: Aggregate, findings: Findings) -> bool:
@@ -75,9 +77,10 @@ def remember_torn(read: Aggregate, gate: Value) -> None:
 
 def writes(shadow: Shadow, findings: Findings) -> Iterator[Combine]:
     """The writes to streams as they are, h_post f + x, whose streams and gate come in from outside."""
-    for op in shadow.ops if _left else ():
+    left = {shape for shape, _ in tuple(_left)}  # a tuple, since another thread may add to the set
+    for op in shadow.ops if left else ():
         if op.name in _SUMS and op.outs:
-            for found in residuals(findings.reader, op.out, _streams):
+            for found in residuals(findings.reader, op.out, lambda x: _streams(x, left)):
                 if isinstance(found, Combine) and found.outer.post is not None:
                     gate, x = origin(found.outer.post)[0], origin(found.x, any_view)[0]
                     if gate.op is None and x.op is None and (_shape(x), _shape(gate)) in _left:
@@ -87,9 +90,9 @@ def writes(shadow: Shadow, findings: Findings) -> Iterator[Combine]:
 _SUMS = {"add", "sub", "addcmul"}
 
 
-def _streams(x: Value) -> StreamsView | None:
+def _streams(x: Value, left: Container[_Shape]) -> StreamsView | None:
     """Where the streams lie in an input, [..., n, C], if gates of streams of its shape left a graph."""
-    if x.op is not None or len(x.shape) < 2 or not any(shape == _shape(x) for shape, _ in _left):
+    if x.op is not None or len(x.shape) < 2 or _shape(x) not in left:
         return None
     n, channels = x.shape[-2:]
     tokens = [(size, prod(x.shape[i + 1 :])) for i, size in enumerate(x.shape[:-2])]

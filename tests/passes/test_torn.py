@@ -147,6 +147,23 @@ def test_a_region_that_returns_gates_is_not_cut() -> None:
     assert mhc_compile.explain(Region(), torch.randn(2, 3, N, C)).cut == []
 
 
+@pytest.mark.parametrize("kind", [Torn, TwoProjections, OtherGates])
+def test_a_gate_that_is_kept_beside_its_write_is_not_cut(kind: type[Torn]) -> None:
+    """Such as for statistics, which Dynamo breaks the graph for."""
+
+    class Kept(kind):  # type: ignore[misc, valid-type]
+        def forward(self, x: Tensor) -> Any:
+            h_pre, h_post = self.gates(x)
+            out = self.write(x, self.layer(self.read(x, h_pre)), h_post)
+            kept = h_post.detach()
+            torch._dynamo.graph_break()
+            return out, kept.mean()
+
+    report = mhc_compile.explain(Kept(), torch.randn(2, 3, N, C))
+    assert "expand_combine" in {site.op for site in report.rewritten}
+    assert report.cut == []
+
+
 def test_a_half_that_the_program_compiles_by_itself_is_not_cut() -> None:
     model = Torn()
 
