@@ -21,16 +21,25 @@ from mhc_compile.passes.shadow import Op, Value
 
 @dataclass(frozen=True)
 class PartWrite:
-    """f is added to some of the streams; it depends on `read`. `mixing` mixes the streams before that or after it."""
+    """f is added to some of the streams; it depends on `read`. `mixing` mixes the streams before that or after it.
+
+    to_all: the other streams follow, one after the other.
+    """
 
     op: Op
     streams: Value
     mixing: Mixing | None
     read: Aggregate
+    to_all: bool
 
     @property
     def reason(self) -> str:
         n = self.read.streams.n
+        if self.to_all:
+            return (
+                f"this adds the sublayer's output to the {n} streams one after the other; the operator writes all at "
+                "once: add h_post.unsqueeze(-1) * f.unsqueeze(-2) to them"
+            )
         return (
             f"this adds the sublayer's output to some of the {n} streams; the operator adds h_post[i] times it to "
             "stream i: multiply the output by an h_post that is 0 for the others"
@@ -63,8 +72,17 @@ def _connected(
         for read in near:
             same = read.x in (base, streams) or origin(read.x, any_view)[0] is origin(streams, any_view)[0]
             if same and read.out in connections.between(read.x, f):
-                return PartWrite(op, streams, mixing or _mixed_later(op.out, reader), read)
+                return PartWrite(op, streams, mixing or _mixed_later(op.out, reader), read, _goes_on(op))
     return None
+
+
+def _goes_on(op: Op) -> bool:
+    """Whether an assignment to some of the streams is one of several that together are to all of them."""
+    following: Op | None = op
+    while following is not None:
+        op = following
+        following = next((user for user in op.out.users if user.name == op.name and user.args[0] is op.out), None)
+    return op.name not in ("cat", "stack") and put_together(op) is not None
 
 
 def _mixed_later(value: Value, reader: Reader) -> Mixing | None:

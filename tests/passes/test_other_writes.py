@@ -198,6 +198,23 @@ def test_an_output_that_is_added_to_some_streams_is_told(kind: type[Own]) -> Non
     assert first <= told.location.line < first + len(lines)
 
 
+class OneAfterTheOther(Softmax):
+    """All streams get the output, but each by a line of its own."""
+
+    def write(self, x: Tensor, f: Tensor, p: Tensor, r: Tensor) -> Tensor:
+        x = r.transpose(-1, -2) @ x
+        for i in range(N):
+            x[..., i, :] += p[..., i, None] * f
+        return x
+
+
+def test_an_output_that_is_added_to_one_stream_after_the_other_is_told() -> None:
+    outcome = check.run(OneAfterTheOther(), (torch.randn(SHAPE),))
+    check.assert_as_accurate(outcome)
+    (told,) = outcome.report.declined
+    assert "to the 4 streams one after the other" in str(told.reason)
+
+
 class KnownGateAlone(Sublayer):
     """A known gate reads the streams, and every stream gets the output."""
 
