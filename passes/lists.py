@@ -52,6 +52,8 @@ class Lists:
         # What the writes' new streams are stacked by, and where the graph's own nodes are, in the graph made last.
         self._stacks: dict[Streams, fx.Node] = {}
         self._copies: dict[fx.Node, fx.Node] = {}
+        # Behind which of the graph's own nodes, by their positions, those are that were inserted.
+        self._behind: dict[fx.Node, int] = {}
 
     def graph(self) -> fx.Graph | None:
         """The graph with the lists stacked that should be; None where that is the graph as it is."""
@@ -61,7 +63,7 @@ class Lists:
         return None
 
     def _stacked(self) -> fx.Graph | None:
-        self._stacks, self._copies = {}, {}
+        self._stacks, self._copies, self._behind = {}, {}, {}
         wanted = self._wanted() if self._writes else []
         gates = list(self._gates()) if self._writes else []
         if not wanted and not gates:
@@ -222,8 +224,10 @@ class Lists:
             with graph.inserting_after(part):
                 part = graph.call_function(operator.getitem, (parts, index))
             self._describe(part, last)
+            self._behind |= dict.fromkeys((stack, parts, part), position[last])
             for reader in dict.fromkeys(readers):
-                if reader in later or reader.meta.get(INSERTED):
+                # Of what stands behind the same node, that which was inserted first comes last.
+                if reader in later or self._behind.get(reader, -1) >= position[last]:
                     for node in value.nodes:
                         if reader is not stack:
                             reader.replace_input_with(self._copies[node], part)
@@ -264,4 +268,5 @@ def _is_pointwise(value: Value) -> bool:
 
 def _leaves(value: Value) -> bool:
     """Whether a value, or a view of it, leaves the graph."""
-    return value.is_output or any(_leaves(out) for op in value.users if is_movement(op) for out in op.outs)
+    views = (op for op in value.users if is_movement(op) or op.name == "detach")
+    return value.is_output or any(_leaves(out) for op in views for out in op.outs)

@@ -345,6 +345,35 @@ def test_strict_options_look_at_lists() -> None:
         _compiled_strictly(Returned())(torch.randn(2, 3, 4, WIDTH))
 
 
+class OneMadeAnew(Stacked):
+    """Two lists have streams in common, and one stream of the second is made of one of the first."""
+
+    def sublayer(self, k: int, xs: Streams) -> Streams:
+        first, *others = super().sublayer(k, xs)
+        return [first.sin(), *others]
+
+
+def test_lists_with_streams_in_common() -> None:
+    outcome = check.run(OneMadeAnew(), (torch.randn(2, 3, 4, WIDTH),))
+    check.assert_as_accurate(outcome)
+    assert "expand_combine" in outcome.operators
+    assert outcome.report.errors == []
+
+
+class Detached(Stacked):
+    """The new streams leave the graph, as tensors of their own, whose gradients nobody wants."""
+
+    def go(self, xs: Streams) -> Any:
+        return super().go(xs[::-1]), [x.detach() for x in xs]
+
+
+def test_streams_that_leave_detached_keep_their_strides() -> None:
+    outcome = check.run(Detached(), (torch.randn(2, 3, 4, WIDTH),))
+    check.assert_as_accurate(outcome)
+    assert not outcome.strides, outcome.strides
+    assert any("leave the graph one by one" in str(site.reason) for site in outcome.report.declined)
+
+
 class Heads(Listed):
     """A list with a tensor for each head, which one output projection reads."""
 
