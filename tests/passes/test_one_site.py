@@ -260,10 +260,10 @@ def test_an_operators_own_checks_are_reasons(monkeypatch: pytest.MonkeyPatch) ->
 
     def refusing(self: Any, target: Any, /, *args: Any, **kwargs: Any) -> Any:
         if target is torch.ops.mhc.expand_combine.default:
-            raise ValueError("x: 17 streams are too many")
+            raise ValueError("mhc::expand_combine: x has 17 streams, too many")
         return original(self, target, *args, **kwargs)
 
     monkeypatch.setattr(rewriting.Rewriter, "_call", refusing)
     report = fused_like_eager(_stack(1), (_x(),)).report
     assert not report.errors
-    assert [site.reason for site in report.declined] == ["x: 17 streams are too many"]
+    assert [site.reason for site in report.declined] == ["mhc::expand_combine: x has 17 streams, too many"]
