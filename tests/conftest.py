@@ -8,7 +8,6 @@ import functools
 import gc
 import importlib
 import os
-import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,9 +74,6 @@ def fresh_dynamo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # It times the guards of every graph after emptying the processor's caches, for a log that nobody reads: a fifth of
     # what a small graph costs.
     monkeypatch.setattr(torch._dynamo.guards, "profile_guard_manager", lambda *given: 0.0, raising=False)
-    # Gates of other programs that left a graph would make a lone read one of streams.
-    if "mhc_compile.passes" in sys.modules:
-        sys.modules["mhc_compile.passes.plan.outside"]._left.clear()
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

@@ -19,16 +19,32 @@ from mhc_compile.passes.recognise.layout import any_view, is_movement, origin, t
 from mhc_compile.passes.shadow import Shadow, Value
 
 _Shape = tuple[int, ...]
-# The shapes of streams and of gates that left a graph, in the whole process: graphs of one program are compiled one by
-# one, possibly in several threads.
-_left: set[tuple[_Shape, _Shape]] = set()
+
+
+class _Left(set[tuple[_Shape, _Shape]]):
+    """The shapes of streams and of gates that left a graph, in the whole process, until `torch._dynamo.reset()`.
+
+    Graphs of one program are compiled one by one, possibly in several threads.
+    """
+
+    def note(self, x: Value, gate: Value) -> None:
+        compat.on_dynamo_reset(self)  # with each note: Dynamo has forgotten it after a reset
+        self.add((_shape(x), _shape(gate)))
+
+    def reset(self) -> None:
+        """What Dynamo calls."""
+        self.clear()
+
+
+_left = _Left()
 
 
 def remember(sites: Iterable[Site]) -> None:
     """Note the gates of sites that leave their graph."""
     for site in sites:
         if isinstance(site, MixSite):
-            _left.update((_shape(site.x), _shape(gate)) for gate in site.made() if gate.is_output)
+            for gate in filter(lambda value: value.is_output, site.made()):
+                _left.note(site.x, gate)
 
 
 def came_in(read: Aggregate) -> bool:
@@ -72,7 +88,7 @@ def _only_leaves(value: Value) -> bool:
 
 def remember_torn(read: Aggregate, gate: Value) -> None:
     """Note a gate that leaves beside a read."""
-    _left.add((_shape(read.x), _shape(gate)))
+    _left.note(read.x, gate)
 
 
 def writes(shadow: Shadow, findings: Findings) -> Iterator[Combine]:

@@ -214,3 +214,16 @@ def test_a_residual_with_a_gate_from_outside_is_not_a_write() -> None:
     x = torch.randn(2, 3, N, C)
     report = mhc_compile.explain(lambda x, f, gate: x + gate.unsqueeze(-1) * f.unsqueeze(-2), x, x[:, :, 0], x[..., 0])
     assert (report.sites, report.cut) == ([], [])
+
+
+def test_a_reset_forgets_the_gates_that_left_a_graph() -> None:
+    """A sum of two inputs is no write because another model was torn before."""
+    x, gate, f = torch.randn(2, 3, N, C), torch.randn(2, 3, N), torch.randn(2, 3, C)
+
+    def addition(x: Tensor, gate: Tensor, f: Tensor) -> Tensor:
+        return x + gate.unsqueeze(-1) * f.unsqueeze(-2)
+
+    mhc_compile.explain(Torn(), x)
+    assert len(mhc_compile.explain(addition, x, gate, f).sites) == 1
+    torch._dynamo.reset()
+    assert mhc_compile.explain(addition, x, gate, f).sites == []
