@@ -90,8 +90,8 @@ def identify(found: Region, side: int) -> tuple[Sinkhorn, bool, bool] | str:
     limit = sum(is_reduction(op) for op in found.ops) + 2
     another_gradient = at_ties = replaces = False
     near, nearest = _near(list(_starts(constants)), *probe, limit)
-    if not near:  # one eps for the start, and another one for the sums
-        near, least = _near(list(_starts_apart(constants[:_EPS])), *probe, limit)
+    if not near and len(constants) <= _EPS:  # one eps for the start, and another one for the sums
+        near, least = _near(list(_starts_apart(constants)), *probe, limit)
         nearest = min(nearest, least)
     for candidate, turn in near:
         steps = _steps(candidate, _turned(given, turn[0]), _turned(got, turn[1]), limit)
