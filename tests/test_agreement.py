@@ -63,7 +63,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, An
         2,
         *("nothing", "plan", "one site", "one site on all", "fusing", "describing sites"),
         *("late failure", "early failure", "different programs", "only one compiles"),
-        *("wrong on none", "wrong on all", "wrong on one", "split"),
+        # Last what leaves sites alone for the rest of the process.
+        *("split", "wrong on none", "wrong on all", "wrong on one"),
     )
 
 
