@@ -31,7 +31,7 @@ def _known_by_name() -> None:
 
 
 # A test with more cases is a table of combinations, of which --thin takes a third.
-_MANY = 10
+_MANY = 5
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
