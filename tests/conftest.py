@@ -36,26 +36,22 @@ _MANY = 5
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--thin",
-        choices=("thorough", "all"),
-        help=f"of a test with more than {_MANY} cases run a third, always the same: of the thorough ones, or of all",
+        "--thin", action="store_true", help=f"of a test with more than {_MANY} cases run a third, always the same"
     )
 
 
 def _thin_out(config: pytest.Config, items: list[pytest.Item]) -> None:
-    thin = config.getoption("--thin")
     tables: dict[str, list[pytest.Item]] = {}
-    for item in items if thin else ():
-        if thin == "all" or item.get_closest_marker("thorough") is not None:
-            tables.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    left_out = {item for cases in tables.values() if len(cases) > _MANY for item in cases if _is_left_out(item)}
+    for item in items if config.getoption("--thin") else ():
+        tables.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out: set[pytest.Item] = set()
+    for cases in tables.values():
+        if len(cases) > _MANY:
+            mixed = sorted(cases, key=lambda item: zlib.crc32(item.nodeid.encode()))
+            left_out.update(mixed[-(-len(cases) // 3) :])
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
-
-
-def _is_left_out(item: pytest.Item) -> bool:
-    return zlib.crc32(item.nodeid.encode()) % 3 > 0
 
 
 def pytest_collection_finish() -> None:
