@@ -240,8 +240,10 @@ class _Tracer:
 
         What it makes is a value of its own: nothing outside the node holds what is in the subclass.
         """
+        if not self.wrappers:
+            return False
         given = {one in self.wrappers for one in node.all_input_nodes}
-        return bool(self.wrappers) and len(given) == 1 and given != {node in self.wrappers}
+        return len(given) == 1 and given != {node in self.wrappers}
 
     def _mutating(self, node: fx.Node, example: Any) -> None:
         keys = (compat.storage_of(t) for t in tensors(_examples((node.args, node.kwargs))))
