@@ -30,28 +30,19 @@ def _known_by_name() -> None:
         importlib.import_module("mhc_compile.entry")
 
 
-# A test with more cases is a table of combinations, of which --thin takes a third.
-_MANY = 5
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--thin", action="store_true", help=f"of a test with more than {_MANY} cases run a third, always the same"
-    )
+    parser.addoption("--thin", type=int, metavar="N", help="of each test run at most N cases, always the same ones")
 
 
 def _thin_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (most := config.getoption("--thin")) is None:
+        return
     tables: dict[str, list[pytest.Item]] = {}
-    for item in items if config.getoption("--thin") else ():
+    for item in sorted(items, key=lambda item: zlib.crc32(item.nodeid.encode())):
         tables.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    left_out: set[pytest.Item] = set()
-    for cases in tables.values():
-        if len(cases) > _MANY:
-            mixed = sorted(cases, key=lambda item: zlib.crc32(item.nodeid.encode()))
-            left_out.update(mixed[-(-len(cases) // 3) :])
-    if left_out:
-        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-        items[:] = [item for item in items if item not in left_out]
+    left_out = {item for cases in tables.values() for item in cases[most:]}
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_collection_finish() -> None:
