@@ -48,6 +48,7 @@ from mhc_compile.passes.plan.sites import (
     visible,
 )
 from mhc_compile.passes.plan.surroundings import check_surroundings
+from mhc_compile.passes.plan.unwritten import unwritten
 from mhc_compile.passes.recognise import Findings, Mixture, Weight
 from mhc_compile.passes.recognise.aggregate import Aggregate
 from mhc_compile.passes.recognise.combine import Combine
@@ -209,6 +210,7 @@ class _Planner:
             name_own_gates(self.sites, self.findings)
             views = _views(self.sites)
             self.declined += list(misses(self.shadow, self.findings, self.sites, self.declined, views))
+            self.declined += list(unwritten(self.shadow, self.findings, self.sites, self.declined))
         sites = self.sites
         if input_norms is not False:
             sites = [_with_norm(self.shadow, self.findings, site, input_norms, self.errors) for site in sites]

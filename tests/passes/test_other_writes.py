@@ -257,3 +257,43 @@ def test_a_bias_that_one_node_adds_stays_in_the_sublayer(kind: type[Own], name: 
     check.assert_as_accurate(outcome)
     assert outcome.operators == (BOTH if kind is Static else ALL), str(outcome.report)
     assert not outcome.report.declined, str(outcome.report)
+
+
+UNKNOWN: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "two outputs in one product": lambda m, x, f: (
+        m.table @ torch.cat((x, f.unsqueeze(-2), f.sin().unsqueeze(-2)), dim=-2)
+    ),
+    "the larger of both": lambda m, x, f: torch.maximum(x, f.unsqueeze(-2)),
+    "streams times a gate of each channel": lambda m, x, f: x * torch.sigmoid(f).unsqueeze(-2),
+    "between both": lambda m, x, f: torch.lerp(x, f.unsqueeze(-2), 0.25),
+    "where": lambda m, x, f: torch.where(x > 0, x, f.unsqueeze(-2)),
+    "a product of both": lambda m, x, f: torch.einsum("bsnc,bsc,ncd->bsnd", x, f, m.cube),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_an_output_that_meets_the_streams_in_another_way_is_told(name: str) -> None:
+    def body(self: Any, x: Tensor) -> Tensor:
+        pre, _, _ = self.gates(x)
+        return UNKNOWN[name](self, x, self.layer((pre.unsqueeze(-1) * x).sum(-2), x))
+
+    model = type("Model", (KnownGateAlone,), {"body": body})(4, 6, 3, 2)
+    model.table, model.cube = random_parameter(4, 6), random_parameter(4, 6, 6)
+    outcome = check.run(model, (torch.randn(SHAPE),))
+    check.assert_as_accurate(outcome)
+    (told,) = outcome.report.declined
+    assert told.op == "expand_combine", str(outcome.report)
+    assert "lambda" in told.location.code or "table" in told.location.code, str(outcome.report)
+
+
+def test_what_is_no_write_is_not_told() -> None:
+    """Statistics of the streams beside the head, and a head that reads streams that went on."""
+
+    def body(self: Any, x: Tensor) -> Any:
+        pre, _, _ = self.gates(x)
+        out = (pre.unsqueeze(-1) * x).sum(-2)
+        return out.tanh(), x.square().mean(-1).detach(), x.flatten(-2).sin()
+
+    outcome = check.run(type("Model", (KnownGateAlone,), {"body": body})(4, 6, 3, 2), (torch.randn(SHAPE),))
+    assert outcome.operators == ["head"], str(outcome.report)
+    assert not outcome.report.declined, str(outcome.report)
