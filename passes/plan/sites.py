@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import fx
@@ -180,10 +181,13 @@ class SinkhornSite:
     @property
     def shared(self) -> Value | None:
         """The one matrix of logits [n, n] that all tokens have in common, if they have one."""
-        base, layout = origin(self.matrices.logits, broadcasts)
+        logits = self.matrices.logits
+        size = prod(logits.shape[-2:])
+        # Not beyond the first value of one matrix, which may be a transposed view of a parameter.
+        base, layout = origin(logits, lambda op, value: broadcasts(op, value) if value.numel > size else None)
         rows, columns = layout.dims[-2:]
         repeated = not any(stride for dim in layout.dims[:-2] for _, stride in dim)
-        whole = Layout((rows, columns), layout.offset).is_identity() and base.numel < self.matrices.logits.numel
+        whole = Layout((rows, columns), layout.offset).is_identity() and base.numel < logits.numel
         return base if repeated and whole and base.nodes else None
 
     def targets(self) -> Iterator[Value]:
