@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -21,9 +20,6 @@ MODULES = sorted(p.stem for p in HERE.glob("test_*.py") if "\npytestmark = MARKS
 @pytest.mark.parametrize("modules", [MODULES[::2], MODULES[1::2]], ids=",".join)
 def test_in_interpreter(modules: list[str]) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    if platform.machine() == "x86_64":
-        # The interpreter multiplies with NumPy, whose BLAS on AVX2 sums a row by its place in the tile.
-        environment["OPENBLAS_CORETYPE"] = "Nehalem"
     environment.pop("PYTEST_XDIST_WORKER", None)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     # -rp lists what passed: a module whose tests were all deselected or skipped would be green as well.
