@@ -6,6 +6,8 @@ is generated from this table.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,6 +113,7 @@ TABLE = (
     ),
 )
 
+_NAMES = [option.name.removeprefix(PREFIX) for option in TABLE]
 OPTIONS: dict[str, Any] = {option.name: option.default for option in TABLE}
 
 
@@ -120,10 +123,15 @@ class OptionError(Deliberate, ValueError):
 
 def split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Ours, and those of Inductor. Raises ValueError for what ours cannot be."""
+    if not isinstance(options, Mapping):
+        raise ValueError(f"options: expected a dict such as {{'mhc.strict': True}}, got {options!r}")
     own = {key: value for key, value in options.items() if str(key).startswith(PREFIX)}
     for key in options:
         if key not in OPTIONS and (key in own or _looks_like_ours(str(key))):
-            raise ValueError(f"options: unknown option {key!r}; expected one of {', '.join(sorted(OPTIONS))}")
+            (near,) = difflib.get_close_matches(str(key).removeprefix(PREFIX), _NAMES, 1) or [""]
+            meant = f"did you mean {PREFIX + near!r}? " if near else ""
+            known = ", ".join(sorted(OPTIONS))
+            raise ValueError(f"options: unknown option {key!r}; {meant}expected one of {known}")
     for key in own:
         if isinstance(OPTIONS[key], bool) and not isinstance(own[key], bool):
             raise ValueError(f"options: {key!r} is {own[key]!r}; expected True or False")

@@ -89,8 +89,7 @@ def run(
     `agreement.FailedAlone`.
     """
     begin = time.perf_counter()
-    report = Report(graphs=1)
-
+    report = Report(graphs=1, skipped=list(skipped))
     failures: list[str] = []
 
     def change() -> fx.Graph | None:

@@ -124,6 +124,7 @@ class Report:
       among these that Dynamo gave up before a graph of them was looked at;
     - checked: how many sites, by operator, `mhc.check` compared with the program; unchecked: those that it could not;
     - advice: what would keep graphs whole that Dynamo may give up;
+    - skipped: the places that `mhc.skip` names, of sites or of nothing;
     - graphs: how many were looked at; compiled: how many there are of them, if a function was compiled again, for other
       shapes say; cached: how many of these came from a cache; packaged: how many came from packages of AOTInductor;
     - unreported: how many such packages were loaded that have no report;
@@ -141,6 +142,7 @@ class Report:
     called: list[SiteReport] = field(default_factory=list)
     cut: list[SiteReport] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
     graphs: int = 0
     compiled: int = 0
     cached: int = 0
@@ -175,6 +177,7 @@ class Report:
         self.called += other.called
         self.cut += other.cut
         self.advice += other.advice
+        self.skipped = list(dict.fromkeys([*self.skipped, *other.skipped]))
         self.compiled = self._in_all() + other._in_all()
         self.graphs += other.graphs
         self.cached += other.cached
@@ -197,6 +200,7 @@ class Report:
         for one in reports:
             for name in (*_SITES, "fused"):
                 setattr(total, name, _united(getattr(total, name), getattr(one, name)))
+            total.skipped = list(dict.fromkeys([*total.skipped, *one.skipped]))
             total.compiled = total._in_all() + one._in_all()
             total.graphs = max(total.graphs, one.graphs)
             total.cached += one.cached
@@ -346,6 +350,9 @@ def _lines(report: Report, most: int | None) -> list[str]:
     for group in unchecked[:most]:
         lines += _site("  not checked: {count} x {op} at {place}", group)
     lines += _more(len(unchecked), most, "kinds of sites that were not checked")
+    for place in report.skipped:
+        if not any(site.location.is_among([place]) for site in (*report.sites, *report.cut)):
+            lines.append(f"  mhc.skip names {place}, and no site is there")
     counted = {"checked in the first calls": report.checked, "fused": report.fusions}
     for what, counts in (counted | {"compiled once": report.shared, "lowered": report.lowered}).items():
         if counts:

@@ -21,7 +21,7 @@ if os.environ.get("TRITON_INTERPRET") == "1" and platform.machine() == "x86_64":
     # when it is imported.
     os.environ.setdefault("OPENBLAS_CORETYPE", "Nehalem")
 
-import torch  # noqa: E402
+import torch
 
 
 @pytest.fixture(autouse=True)

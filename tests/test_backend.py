@@ -49,12 +49,19 @@ def test_modes_and_options(stack: Stack, kwargs: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"options": {"mhc_strict": True}}, r"unknown option 'mhc_strict'; expected one of mhc.check, .*mhc.strict"),
-        ({"options": {"strict": True}}, r"unknown option 'strict'; expected one of mhc.check, .*mhc.strict"),
+        (
+            {"options": {"mhc_strict": True}},
+            r"unknown option 'mhc_strict'; did you mean 'mhc.strict'\? expected one of mhc.check",
+        ),
+        (
+            {"options": {"strict": True}},
+            r"unknown option 'strict'; did you mean 'mhc.strict'\? expected one of mhc.check",
+        ),
         (
             {"options": {"mhc.no_such": 1}},
             r"unknown option 'mhc.no_such'; expected one of mhc.check, mhc.fuse.accumulate, .*mhc.strict",
         ),
+        ({"options": {"mhc.strct": 1}}, "did you mean 'mhc.strict'"),
         ({"options": {"mhc.strict": 1}}, "'mhc.strict' is 1; expected True or False"),
         ({"options": {"mhc.fuse.input_norm": "yes"}}, "'mhc.fuse.input_norm' is 'yes'; expected True, False or None"),
         ({"options": {"mhc.recompute": "most"}}, "mhc.recompute"),
@@ -283,3 +290,12 @@ def test_strict_options_accept_a_loss_at_a_line_that_they_name(monkeypatch: pyte
     compiled = torch.compile(model, backend="mhc", options={"mhc.skip": ["model.py:1"], "mhc.strict": True})
     with pytest.raises(mhc_compile.StrictError, match="each channel"):
         compiled(x)
+
+
+def test_a_line_to_skip_without_a_site_is_reported(passes_only: None) -> None:
+    """A list of places that is older than the program."""
+    x = torch.randn(2, 3, 4, 8)
+    place = str(mhc_compile.explain(ChannelRead(), x).declined[0].location)
+    torch.compile(ChannelRead(), backend="mhc", options={"mhc.skip": [place, "model.py:1"]})(x)
+    (line,) = [line for line in str(mhc_compile.report()).splitlines() if "mhc.skip" in line]
+    assert line == "  mhc.skip names model.py:1, and no site is there"

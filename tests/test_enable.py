@@ -251,6 +251,7 @@ def test_wrong_options() -> None:
         ({"mhc.strict": 1}, "expected True or False"),
         ({"max_autotune": True}, "max_autotune is not an option of mhc"),
         ({1: True}, "1 is not an option of mhc"),
+        ("mhc.strict", "expected a dict such as .*, got 'mhc.strict'"),
     ):
         with pytest.raises(ValueError, match=message):
             mhc_compile.enable(options)  # type: ignore[arg-type]

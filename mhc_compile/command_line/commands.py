@@ -45,7 +45,13 @@ def explain(options: argparse.Namespace) -> int:
         )
     else:
         say(report.details() if options.verbose else str(report))
-    counts = {"declined": len(report.declined), "cut or not compiled": len(report.torn), "errors": len(report.errors)}
+    unknown = [site for site in report.unknown if site in report.torn]
+    counts = {
+        "declined": len(report.declined),
+        "cut or not compiled": len(report.torn) - len(unknown),
+        f"function{'s' if len(unknown) > 1 else ''} not looked at": len(unknown),
+        "errors": len(report.errors),
+    }
     if options.strict and any(counts.values()):
         found = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
         sys.stderr.write(f"explain --strict: {found}\n")
