@@ -20,6 +20,8 @@ from mhc_compile.passes.shadow import Op, Shadow, Value
 
 # How far the use of a gate, and the source of logits, are followed through small values.
 _LIMIT = 200
+# And how many operators after a part of a write.
+_STEPS = 20
 
 
 def misses(
@@ -64,14 +66,31 @@ def _unread(
         if use is None:
             continue
         sums = list(_sums(use, gate, findings))
-        if use.node in refused or told.intersection(sums) or any(op.node in refused for op in sums):
+        if use.node in refused or any(op.node in refused for op in sums):
             continue
-        told.update(sums)
+        write = {*sums, *_up_to_the_sum(sums[-1])}
+        if told.intersection(write):
+            continue
+        told |= write
         what = "aggregate" if role == "h_pre" else "expand_combine"
         reason = f"this reads {role}, but {_furthest(role, gate, sums, findings, views)}"
         if x is not None and x.op is not None and x.op.name in TOGETHER:
             reason += "; the streams are a list that is put together for the projection alone: keep them as one tensor"
         yield Declined(what, reason, use.node)
+
+
+def _up_to_the_sum(op: Op) -> Iterator[Op]:
+    """What is made of a part of a write, up to the sum of both parts: the two parts are one write."""
+    size = op.out.numel if op.outs else 0
+    pending = list(op.out.users) if size else []
+    for index, made in enumerate(pending):
+        if index == _STEPS:
+            return
+        if made.target is None or not made.outs or made.out.numel != size:
+            continue
+        yield made
+        if not (made.name in ("add", "sub") and [source.numel for source in made.sources] == [size, size]):
+            pending += [user for user in made.out.users if user not in pending]
 
 
 def _known(sites: list[Site]) -> Iterator[tuple[str, Value, Value | None]]:

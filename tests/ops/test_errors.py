@@ -88,7 +88,7 @@ CASES: dict[str, tuple[Call, type[Exception], str]] = {
     "too many streams": (
         lambda make: _mix(make, x=(5, 32, 3)),
         ValueError,
-        "x of shape [5, 32, 3] gives n = 32 streams; expected n >= 1 with n*n + 2*n <= 1024",
+        "x of shape [5, 32, 3] gives n = 32 streams; expected 1 to 31, so that phi has at most 1024 rows",
     ),
     "phi too wide": (
         lambda make: _mix(make, phi=(8, 7)),

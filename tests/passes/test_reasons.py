@@ -448,3 +448,9 @@ def test_streams_that_are_a_list() -> None:
     check.assert_as_accurate(outcome)
     (told,) = outcome.report.declined
     assert "the new streams leave the graph one by one" in str(told.reason)
+
+
+@pytest.mark.parametrize("kind", [DropoutOfMixed, DropoutOfWritten, SquashedBeforeAdded])
+def test_one_write_that_is_lost_is_told_once(kind: type[Sublayer]) -> None:
+    report = check.run(kind(4, 6, 3, 2), (torch.randn(SHAPE),)).report
+    assert [site.op for site in report.declined] == ["expand_combine"], str(report)
