@@ -22,7 +22,7 @@ from mhc_compile.progress import progress, say
 if TYPE_CHECKING:
     from mhc_compile.passes.report import Report
 
-# Of what `explain --json` and `env --json` print. A change that takes something away raises it.
+# The version of what `explain --json` and `env --json` print. A change that takes something away raises it.
 FORMAT = 1
 # The fields of `Report` that `explain` fills.
 _FIELDS = ("sites", "called", "cut", "fusions", "fused", "excerpts", "advice", "graphs", "seconds", "errors")
@@ -116,7 +116,7 @@ def ops(options: argparse.Namespace) -> int:
         return 0
     name = options.name.removeprefix("mhc::")
     if name not in names:
-        raise UsageError(f"{options.name!r} came; expected one of {', '.join(names)}")
+        raise UsageError(f"got {options.name!r}; expected one of {', '.join(names)}")
     say(_schema(name))
     documented = getattr(mhc_compile.ops, name, None)
     say("\n" + (inspect.getdoc(documented) if documented else generated_pages.equation(name) + ".") + "\n")  # type: ignore[operator]
@@ -130,7 +130,7 @@ def bench(options: argparse.Namespace) -> int:
     from mhc_compile.command_line import measuring
 
     if options.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda came, and torch sees no GPU; expected --device cpu")
+        raise UsageError("got --device cuda, and torch sees no GPU; expected --device cpu")
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     sizes = measuring.Sizes.of(device, layers=options.layers, tokens=options.tokens, width=options.width)
     with users_code("bench", "a device and sizes that the model fits on, and a compiler"):

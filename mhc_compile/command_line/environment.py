@@ -50,7 +50,7 @@ def environment() -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The CPU's name, where the system tells."""
+    """The CPU's name, if the system has it."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):

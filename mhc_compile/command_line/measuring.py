@@ -120,7 +120,7 @@ def _calls(model: Any, tokens: torch.Tensor) -> dict[str, Call]:
 
 def _medians(calls: dict[str, Call]) -> dict[str, float]:
     """Seconds of a call, the median over the rounds."""
-    # Timer waits for the GPU, and uses one thread unless it is told otherwise.
+    # Timer waits for the GPU, and uses one thread unless another number is given.
     threads = torch.get_num_threads()
     timers = {name: Timer("call()", globals={"call": call}, num_threads=threads) for name, call in calls.items()}
     number = {name: max(1, int(_SECONDS / timer.timeit(1).mean)) for name, timer in timers.items()}
