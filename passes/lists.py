@@ -27,10 +27,10 @@ from mhc_compile.passes.recognise.reader import Reader
 from mhc_compile.passes.shadow import Op, Shadow, Value, tensors_of
 
 KEEP = "keep the streams in one tensor [..., n, C]"
-LEAVE = f"the new streams leave the graph one by one, so that one tensor of them would have to be copied apart: {KEEP}"
-COME = f"the streams come from elsewhere one by one, so that one tensor of them would be a copy: {KEEP}"
-WRITTEN = f"the program writes in place into one of the streams, which it keeps in a list: {KEEP}"
-SAME = "the streams are n times one tensor here, which Inductor reads once, and the operator would read n copies"
+LEAVE = f"the new streams leave the graph as separate tensors, so stacking them would cost a copy: {KEEP}"
+COME = f"the streams enter the graph as separate tensors, so stacking them would cost a copy: {KEEP}"
+WRITTEN = f"the program writes in place into one of the streams in the list: {KEEP}"
+SAME = "all streams in the list are one tensor, which Inductor reads once; the operator would read n copies of it"
 STREAMS_AT, GATES_AT = -2, 0
 # How often lists are stacked, each time without those that no operator wrote. Each time the whole graph is recorded.
 MOST_ROUNDS = 4
@@ -85,7 +85,7 @@ class Lists:
         places = {write: self._place(write) for write in self._writes if write not in self._left}
         failed = {write: place for write, place in places.items() if place not in made}
         for write, place in failed.items():
-            reason = reasons.get(place, "this is not recognised as one write of all streams")
+            reason = reasons.get(place, "this was not recognised as one write of all streams")
             self._left[write] = f"the streams are a list, and {reason}: {KEEP}"
         return not failed
 
@@ -204,7 +204,7 @@ class Lists:
         return next((base for base in first if base.nodes and all(base in other for other in others)), None)
 
     def _stack(self, graph: fx.Graph, values: Streams, at: int) -> fx.Node:
-        """Stack values behind the last of them; what comes later reads the parts of that."""
+        """Stack values after the last of them; later code reads the parts of the stack."""
         position = self._shadow.position
         held = [min(value.nodes, key=position.__getitem__) for value in values]
         last = max(held, key=position.__getitem__)
@@ -226,7 +226,7 @@ class Lists:
             self._describe(part, last)
             self._behind |= dict.fromkeys((stack, parts, part), position[last])
             for reader in dict.fromkeys(readers):
-                # Of what stands behind the same node, that which was inserted first comes last.
+                # Of nodes inserted after the same node, the first one inserted comes last.
                 if reader in later or self._behind.get(reader, -1) >= position[last]:
                     for node in value.nodes:
                         if reader is not stack:

@@ -113,7 +113,7 @@ class _Planner:
         self.torn: dict[Value, Value] = {}
 
     def consider(self, what: str, node: fx.Node, *makers: Callable[[], Site]) -> bool:
-        """Accept the first of several sites that can be; the reason against the first is the one told."""
+        """Accept the first of several sites that can be; a refusal has the reason against the first."""
         reasons: list[str] = []
         for make in makers:
             try:
@@ -173,7 +173,7 @@ class _Planner:
                 self._consider_write(write)
 
     def part_writes(self) -> None:
-        """Writes to some of the streams, which no operator makes, and the mixing of all streams in and beside them."""
+        """Writes to some of the streams, which no operator makes, and mixes of all streams in these writes or alone."""
         found = list(_part_writes(self.findings, self.known, _views(self.sites)))
         self.evident |= {write.read.out for write in found}
         self.declined += (Declined("expand_combine", write.reason, write.op.node) for write in found)
@@ -201,11 +201,11 @@ class _Planner:
             self.consider("projection", node, lambda site=projected: site)  # type: ignore[misc]
 
     def plan(self, input_norms: bool | None) -> Plan:
-        """All decisions, and what is told beside them."""
+        """All decisions, and the reasons for a report."""
         remember(self.sites)
         torn = _torn_reads(self.sites, self.torn)
         untold: list[str] = []
-        with guard("what else there is of hyper-connections is not told", untold):
+        with guard("what else there is of hyper-connections is not reported", untold):
             name_own_gates(self.sites, self.findings)
             views = _views(self.sites)
             self.declined += list(misses(self.shadow, self.findings, self.sites, self.declined, views))
@@ -351,7 +351,7 @@ _SUMMING = {*TOGETHER, "add", "sub", "addcmul", "mul", "sum", "mean", "neg", "di
 
 
 def _within(combine: Combine) -> set[Value]:
-    """The result of a combine, and the partial sums and products behind it that serve it alone."""
+    """The result of a combine, and the partial sums and products that are made for it alone."""
     leaves = {combine.x, combine.outer.f, combine.layer_bias, *combine.gates()}
     found, pending = {combine.out}, [combine.out]
     while pending:

@@ -65,8 +65,8 @@ def check_gradients(reached: set[fx.Node], site: MixSite) -> None:
         if not moved[name] and any(requires_gradient(value) for value in _parameters(rows) - shared):
             others = " and ".join(other for other in moved if moved[other])
             raise Decline(
-                f"no gradient comes back to {name} (it, or all that is made of it, is detached), but to {others}; "
-                f"the parameters of {name} alone, which have none, would get zeros"
+                f"a gradient reaches {others}, but not {name}, because {name} or everything computed from it is "
+                f"detached; parameters that only {name} uses would get zeros in place of no gradient"
             )
 
 

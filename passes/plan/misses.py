@@ -59,7 +59,7 @@ def _unread(
     read = {gate for site in sites if isinstance(site, WithGates) for gate in site.gates()}
     read |= {site.aggregate.gate for site in sites if isinstance(site, MixSite) and site.aggregate is not None}
     told: set[Op] = set()
-    for role, gate, x in sorted(_known(sites), key=lambda known: known[0] == "h_post"):  # h_res tells more of a combine
+    for role, gate, x in sorted(_known(sites), key=lambda known: known[0] == "h_post"):  # h_res says more of it
         use = _wide_use(gate, read)
         if use is None:
             continue
@@ -87,7 +87,7 @@ def _known(sites: list[Site]) -> Iterator[tuple[str, Value, Value | None]]:
 def _furthest(role: str, gate: Value, sums: list[Op], findings: Findings, views: dict[Value, StreamsView]) -> str:
     """Where the furthest reading with a gate ended."""
     if sums[-1].target is None:
-        return "is not looked into: it is a nested function, or writes into a tensor"
+        return "is not analysed: it is a nested function, or it writes into a tensor"
     found: list[tuple[int, int, str]] = []
     for at, op in enumerate(sums):
         for miss in _readings(role, op.out, findings.reader, views):

@@ -50,7 +50,7 @@ def _reason(gate: Value, findings: Findings) -> str:
     if isinstance(found, str):
         return found
     if gate.op is None:
-        return "is given"
+        return "is an input of this graph"
     if gate.op.target is not None:
         return ""
     if is_under_vmap(gate.op.node):

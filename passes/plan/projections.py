@@ -106,7 +106,7 @@ def _goes_out_of_a_site(shadow: Shadow, findings: Findings, sites: list[Site], o
         )
         try:
             check_surroundings(shadow, larger)
-        except Decline:  # what is written behind the logits forbids this, and not the site as it is
+        except Decline:  # a write after the logits forbids this, but not the site as it is
             continue
         sites[at] = larger
         return True
@@ -148,7 +148,7 @@ def _preferred(readings: list[Projection], views: dict[Value, StreamsView]) -> l
 
 
 def _product(findings: Findings, reading: Projection) -> Product | None:
-    """What a reading computes, if the scalings in front of the product can be had behind it."""
+    """What a reading computes, if the scalings before the product can be moved after it."""
     factors: list[tuple[Value, bool]] = []
     weight = None
     for scaling in reading.scalings:

@@ -258,7 +258,7 @@ def surface(value: Value) -> Value:
         value = value.users[0].out
     if len(value.users) == 1 and not value.is_output:
         (user,) = value.users
-        # Operators return float64 beside float64 streams alone.
+        # Operators return float64 only with float64 streams.
         if user.name == "_to_copy" and keeps_order(user) and user.out.nodes and user.out.dtype != torch.float64:
             return user.out
     return value

@@ -25,9 +25,9 @@ def check_surroundings(shadow: Shadow, site: Site) -> None:
     sources = list(site.sources())
     for value in sources:
         if value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise Decline(f"a tensor of {value.dtype} takes part; the operators take float32, bfloat16 and float16")
+            raise Decline(f"an input has dtype {value.dtype}; the operators take float32, bfloat16 and float16")
         if type(value.meta).__name__ not in ("FakeTensor", "Parameter", "Tensor"):
-            raise Decline(f"a {type(value.meta).__name__} takes part, a tensor subclass")
+            raise Decline(f"an input is a tensor subclass, {type(value.meta).__name__}")
     nodes, showing = extent(site)
     doubles = sorted(nodes & shadow.doubles, key=shadow.position.__getitem__)
     if doubles:
@@ -39,9 +39,9 @@ def check_surroundings(shadow: Shadow, site: Site) -> None:
     first, last = min(shadow.position[n] for n in nodes), max(shadow.position[n] for n in nodes)
     read = _memory(node for value in sources if (held := visible(value)) is not None for node in held.nodes)
     touched = read | _memory(held for node in nodes for held in (node, *node.all_input_nodes))
-    _refuse_writes(shadow, touched, "a tensor that takes part", first, last)
+    _refuse_writes(shadow, touched, "a tensor that the site uses", first, last)
     # The backward pass needs them as they are; the program may have kept copies of its own.
-    _refuse_writes(shadow, read, "a tensor that a backward pass would read", first)
+    _refuse_writes(shadow, read, "a tensor that the backward pass needs", first)
     if isinstance(site, MixSite):
         # Autograd forbids writing into one of several results of an operator.
         results = _memory(node for value in site.targets() for node in value.nodes)

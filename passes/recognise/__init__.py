@@ -54,7 +54,7 @@ _WIDE = {
     "split",
     "unbind",
 }
-# Of these, what holds a product only if what it reads does, and what may hold one.
+# The ones that hold a product only if their argument does, and others that may hold one.
 _OF_ONE = {"sum", "mean", "select", "slice", "split_with_sizes", "split", "unbind"}
 _READING = {"sum", "mean"}
 _ELEMENTWISE = {"add", "sub", "mul", "div"}
@@ -72,7 +72,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Normed:
-    """How the streams behind a projection are normalised: r, a constant beside it and the affine weight."""
+    """How the streams of a projection are normalised: r, a constant factor and the affine weight."""
 
     rms: Rms
     const: float
@@ -81,7 +81,7 @@ class Normed:
 
 @dataclass
 class Mixture:
-    """One projection with the gates that were identified behind it."""
+    """One projection with the gates that were identified after it."""
 
     projection: Projection
     normed: Normed
@@ -132,7 +132,7 @@ def recognise(shadow: Shadow, errors: list[str] | None = None) -> Findings:
     acted_on = {a.x for a in aggregates} | {c.x for c in combines}
     may_mix = single_sinkhorns.has_square_exponentials(shadow.ops)
     for found in readings.values():
-        # Of gates that act on nothing here, those of a Sinkhorn alone tell streams from what other models project.
+        # If gates act on nothing here, only those of a Sinkhorn show that streams are projected, as in no other model.
         acts = any(reading.x in acted_on for reading in found)
         if not (acts or may_mix or streams_by_rows(found[0]) is not None):
             continue
@@ -201,7 +201,7 @@ def _read_wide(
     if op.name == "add" and len(terms) == 1 and terms[0].summed:  # the sum of a list of streams
         others += aggregate.other_readings(reader, op.out)
     if op.name in TOGETHER or any(term.summed for term in terms):
-        # A part of a projection is one, too, but what its rows make is told of the whole.
+        # A part of a projection is one, too, but the gates of its rows are reported once, for the whole projection.
         part = is_movement(op) and origin(op.args[0], any_view)[0] in readings
         found = [] if part else projections(reader, op, readings)
         if found:

@@ -364,7 +364,7 @@ def _swapped(op: Op) -> Op:
 def token_indices(rows: Layout, layout: Layout, row_count: int) -> list[int] | None:
     """Offsets of `layout` over the elements of one token; None if they depend on the token.
 
-    rows tells tokens from elements: steps of at least `row_count` go from token to token.
+    rows separates tokens from elements: steps of at least `row_count` go from token to token.
     """
     offsets = [layout.offset]
     for _, size, (own, stride) in refine(rows, layout):

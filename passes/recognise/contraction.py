@@ -93,7 +93,7 @@ def exact(factor: Factor) -> Iterator[Source]:
 
 
 def axes_of(term: Term, out: Value, source: Source) -> tuple[Axis, ...]:
-    """How one factor of a term is stepped through, beside the result; left is nothing."""
+    """How one factor of a term is stepped through, with the result; left has no step."""
     nothing = Layout(tuple(((size, 0),) if size > 1 else () for size in source.layout.shape))
     return _axes(term, out, Source(source.base, nothing), source)
 

@@ -1,7 +1,7 @@
 """The factor that normalises a token: r = c / sqrt(mean(x^2) + eps), or one of its other forms.
 
 The square sum is found by structure; what is made of it, by behaviour: in float64, at squares of
-all sizes that float32 knows, nought included.
+all sizes that float32 has, zero included.
 """
 
 from __future__ import annotations

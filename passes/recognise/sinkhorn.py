@@ -21,7 +21,7 @@ from mhc_compile.passes.recognise.region import AT_KINKS, Region, same_beyond_nu
 from mhc_compile.passes.shadow import Op
 
 _MATRICES = 48
-# Those on which most forms are told apart.
+# Those logits on which most forms differ.
 _FEW = 16
 # Below it an entry may have come through an underflow that the log domain does not have; its row has entries near 1.
 _NEGLIGIBLE = 1e-14
@@ -32,9 +32,9 @@ _TOLERANCE = 1e-11
 # undiminished at most: a logsumexp changes by no more than the largest change of what it is of.
 _LOG_ROUNDINGS = 4 * torch.finfo(torch.float64).eps
 _FAR_OFF = 1e-3
-# Of the numbers in a region those that may be an eps, the smallest, where two are tried together.
+# How many of the smallest numbers in a region are tried as an eps, if two are tried together.
 _EPS = 4
-# How reasons begin that tell of an iteration over both axes.
+# The beginning of reasons about an iteration over both axes.
 NEARLY = "is a Sinkhorn"
 
 

@@ -219,7 +219,7 @@ class Rewriter(Vectors):
         self._replace(target, self._laid_out(new, dims, m.out_layout))
 
     def _projection(self, site: ProjectionSite) -> None:
-        """One operator call, and behind it for each product what the program has in front of it."""
+        """One operator call. After it, for each product, comes the scaling that the program has before the product."""
         targets = [*(surface(product.projection.out) for product in site.products), *site.squares]
         self.anchor = self.copies[min(map(self._node, targets), key=self.shadow.position.__getitem__)]
         x, _ = self._streams(site.x, site.streams)

@@ -62,7 +62,7 @@ class Aliases:
                 here = places[key][old]
                 others = [node for node, place in places[key].items() if place != here]
                 if others and self._shows(key, places[key]):
-                    reason = f"its result shares memory with {in_words(others[0])} that is written or returned, too"
+                    reason = f"its result shares memory with {in_words(others[0])}, which is also written or returned"
                     failures[id(site)] = Decline(reason)
                     suspects.discard(key)
         return failures

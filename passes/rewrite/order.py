@@ -45,8 +45,8 @@ def sort(copies: Copies, calls: Calls) -> None:
             _blame(
                 calls,
                 node,
-                f"an operand is computed at {in_words(node)} behind something that writes in place, sets global state "
-                "or draws random numbers",
+                f"an operand is computed at {in_words(node)}, after an operation that writes in place, sets global "
+                "state or draws random numbers",
             )
     previous = copies.graph._root
     for node in order:

@@ -18,7 +18,7 @@ from mhc_compile.passes.rewrite.copies import Copies
 from mhc_compile.passes.rewrite.editor import Editor
 from mhc_compile.passes.shadow import Shadow, Value
 
-# Of a tensor: those that the record knows, where symbolic ones are primes, and the actual ones.
+# A tensor's sizes: those in the record, where symbolic ones are primes, and the actual ones.
 Sizes = tuple[Sequence[int], Sequence[Any]]
 
 
