@@ -81,7 +81,7 @@ def run(
     """Rewrite the hyper-connections of one Dynamo graph, with the norms that read layer inputs or without.
 
     left holds why some sites are left alone, by their names (`site_name`). skipped holds places in the program, as
-    reports tell them, whose sites are left alone.
+    reports show them, whose sites are left alone.
 
     Returns the new graph, or None where there is nothing to rewrite, and the report. The new graph is put into the
     module, if one is given; the old graph is not changed. Whatever goes wrong inside is written into the report, never
@@ -107,9 +107,9 @@ def run(
 
     new = attempt("rewriting", graph, failures, change, undo)
     report.errors = failures + report.errors
-    with guard("operators that the program calls are not told", report.errors):
+    with guard("operators that the program calls are not reported", report.errors):
         report.called = called(graph)
-    with guard("sites whose gates are in another graph are not told", report.errors):
+    with guard("sites whose gates are in another graph are not reported", report.errors):
         report.cut += cut(new or graph)
         report.advice = advice(graph)
     report.seconds = time.perf_counter() - begin
@@ -134,9 +134,9 @@ def _rewritten(
         report.sites = [SiteReport(site.op, location(None), "") for site in plan.sites]
         shown: dict[int, BeforeAfter] = {}
         if new is not None:
-            with guard("sites are told without bytes and lines of the graph", report.errors):
+            with guard("sites are reported without bytes and lines of the graph", report.errors):
                 shown = before_after(shadow, plan, new)
-        with guard("sites are told without their places", report.errors):
+        with guard("sites are reported without their places", report.errors):
             report.sites = _sites(shadow, plan, shown)
             report.excerpts = {one.excerpt: list(one.lines) for one in shown.values()}
             # A graph that calls this one reads its gates.
@@ -187,7 +187,7 @@ def _planned(
 
 
 def site_name(site: Site) -> str:
-    """What tells a site from others of its graph, in each compilation of one program."""
+    """A name that identifies a site in its graph, in each compilation of one program."""
     return f"{site.op} {_node(site).name}"
 
 
@@ -376,7 +376,7 @@ def run_recursively(
 ) -> Report:
     """Rewrite a graph module in place, with the bodies of its checkpoint regions and other nested graphs.
 
-    left_of tells for each graph which sites are left alone, and why; skipped holds the places of others, as for `run`.
+    left_of says for each graph which sites are left alone, and why; skipped holds the places of others, as for `run`.
 
     A graph comes before its bodies: an `autograd.Function` that computes a gate is recognised by what its bodies
     compute, as their author wrote them, and disappears with them.
@@ -391,7 +391,8 @@ def run_recursively(
     return total
 
 
-# How often one graph's sites are put in place, beside twice for each: every time a site, or the norm of one, less.
+# How often one graph's sites are put in place, in addition to twice for each site. Each time, a site or its norm is
+# dropped.
 _MOST_TRIES = 64
 
 
@@ -490,7 +491,7 @@ def _detail(site: Site) -> str:
     if site.norm is not None:
         parts.append(f"input norm eps {site.norm.eps:g}")
     if site.norm_apart:
-        parts.append(f"RMS norm behind it stays apart: {site.norm_apart}")
+        parts.append(f"the RMS norm after it stays apart: {site.norm_apart}")
     return ", ".join(parts)
 
 

@@ -98,7 +98,7 @@ class Layer:
         return total(entry.site.after for entry in self.rewritten)
 
     def signature(self) -> object:
-        """Equal for layers of which everything told is the same, but for their names."""
+        """Equal for layers whose entries differ in module names only."""
         return [
             (replace(one.site, module=one.inner), one.status, one.cut, [fused.op for fused, _ in one.fused])
             for one in self.entries
@@ -113,7 +113,7 @@ def total(counts: Iterable[Traffic | None]) -> Traffic | None:
 
 
 def layers(report: Report) -> list[Layer]:
-    """All sites of a report by layers, in program order; the functions that Dynamo gave up are not among them."""
+    """All sites of a report by layers, in program order; the functions that Dynamo gave up on are not among them."""
     entries = [Entry(site, "rewritten" if site.rewritten else "declined") for site in report.sites]
     entries += [Entry(site, "called by the program") for site in report.called]
     for site in report.cut:
