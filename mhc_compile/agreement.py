@@ -153,7 +153,7 @@ def attempt(
 
     In a job of several ranks all that have this graph change it in one way, or none does (see above): `undo` is also
     called where `change` worked here and failed elsewhere. stage names what is done, such as "rewriting". errors are
-    those of what `change` does to the graph, and of nothing beside that.
+    those of what `change` does to the graph, and of nothing else.
     """
     follows = f"{stage} failed, and this graph is compiled without it"
     before = len(errors)

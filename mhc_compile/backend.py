@@ -66,7 +66,7 @@ def _wanted(backend: Any, ours: Any, options: dict[str, Any]) -> dict[str, Any] 
 
 
 def given_up(function: compat.GivenUp, ours: Any) -> None:
-    """Note a function that Dynamo gives up. Strict options raise if a hyper-connection may be among its own lines."""
+    """Note a function that Dynamo gives up on. Strict options raise if its own lines may hold a hyper-connection."""
     wanted = _wanted(function.backend, ours, function.options)
     if wanted is not None and records.give_up(function) and wanted.get("mhc.strict"):
         skipped = records.place(function).is_among(wanted.get(SKIP, ()))
@@ -86,7 +86,7 @@ def mhc(
     Reached by `torch.compile(model, backend="mhc", mode=..., options=...)`; mode and options are Inductor's own, and
     options may also hold those of `mhc_compile.options.TABLE`, whose names begin with "mhc.".
 
-    Raises ValueError for an option or a mode that there is not, and for a value that an option cannot have.
+    Raises ValueError for an unknown option or mode, and for a wrong value of an option.
     """
     try:
         own, rest = split(options or {})
@@ -131,21 +131,21 @@ def _left_eager(frame: Any) -> None:
 
 
 class enable:
-    """Have a plain `torch.compile(model)` rewritten, in the whole process.
+    """Rewrite hyper-connections in every plain `torch.compile(model)` of the process.
 
-    For code that calls `torch.compile` on its own: trainers and serving frameworks. As a function it lasts until
-    `disable()`; as a context manager, until the end of the block. It holds for all threads and asyncio tasks, whichever
-    of them calls it, and for those that begin later. options are the "mhc." options of the backend. If it is called
-    while it lasts, the later options count.
+    It is for code that calls `torch.compile` on its own: trainers and serving frameworks. As a function it lasts until
+    `disable()`; as a context manager, until the end of the block. It holds for all threads and asyncio tasks, also for
+    those that begin later. options are the "mhc." options of the backend. A second call replaces the options of the
+    first.
 
-    It counts when a graph is compiled, which is at the first call: code that Dynamo has compiled before stays as it is
-    until `torch._dynamo.reset()`. The same holds for `disable`.
+    `enable` and `disable` take effect when a graph is compiled, which is at the first call. Code that Dynamo compiled
+    earlier stays as it is until `torch._dynamo.reset()`.
 
-    Inductor's settings are left as they are. A custom pass in one of the three that this package uses
-    (`pre_grad_custom_pass`, `joint_custom_pre_pass`, `post_grad_custom_post_pass`) runs first, and ours after it,
-    whether it was assigned before or after `enable` or comes in the options of `torch.compile`. `disable` leaves it.
+    Inductor's settings are left as they are. The package uses three hooks: `pre_grad_custom_pass`,
+    `joint_custom_pre_pass` and `post_grad_custom_post_pass`. If a hook has a custom pass of yours, it runs first,
+    whether you assigned it before or after `enable` or in the options of `torch.compile`. `disable` leaves it.
 
-    Raises ValueError for an option that there is not, and for a value that an option cannot have.
+    Raises ValueError for an unknown option, and for a wrong value of an option.
     """
 
     def __init__(self, options: dict[str, Any] | None = None) -> None:
@@ -202,7 +202,7 @@ def is_enabled() -> bool:
 
 
 def _settings() -> dict[str, Any]:
-    """What Inductor's settings are while it compiles: the passes are put behind those that are configured by then."""
+    """What Inductor's settings are while it compiles: the passes are added after those that are configured by then."""
     settings: dict[str, Any] = {}
     for last in () if _paused else _enabled[-1:]:
         with guard("a plain torch.compile is not rewritten"):

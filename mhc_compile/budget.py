@@ -17,7 +17,7 @@ class OutOfSteps(RuntimeError):
 class Steps:
     """So many steps for one loop, or for several loops that do the same.
 
-    what: the noun that tells what the steps are for, such as "sizes that are settled".
+    what: a noun for what the steps are for, such as "sizes that are settled".
     """
 
     def __init__(self, what: str, limit: int) -> None:

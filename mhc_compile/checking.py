@@ -133,7 +133,7 @@ class Check:
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:
-        """What raises while an operator is compared ends the check of its site, and is told in the report."""
+        """An error while an operator is compared ends the check of its site. The report names the error."""
         try:
             yield
         except Exception as error:
@@ -152,7 +152,7 @@ class Check:
             if members:
                 findings += judge(self._trusted, self._found, members, group, vanishing=group == "gradients")
         failed = [finding for finding in findings if not finding.ok]
-        # Of a tensor rather than of several together.
+        # Rather of one tensor than of several together.
         worst = max(failed, key=lambda f: (len(f.names) == 1, f.error / f.limit), default=None)
         return None if worst is None else f"when checked, its operator was less accurate than this code: {worst}"
 

@@ -1,7 +1,7 @@
 """Stage 1, shadow: what each Dynamo node does, in ATen, for looking only.
 
 Dynamo's graph keeps every spelling apart: methods and functions, operators, einsum, `F.rms_norm`. Each node is run
-once on the fake tensors Dynamo left behind, and the ATen calls that arrive below autograd are written down. There
+once on the fake tensors that Dynamo left, and the ATen calls that arrive below autograd are written down. There
 casts by autocast are explicit, composite functions are gone and a few dozen operators remain. The Dynamo graph itself
 is not touched: a re-traced graph could lose checkpoint regions, grad modes and custom autograd functions.
 
@@ -314,7 +314,7 @@ class _Tracer:
         return _Recorded(found, [self._kind(call.text) for call in found.calls], shapes)
 
     def _describe(self, tree: Any, inputs: dict[Value, int], key: list[Any]) -> None:
-        """Extend `key` by what tells this argument of a call from others: a tensor's kind, and which of `inputs`."""
+        """Extend `key` by what distinguishes this argument of a call: a tensor's kind, and which of `inputs`."""
         leaf: Any = self.values.get(tree) if isinstance(tree, fx.Node) else tree
         kind = type(leaf)
         if kind is Value:

@@ -101,9 +101,9 @@ def _slice(nodes: Iterable[fx.Node], is_end: Callable[[fx.Node], bool]) -> tuple
 
 
 def _joined(values: set[fx.Node], fixed: set[fx.Node]) -> set[fx.Node]:
-    """What makes one of these values of another, by a chain of views, casts and the like, with the one that it makes.
+    """The nodes that make one of these values from another by a chain of views, casts and the like, with the result.
 
-    As inputs of their own the two would have gradients apart, where a cast of the streams is read beside the streams.
+    As separate inputs, the two values would have separate gradients, such as streams and a cast of them.
     """
     found: set[fx.Node] = set()
     for value in values:

@@ -42,7 +42,7 @@ def load_kernel(compiled: Any, device: torch.device, args: Sequence[Any], varyin
     """
     try:
         metadata, names, signature = compiled.metadata, compiled.src.fn.arg_names, compiled.src.signature
-        # Of kernel(x, weight, out, M, eps) with a weight of None, where out, x and M vary, [2, 0, 3]:
+        # For kernel(x, weight, out, M, eps) with a weight of None, where out, x and M vary, [2, 0, 3]:
         # {0: "*bf16", 2: "*bf16", 3: "i32", 4: "fp32"}, and memory for out, x, M and eps.
         kinds = {i: signature[name] for i, name in enumerate(names) if signature[name] != "constexpr"}
         order = [*varying, *(i for i in kinds if i not in varying)]

@@ -91,7 +91,7 @@ def keep_order_of_writes() -> None:
     What reads a buffer after a write depends on the write, by the name that the written buffer has from then on.
     Inductor (torch 2.11 to 2.13) may give a pointwise kernel other loops, so that it fuses with its neighbour, takes
     the names that it reads from its source once more, and forgets to replace them: the kernel then reads memory that
-    nobody has written. In 2.11 it forgets as well which kernels have to stay behind others.
+    nobody has written. In 2.11 it forgets as well which kernels have to stay after others.
     """
     from torch._inductor.dependencies import StarDep, WeakDep
     from torch._inductor.scheduler import SchedulerNode
@@ -166,14 +166,14 @@ def as_list(custom_passes: Any) -> list[Any]:
 
 
 def is_inference_aware(custom_pass: Any) -> bool:
-    """Whether Inductor tells a pass after grad if the graph is for inference. torch 2.11 has no such passes."""
+    """Whether Inductor lets a pass after grad know if the graph is for inference. torch 2.11 has no such passes."""
     from torch._inductor import custom_graph_pass
 
     return isinstance(custom_pass, getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", ()))
 
 
 def inference_aware(kind: type) -> type:
-    """The same class of passes, of those that Inductor tells."""
+    """The same class of passes, for passes that learn this from Inductor."""
     from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass
 
     return type(kind.__name__, (kind, CustomInferenceAwareGraphPass), {})
@@ -214,7 +214,7 @@ def settle_triton() -> None:
     """Have Triton keep kernels where Inductor has it keep the current GPU's, unless somebody has said where, and
     assemble them with what Inductor's workers do.
 
-    Inductor tells the process that it works in of that assembler when it first compiles a kernel there.
+    Inductor sets that assembler in its own process when it first compiles a kernel there.
     """
     try:
         from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
@@ -239,13 +239,13 @@ class _PoolOf:
 
     def __call__(self) -> Any:
         pool = self._pool_of()
-        with _guard("workers are not told how kernels are launched"):
+        with _guard("workers do not learn how kernels are launched"):
             if not isinstance(pool.submit, functools.partial):
                 pool.submit = functools.partial(self._submit, pool.submit)
         return pool
 
     def _submit(self, submit: Any, job: Any, *args: Any, **kwargs: Any) -> Any:
-        with _guard("workers are not told how kernels are launched"):
+        with _guard("workers do not learn how kernels are launched"):
             if job is self._job and isinstance(args[-1], dict):
                 settings = {name: getattr(inductor_config(), name) for name in launches_from_c()}
                 args = (*args[:-1], settings | args[-1])

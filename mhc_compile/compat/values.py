@@ -58,7 +58,7 @@ def without_guards(fake_mode: Any) -> Iterator[None]:
     def refuse(expression: Any, value: Any) -> None:
         raise NeedsGuard(f"it depends on whether {expression}")
 
-    # Of the instance, and the only place that both torch 2.11 and 2.13 pass before they add one.
+    # Set on the instance. It is the only function that both torch 2.11 and 2.13 call before they add a guard.
     shape_env._check_frozen = refuse
     try:
         yield

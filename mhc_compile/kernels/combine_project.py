@@ -94,7 +94,7 @@ def combine_project_kernel(f, h_post, x, h_res, h_pre, phi, norm_weight, out, la
     bound = gl.minimum((first + chunks_each * chunk_blocks) * GROUPS * BLOCK_C, C)
     tok = gl.arange(0, TOKENS, TOKEN).to(gl.int64) + tile
     live = tok < tokens
-    # Of one allocation each: between copies into the same, Triton puts a barrier.
+    # Each has its own allocation: between copies into the same one, Triton puts a barrier.
     x_s = ()
     for _ in gl.static_range(N):
         x_s = x_s + (gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_M, BLOCK_C], WIDE),)

@@ -72,7 +72,7 @@ def _embedded(
 
 
 def _with_first_lines(source: str, lines: list[str]) -> str:
-    """A function's source with these lines before its first statement, behind the docstring."""
+    """A function's source with these lines before its first statement, after the docstring."""
     function = ast.parse(source).body[0]
     assert isinstance(function, ast.FunctionDef)
     statement = function.body[1 if ast.get_docstring(function) is not None else 0]

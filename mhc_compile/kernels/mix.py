@@ -47,7 +47,7 @@ from mhc_compile.kernels.input_norm import InputNorm, norm_backward, normed_rows
 from mhc_compile.kernels.products import Affine, backward_products, dh_parts, no_tokens, store_gradient
 from mhc_compile.kernels.projection import Partials, partial_sum, project, store_sums, tokens_to_add
 
-# Of larger matrices threads share one (`gate_tokens`).
+# Several threads share a larger matrix (`gate_tokens`).
 _MOST_JOINED = tl.constexpr(4)
 
 

@@ -31,7 +31,7 @@ def fuse(graph: fx.Graph, names: Collection[str] = tuple(FUSIONS), layers: Layer
 
     layers: how many layers keep one set of streams for the backward pass, see `recompute`.
 
-    Raises RuntimeError if a node that writes or draws random numbers would run beside others than before.
+    Raises RuntimeError if a node that writes or draws random numbers would run next to others than before.
     """
     before = _surroundings(graph)
     counts = Counter({name: fusion(graph) for name, fusion in FUSIONS.items() if name in names})

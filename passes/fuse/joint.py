@@ -116,7 +116,7 @@ def fits(old: fx.Node, new: fx.Node, mapping: dict[int, int]) -> bool:
 
 
 def contiguous(node: fx.Node) -> bool:
-    """Whether a tensor lies in memory in the order of its elements, as far as its symbolic sizes tell."""
+    """Whether a tensor lies in memory in the order of its elements, as far as its symbolic sizes show."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not compat.same_size(value.storage_offset(), 0):
         return False

@@ -77,7 +77,7 @@ def _best(chain: list[fx.Node]) -> int:
 
 
 def _chains(graph: fx.Graph) -> Iterator[list[fx.Node]]:
-    """Combines of which each reads the streams that the one before it made."""
+    """Chains of combines: each combine reads the streams of the previous one."""
     combines = list(calls(graph, *_COMBINES))
     following: dict[fx.Node, fx.Node] = {}
     for combine in combines:

@@ -1,4 +1,4 @@
-"""Boundary fusion where reads are one sublayer behind their gates: a combine, a read and a mix, forward and backward.
+"""Boundary fusion where reads come one sublayer after their gates: a combine, a read and a mix, forward and backward.
 
     x' = expand_combine(f, ..., x, h_res); layer_input = aggregate(x', h_pre); h_pre', ... = generate_mix(x', ...)
         ->    x', layer_input, h_pre', ... = shifted_boundary(f, ..., x, h_res, h_pre, ...)

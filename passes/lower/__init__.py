@@ -87,7 +87,7 @@ def lower(graph: fx.Graph, errors: list[str] | None = None) -> Counter[str]:
 
 def compile_kernels(graph: fx.Graph, errors: list[str]) -> None:
     """Have the kernels that Inductor will not compile compiled while it compiles the others."""
-    with guard("no other process compiles kernels, and their first launches do", errors):
+    with guard("kernels are compiled at their first launches, and not in a worker process", errors):
         for launch in dict.fromkeys(node.args[0] for node in graph.find_nodes(op="call_function", target=_LAUNCH)):
             compile_elsewhere(launch)
 
@@ -184,7 +184,7 @@ def _viewed(node: fx.Node) -> list[fx.Node]:
 
 def _whole(node: fx.Node) -> fx.Node:
     """The tensor that this is a view of, where both begin at one place: a kernel is given an address, and to make a
-    view takes as long as a third of a launch. Of symbolic sizes nothing is asked."""
+    view takes as long as a third of a launch. Symbolic sizes are not compared, since this would add guards."""
     sources = _viewed(node)
     if len(sources) != 1:
         return node
@@ -210,7 +210,7 @@ def _layout(value: torch.Tensor) -> Any:
 
 
 def _is_empty(value: torch.Tensor) -> bool:
-    """Whether there is nothing to launch a kernel for. Of symbolic sizes nothing is asked."""
+    """Whether there is nothing to launch a kernel for. Symbolic sizes are not compared."""
     return any(isinstance(size, int) and size == 0 for size in value.shape)
 
 
@@ -238,7 +238,7 @@ def _inline(node: fx.Node, body: fx.GraphModule) -> Any:
 
 
 def _describe(new: fx.Node, old: fx.Node) -> None:
-    """Give a copied node what Inductor reads of it; its value is new, because that tells memory apart."""
+    """Give a copied node what Inductor reads of it; its value is new, because it identifies memory."""
     args, kwargs = fx.node.map_arg((new.args, new.kwargs), lambda n: n.meta["val"])
     new.meta = {"stack_trace": old.meta["stack_trace"]} if "stack_trace" in old.meta else {}
     if _is_launch(new):

@@ -135,7 +135,7 @@ def _body(
     graph = fx.Graph()
     inputs = []
     for number, argument in enumerate([*sizes, *arguments]):
-        # Of the first sublayer two arguments may be one node.
+        # Two arguments of the first sublayer may be one node.
         inputs.append(graph.placeholder(f"argument_{number}"))
         inputs[-1].meta["val"] = compat.example(argument)
     given = inputs[len(sizes) :]
@@ -151,7 +151,7 @@ def _body(
 
 
 def _try(body: fx.GraphModule, name: str, arguments: Sequence[fx.Node], results: Sequence[fx.Node]) -> None:
-    """Raise Unsuitable unless a call returns what the first sublayer makes, as far as fake tensors tell."""
+    """Raise Unsuitable unless a call returns what the first sublayer makes, as far as fake tensors show."""
     values = [compat.example(argument) for argument in arguments]
     try:
         with compat.quiet_fakes(values):
