@@ -1,21 +1,22 @@
 """All ranks of a job change a graph in one way, or none does.
 
-Whether a graph is changed is a function of the graph. Nothing that a process has for itself takes part in it: no time,
-no file, no environment variable. What fails for the graph's sake so fails on all ranks alike. But a process may run out
-of memory, or out of stack, alone. A rank that then kept its graph as it was would compute with other roundings than the
-others, from which replicas of one tensor drift apart, and Inductor might order its collectives in another way.
+Whether a graph is changed depends on the graph alone, and on nothing that only one process has: no time, no file, no
+environment variable. So a failure that the graph causes happens on all ranks. But a process may run out of memory or
+stack alone. If this rank then kept its graph as it was, it would round differently from the others. Replicas of one
+tensor would drift apart, and Inductor might order its collectives in another way.
 
 So ranks vote, in the store by which the job's process group was made:
 
 - A rank announces a graph before it looks at it, by the graph's structure. Afterwards it votes: for a change, with all
   that failed on the way, or against any.
-- It waits for the votes of those that have announced the same graph, and of no others. Ranks that compile other graphs,
-  the stages of a pipeline say, or that compile later, are not waited for. Those that are waited for are inside our
-  passes, which end (`budget`) and call no collective. As ranks of one program begin a little apart, a rank with a
-  change gives all others a few seconds to announce; a process in which that was in vain does it no more.
-- The first rank that has seen all these votes puts down the verdict: the change, if all are for the same one. Whoever
-  comes later is bound by it. If no graph was changed, it leaves its own as it was; if others have changed theirs and it
-  cannot, it stops with an error.
+- It waits for the votes of ranks that have announced the same graph, and of no others. It does not wait for ranks that
+  compile other graphs, such as the stages of a pipeline, or that compile later. The ranks that it waits for are inside
+  our passes, which end (`budget`) and call no collective. Ranks of one program begin at slightly different times. So a
+  rank with a change gives all others a few seconds to announce. If nobody did, the process does not wait like this
+  again.
+- The first rank that has seen all these votes writes the verdict: the change, if all ranks vote for the same one. Later
+  ranks are bound by it. If no graph was changed, a later rank leaves its own as it was. If others have changed theirs
+  and it cannot, it stops with an error.
 
 Waiting decides no graph: a rank that is later than others agrees with them or stops, and a rank that dies among the
 passes ends the wait of the others with an error.

@@ -1,12 +1,12 @@
 """`options={"mhc.check": True}`: in the first calls of a compiled graph each of its sites is checked alone.
 
-In these calls the program itself runs, as it was written, with each site a function that also computes what the
-site's operator makes of the same values, and what is exact: the program's code in float64. The backward pass does so
-with the gradients that arrive. `testing.judge` compares the errors, as in `verify`. Results and gradients of these
-calls are those of the program's own code, whatever the operators do.
+In these calls the program runs as it was written, and each site is a function. The function computes the program's own
+code, the site's operator, and the exact result: the program's code in float64. The backward pass does the same with the
+incoming gradients. `testing.judge` compares the errors, as in `verify`. Results and gradients of these calls are those
+of the program's own code, whatever the operators compute.
 
-A site whose operator is worse is left alone from then on in this process: its name is noted, and Dynamo compiles the
-graph again, without it.
+If an operator is less accurate, its site is left alone from then on in this process: its name is noted, and Dynamo
+compiles the graph again, without it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The three passes as Inductor calls them, and how they are combined with the passes of others.
 
 One works on each Dynamo graph before autograd, one on each joint graph after it, one on each graph that Inductor is
-about to compile. All are a `CustomGraphPass` with a `uuid` that covers the sources of operators, kernels and passes and
-the options, so compiled graphs are cached by Inductor as ever, and cached ones go stale when any of those change.
+about to compile. Each is a `CustomGraphPass`. Its `uuid` covers the options and the sources of operators, kernels and
+passes. So Inductor caches compiled graphs as usual, and a cached graph is not found any more if one of these changes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What the passes reported, of every compiled graph that this process has: made here, or found in a cache.
 
 A compiled graph that is found in a cache skips the passes. So Inductor's own object for a compiled graph carries the
-report, and wherever that object is kept, in the FX graph cache, in AOTAutograd's, in the artifacts of
-`torch.compiler.save_cache_artifacts` or in the file of an ahead-of-time compiled function, the report is kept with it.
+report. The report is kept wherever that object is kept: in the FX graph cache, in AOTAutograd's cache, in the artifacts
+of `torch.compiler.save_cache_artifacts`, or in the file of an ahead-of-time compiled function.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def run(
 def _rewritten(
     graph: fx.Graph, input_norms: bool | None, left: Left, skipped: Sequence[str], report: Report, failures: list[str]
 ) -> fx.Graph | None:
-    """The new graph, if any. What goes wrong with the graph is added to `failures`, with the report to its errors."""
+    """The new graph, if any. Failures of the graph go to `failures`, those of the report to the report's errors."""
     stages = Stages()
     with _planned(graph, input_norms, left, failures, stages) as (shadow, plan):
         _skip(plan, skipped)
@@ -298,7 +298,7 @@ def _fuse(module: fx.GraphModule, names: Collection[str], layers: fusing.Layers,
 
 
 def put(module: fx.GraphModule, graph: fx.Graph) -> None:
-    """Make this the graph of a module, with the code for it; where there is none the module stays as it was."""
+    """Make this the graph of a module, with its code; if the code cannot be made, the module stays as it was."""
     before = module.graph
     if graph is before:
         return
@@ -313,7 +313,7 @@ def put(module: fx.GraphModule, graph: fx.Graph) -> None:
 def share(
     graph: fx.Graph, compile_body: Callable[[fx.GraphModule], None] | None = None
 ) -> tuple[list[fx.GraphModule], Report]:
-    """Let layers that are alike be calls of one graph, in place; returns the graphs that are called, and the report.
+    """Make identical layers calls of one graph, in place; returns the graphs that are called, and the report.
 
     `compile_body` is given each of these graphs; what it raises is a failure to share.
     """
@@ -397,7 +397,7 @@ _MOST_TRIES = 64
 
 
 def _rewrite(shadow: shadowing.Shadow, plan: Plan, errors: list[str]) -> fx.Graph | None:
-    """Rewrite all sites; those that fail, or turn out not to be expressible, are declined, and the rest tried again."""
+    """Rewrite all sites. Sites that fail, or that cannot be expressed, are declined, and the others are tried again."""
     budget = Steps("tries to rewrite the sites of a graph", _MOST_TRIES + 2 * len(plan.sites))
     while plan.sites:
         budget.take()
@@ -412,7 +412,7 @@ def _rewrite(shadow: shadowing.Shadow, plan: Plan, errors: list[str]) -> fx.Grap
 
 
 def _culprit(shadow: shadowing.Shadow, plan: Plan, budget: Steps) -> Site:
-    """The last of the fewest first sites that cannot be rewritten together, where an error says nothing of its site."""
+    """The site to blame for an error that names none: the shortest prefix of the sites that fails ends with it."""
     works, fails = 0, len(plan.sites)
     while fails - works > 1:
         budget.take()
@@ -426,7 +426,7 @@ def _culprit(shadow: shadowing.Shadow, plan: Plan, budget: Steps) -> Site:
 
 
 def _decline(plan: Plan, failures: dict[int, Exception], errors: list[str]) -> None:
-    """Take the first site that failed, and those that failed alike, out of a plan, or the norm out of the site."""
+    """Take the first site that failed, and those with the same failure, out of a plan; or the norm out of the site."""
     kinds = {number: (type(error), str(error)) for number, error in failures.items()}
     first = next(kinds[id(site)] for site in plan.sites if id(site) in kinds)
     for site in list(plan.sites):

@@ -61,7 +61,7 @@ def record(run: Callable[[list[torch.Tensor]], Any], inputs: list[torch.Tensor],
 
 
 def call_text(target: Any, args: Any, kwargs: Any, places: type = Slot) -> str:
-    """A call without the tensors in it, in whose places there are objects of some type."""
+    """A call as text, without its tensors: objects of some type take their places."""
 
     def written(leaf: Any) -> Any:
         if isinstance(leaf, places):

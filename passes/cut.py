@@ -1,4 +1,4 @@
-"""Steps of a hyper-connection whose gates cross the edge of a graph: what makes them and what reads them are apart."""
+"""Steps of a hyper-connection whose gates cross the edge of a graph: one graph makes them, and another reads them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FORMS |= {"unflatten", "to", "float", "type", "expand", "mT", "view_as", "type_
 
 
 def cut(graph: fx.Graph) -> list[SiteReport]:
-    """The operators of a rewritten graph of which a gate comes from another graph, or is read in another one only."""
+    """The operators of a rewritten graph with a gate that another graph makes, or that only another graph reads."""
     if compat.is_called(graph):  # the calling graph makes its gates, or reads them
         return []
     found = [(node, MADE_ELSEWHERE) for node in calls(graph, *_READ) if any(map(_is_given, _gates_read(node)))]
@@ -107,7 +107,7 @@ def _gates_made(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _is_given(gate: fx.Node) -> bool:
-    """Whether a gate is an input of the graph, and no parameter: those of static hyper-connections are no one's."""
+    """Whether a gate is an input of the graph, and no parameter, as in static hyper-connections."""
     while _name(gate) in _FORMS and gate.all_input_nodes:
         gate = gate.all_input_nodes[0]
     return gate.op == "placeholder" and not isinstance(compat.example(gate), torch.nn.Parameter)

@@ -56,7 +56,7 @@ class Lists:
         self._behind: dict[fx.Node, int] = {}
 
     def graph(self) -> fx.Graph | None:
-        """The graph with the lists stacked that should be; None where that is the graph as it is."""
+        """The graph in which the chosen lists are stacked; None if no list is stacked."""
         with guard("lists of streams are left as they are", self._errors):
             return self._stacked()
         self._writes, self._left, self._stacks, self._copies = [], {}, {}, {}
@@ -77,7 +77,7 @@ class Lists:
         return new
 
     def are_made(self, plan: Plan) -> bool:
-        """Whether operators make all that was stacked for them; if not, the others are stacked the next time."""
+        """Whether operators make every list that was stacked. If not, the next round leaves those lists out."""
         made = {
             node for site in plan.sites if isinstance(site, CombineSite) for node in surface(site.combine.out).nodes
         }
@@ -97,9 +97,9 @@ class Lists:
         return self._copies.get(node, node)
 
     def tell(self, plan: Plan) -> None:
-        """Add the writes that are left to a plan, each in the place of what was found out about its sums and products.
+        """Add the writes that are left to a plan, in place of findings about their sums and products.
 
-        Each new stream by itself looks like a read. As one it would read all the old streams, n times in all.
+        Each new stream by itself looks like a read of all old streams. An operator for each would read them n times.
         """
         for write, reason in self._left.items():
             inner = {self._copies.get(op.node, op.node) for op in _within(write)}
@@ -199,7 +199,7 @@ class Lists:
             yield from apart(read.gates)
 
     def _common(self, gates: Iterable[Value]) -> Value | None:
-        """The tensor that gates are parts of, the nearest of the program's own."""
+        """The nearest tensor of the program that these gates are parts of."""
         first, *others = [[source.base for source in self._reader.views(gate)] for gate in gates]
         return next((base for base in first if base.nodes and all(base in other for other in others)), None)
 
@@ -257,7 +257,7 @@ def _within(write: ListWrite) -> set[Op]:
 
 
 def _is_pointwise(value: Value) -> bool:
-    """Whether a kernel of Inductor's that computes a value writes it wherever it is wanted."""
+    """Whether one of Inductor's kernels computes a value, so that it can write the value to any place."""
     op = value.op
     while op is not None and op.target is not None and is_movement(op) and len(op.sources) == 1:
         op = op.sources[0].op if op.name not in ("clone", "_to_copy") else op

@@ -304,7 +304,7 @@ T = TypeVar("T", SiteReport, Fused)
 
 
 def _united(sites: list[T], others: list[T]) -> list[T]:
-    """Each as often as the list has it that has more of them, in program order."""
+    """The union of two lists with repetitions: each element as often as in the list that has it more often."""
     missing = Counter(others) - Counter(sites)
     added = []
     for site in others:

@@ -1,4 +1,4 @@
-"""Stage 1, shadow: what each Dynamo node does, in ATen, for looking only.
+"""Stage 1, shadow: a record of what each Dynamo node does, in ATen. It is only read.
 
 Dynamo's graph keeps every spelling apart: methods and functions, operators, einsum, `F.rms_norm`. Each node is run
 once on the fake tensors that Dynamo left, and the ATen calls that arrive below autograd are written down. There
@@ -49,7 +49,7 @@ class Value:
 
 @dataclass(eq=False, repr=False, slots=True)
 class Kind:
-    """What calls have in common that differ in nothing but the tensors they read: one object for all of them."""
+    """The common part of calls that differ only in the tensors they read: one object for all these calls."""
 
     # Whether a size takes part as a number; None until somebody asks.
     reads_size: bool | None = None
@@ -281,7 +281,7 @@ class _Tracer:
             self._bind(node, self._replay(found, node, list(inputs)))
 
     def _replay(self, found: _Recorded, node: fx.Node, values: list[Any]) -> Any:
-        """Ops and values for one node as its likes were recorded; what the node returns."""
+        """Ops and values for one node, from the recording of an identical one; what the node returns."""
         values += [None] * (len(found.shapes) - len(values))
         for call, kind in zip(found.recording.calls, found.kinds, strict=True):
             sources = tuple([values[i] for i in call.sources])
@@ -408,7 +408,7 @@ _UNREADABLE = _Recorded(Recording((), None, []), [], [])
 
 
 def spelled(node: fx.Node) -> str:
-    """What a program calls where it makes a node, such as "dropout"."""
+    """The name of what a program calls to make a node, such as "dropout"."""
     return str(getattr(node.target, "__name__", node.target))
 
 

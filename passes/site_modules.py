@@ -67,7 +67,7 @@ def alone(shadow: Shadow, site: Site) -> Alone:
 
 
 def _read(inside: set[fx.Node], fixed: set[fx.Node]) -> set[fx.Node]:
-    """What nodes read that is not among them, but for nested graphs, which go with those who run them.
+    """What nodes read from outside, without nested graphs, which belong to the nodes that run them.
 
     What is computed from these nodes alone becomes one of them: a part of a tuple, a cast that changes nothing. But
     not what is fixed: it writes in place or draws random numbers. (A dropout of nothing does not.)
@@ -86,7 +86,7 @@ def _body(node: fx.Node) -> bool:
 
 
 def _slice(nodes: Iterable[fx.Node], is_end: Callable[[fx.Node], bool]) -> tuple[set[fx.Node], set[fx.Node]]:
-    """What nodes are computed by, back to ends; and these."""
+    """The nodes from which these are computed, back to `ends`; and these nodes."""
     found: set[fx.Node] = set()
     ends: set[fx.Node] = set()
     pending = list(nodes)

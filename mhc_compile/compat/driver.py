@@ -1,7 +1,7 @@
 """Starts kernels that Triton compiled, by CUDA's driver.
 
-Triton's way from a call to the driver takes 16 to 26 microseconds of the host's time, and before the first launch of a
-kernel it compiles a C function for it; torch's way knows no cooperative launch.
+A launch through Triton takes 16 to 26 microseconds of the host's time. Before the first launch of a kernel, Triton
+compiles a C function for it. torch's own launcher knows no cooperative launch.
 """
 
 from __future__ import annotations

@@ -89,9 +89,9 @@ def keep_order_of_writes() -> None:
     """Let no kernel be moved before what writes its arguments in place, whoever compiles it in this process.
 
     What reads a buffer after a write depends on the write, by the name that the written buffer has from then on.
-    Inductor (torch 2.11 to 2.13) may give a pointwise kernel other loops, so that it fuses with its neighbour, takes
-    the names that it reads from its source once more, and forgets to replace them: the kernel then reads memory that
-    nobody has written. In 2.11 it forgets as well which kernels have to stay after others.
+    Inductor (torch 2.11 to 2.13) may give a pointwise kernel other loops, so that it fuses with its neighbour. It then
+    takes the names that the kernel reads from the kernel's source once more, and forgets to replace them: the kernel
+    reads memory that nobody has written. In 2.11 it also forgets which kernels have to stay after others.
     """
     from torch._inductor.dependencies import StarDep, WeakDep
     from torch._inductor.scheduler import SchedulerNode

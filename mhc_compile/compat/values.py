@@ -164,9 +164,9 @@ def composites_in_python(tensors: Iterable[torch.Tensor]) -> AbstractContextMana
 class FloatWatch:
     """Collects the symbolic floats whose values a decision was based on.
 
-    With `dynamic=True` a module's eps is an input of the graph. What was recognised at one value need not hold at
-    another, and a compiled graph may be found again in a cache, so such a float has to become a constant of the
-    program: `settle` makes Dynamo trace once more with it as one, as Inductor does for floats it cannot keep.
+    With `dynamic=True`, a module's eps is an input of the graph. A form that was recognised at one value need not hold
+    at another, and a compiled graph may be found again in a cache. So such a float has to become a constant of the
+    program. `settle` makes Dynamo trace once more with this constant, as Inductor does for floats it cannot keep.
     """
 
     def __init__(self) -> None:

@@ -80,8 +80,9 @@ class Watched:
     """What Dynamo did since it was reset. kept has the compilations whose code it keeps, limits are by frame.
 
     strategies has what Dynamo does with code that it does not compile, by the id of the code. at_limit is called with a
-    frame that has reached a limit, each of at_given_up with a function that Dynamo gave up on, each of at_compiled with
-    the code, the compilation and the backend of a function that was compiled. The first two may raise.
+    frame that has reached a limit. The functions of at_given_up are called with a function that Dynamo gave up on,
+    those of at_compiled with the code, the compilation and the backend of a compiled function. at_limit and at_given_up
+    may raise.
     """
 
     kept: set[tuple[Any, Any]] = field(default_factory=set)

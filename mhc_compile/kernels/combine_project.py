@@ -9,8 +9,8 @@ shared memory. x' takes the place of x there, from where tensor cores get it; ph
 it was copied to. In C-units of n = 4 that is 9, where combine and projection apart move 13.
 
 Blocks are dealt out in turn to GROUPS programs, which start together: what they read at one time lies side by side.
-A program adds its blocks chunk by chunk, or, when there are few tokens, stores the sums of one chunk, or of one block,
-and leaves the same additions to the reader, as in `projection`: a token's bits never depend on the number of tokens.
+A program adds its blocks chunk by chunk. With few tokens, it stores the sums of one chunk or one block, and leaves the
+same additions to the reader, as in `projection`. So a token's bits never depend on the number of tokens.
 """
 
 # mypy: disable-error-code="assignment,misc,var-annotated"

@@ -1,8 +1,9 @@
 """Which derivatives are taken: whether gradients come back to all gates of a site, or to some of them alone.
 
-An operator gives phi, scale and bias one gradient each. Where these are put together from parameters of their own for
-each gate, and no gradient comes back to one of the gates (a sublayer's output is detached, say), eager code leaves its
-parameters without a gradient; the operator would give them zeros, by which weight decay or momentum move them.
+An operator gives phi, scale and bias one gradient each. A program may build them from separate parameters for each
+gate. If no gradient comes back to one gate, for example because a sublayer's output is detached, eager code leaves the
+parameters of this gate without a gradient. The operator would give them zeros, and weight decay or momentum would then
+move them.
 """
 
 from __future__ import annotations

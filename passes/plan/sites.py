@@ -111,7 +111,7 @@ class MixSite:
 
 @dataclass
 class CombineSite:
-    """expand_combine; post and res are the values whose gate outputs of a MixSite are used where there is one.
+    """expand_combine. For post and res, the gates of a MixSite are used if there is one for the value.
 
     own says which of its gates are the program's own, and why; it is empty where operators make all of them.
     """
@@ -251,7 +251,7 @@ class Declined:
 
 
 def surface(value: Value) -> Value:
-    """Where a computed value comes to the Dynamo graph's surface, past a cast that nothing but it uses."""
+    """The value that the Dynamo graph shows for a computed one: after a cast that is its only user."""
     while not value.nodes:
         if len(value.users) != 1 or value.is_output or not keeps_order(value.users[0]):
             raise Decline("its result is not a value of its own in the program")

@@ -1,4 +1,4 @@
-"""What around a site forbids to rewrite it: memory, grad mode, types.
+"""Surroundings that forbid the rewriting of a site: memory, grad mode, types.
 
 Not autocast: its casts are in the record as any other, and the operators compute in float32 whatever it says.
 """
@@ -49,7 +49,7 @@ def check_surroundings(shadow: Shadow, site: Site) -> None:
 
 
 def _memory(nodes: Iterable[fx.Node]) -> set[Any]:
-    """The memory of nodes as Dynamo knows their tensors: only those share memory as the program's do."""
+    """The memory of nodes, by Dynamo's example tensors: only these share memory as the program's tensors do."""
     return {compat.storage_of(tensor) for node in nodes for tensor in tensors_of(node)}
 
 

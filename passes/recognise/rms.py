@@ -24,7 +24,7 @@ from mhc_compile.passes.shadow import Op, Value
 # far more than this where the squares are of that size.
 _TOLERANCE = 1e-13
 # Squares are lost below float32's smallest normal number, 1e-38, in eager code as well. An eps inside the root has to
-# be far above that, and any eps so large that r times the gradients of gates stays in range for a token of zeros.
+# be far above that. Any eps has to be so large that r times the gradients of gates stays in range for a token of zeros.
 _LEAST = {"inside": 1e-31, "outside": 1e-30, "clamp": 1e-30}
 
 
