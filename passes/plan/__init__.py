@@ -1,6 +1,6 @@
 """Stage 3, plan: which operator calls replace what, decided for the whole graph before anything is inserted.
 
-A site is accepted whole or declined with a reason. What a plan holds is still in terms of the record; `rewrite`
+A site is accepted whole or declined with a reason. A plan is still expressed in values of the record; `rewrite`
 turns it into nodes.
 """
 
@@ -141,7 +141,7 @@ class _Planner:
 
     @cached_property
     def known(self) -> set[Value]:
-        """What is a gate for certain: an operator makes it, or it is a Sinkhorn projection."""
+        """Values that are certainly gates: an operator makes them, or they are Sinkhorn projections."""
         known = {value for site in self.sites if isinstance(site, MixSite) for value in site.made()}
         known |= {value for value, found in self.findings.matrices.items() if isinstance(found, Matrices)}
         return known | {out for op in self.shadow.ops if _is_ours(op.node) for out in op.outs}
@@ -216,7 +216,7 @@ class _Planner:
 
 
 def _part_writes(findings: Findings, known: set[Value], views: dict[Value, StreamsView]) -> Iterator[PartWrite]:
-    """The writes to some of the streams; pooling adds to one row, too, but knows no gate and mixes nothing."""
+    """The writes to some of the streams. Pooling also adds to one row, but has no known gate and mixes nothing."""
     for write in findings.part_writes:
         if write.mixing is not None or write.read.gate in known or write.streams in views or write.op.out in views:
             yield write
@@ -247,7 +247,7 @@ def _consider_gates(mixtures: list[Mixture], findings: Findings, consider: Calla
 
 
 def _derivatives_beyond(shadow: Shadow) -> str:
-    """Why no site of a program can be: it takes derivatives that the operators do not have."""
+    """Why no site of a program can be rewritten: the program takes derivatives that the operators do not have."""
     if takes_forward_derivatives(shadow):
         return "forward-mode derivatives are taken (torch.func.jvp), and the operators have none"
     if derives_again(shadow):
@@ -259,7 +259,7 @@ def _derivatives_beyond(shadow: Shadow) -> str:
 
 
 def _with_norm(shadow: Shadow, findings: Findings, site: Site, wanted: bool | None, errors: list[str]) -> Site:
-    """A site with the norm of its layer input, if that can be taken along and is wanted there; else as it is."""
+    """A site with the norm of its layer input, if the operator can include it and should; else the site as it is."""
     if not isinstance(site, MixSite) or site.aggregate is None or site.op != "generate_mix_and_aggregate":
         return site
     if wanted is None and site.x.meta.device.type == "cpu":
@@ -286,7 +286,7 @@ def _single_operators(
     evident: set[Value],
     consider: Callable[..., bool],
 ) -> None:
-    """What no larger operator has taken: sums over streams that are mixed elsewhere, and the matrices that mix them.
+    """Steps that are in no larger operator: sums over streams that are mixed elsewhere, and the matrices that mix them.
 
     evident: reads by which writes were known to be those of streams.
     """
@@ -365,7 +365,7 @@ def _within(combine: Combine) -> set[Value]:
 
 
 def _is_hyper_connection(mixtures: list[Mixture], findings: Findings) -> bool:
-    """Whether the gates act on the streams they come from: many layers norm, project and squash."""
+    """Whether the gates act on the streams that they come from. Many other layers norm, project and squash."""
     x = mixtures[0].projection.x
     gates = {value for mixture in mixtures for value in mixture.gates}
     return (

@@ -72,7 +72,7 @@ def check_gradients(reached: set[fx.Node], site: MixSite) -> None:
 
 
 def _parameters(rows: Rows) -> set[Value]:
-    """What the program multiplies and adds: a phi whose rows make these numbers, and parts of scale and bias."""
+    """The parameters of a gate: the phi whose rows make its logits, and its parts of scale and bias."""
     vectors = [*rows.scale, *(vector for term in rows.bias for vector in term)]
     return {rows.projection.out, *(vector.base for vector in vectors if vector.base is not None)}
 
@@ -83,5 +83,5 @@ def requires_gradient(value: Value) -> bool:
 
 
 def _nodes(value: Value) -> list[fx.Node]:
-    """The nodes of the program that hold a value, or the one that makes it on the way."""
+    """The nodes of the program that hold a value, or else the node inside which it is made."""
     return list(value.nodes) or ([] if value.op is None else [value.op.node])

@@ -83,7 +83,7 @@ def _first_rows(group: Rows, n: int) -> Rows:
 
 
 def _streams(projection: Projection, n: int, findings: Findings) -> StreamsView:
-    """How streams lie that no aggregate shows: as a combine reads them, or [..., n, C]."""
+    """The layout of streams without an aggregate: as a combine reads them, or [..., n, C]."""
     views = [(c.x, c.streams) for c in findings.combines] + [(a.x, a.streams) for a in findings.aggregates]
     for x, streams in views:
         if x is projection.x and streams.n == n and streams.tokens == projection.tokens_at:

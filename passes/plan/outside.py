@@ -1,4 +1,4 @@
-"""Gates that leave one graph and come into another: a program that a graph break or a framework has cut.
+"""Gates that leave one graph and enter another, in a program that a graph break or a framework has cut.
 
 A read or a write whose gate comes in from outside could be that of experts or keys. It is that of streams if a gate of
 this shape, made from streams of this shape, left a graph which was compiled before.

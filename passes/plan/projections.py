@@ -1,4 +1,4 @@
-"""Projections whose logits go out: what is made of them stays the program's code.
+"""Projections as operators that return logits: the gates that the program makes of them stay its code.
 
     out = (product of the tokens' factors) * (phi . (x * weight)) + addend
 
@@ -143,12 +143,12 @@ def _is_read(out: Value, made: set[Value]) -> bool:
 
 
 def _preferred(readings: list[Projection], views: dict[Value, StreamsView]) -> list[Projection]:
-    """Those that read streams themselves before those that read what is made of them; the plainest first."""
+    """Readings of streams themselves come before readings of values made from streams; the simplest come first."""
     return sorted(readings, key=lambda reading: reading.x not in views)
 
 
 def _product(findings: Findings, reading: Projection) -> Product | None:
-    """What a reading computes, if the scalings before the product can be moved after it."""
+    """The product of a reading, if the scalings before it can be moved after it."""
     factors: list[tuple[Value, bool]] = []
     weight = None
     for scaling in reading.scalings:

@@ -57,9 +57,10 @@ class Rows:
 class MixSite:
     """projection + scale + sinkhorn, and aggregate where the weighted sum is in the graph.
 
-    groups are the rows for pre, post and res, as far as the form has them. Where one is not used by the program,
-    others stand in its place, because the operator wants it. norm is the one that reads the aggregate, norm_apart why
-    there is one that is not taken in. logits is the projection as a whole, if the program reads other rows of it.
+    groups are the rows for pre, post and res, as far as the form has them. If the program does not use one of them,
+    other rows take its place, because the operator needs them. norm is the RMS norm that reads the aggregate.
+    norm_apart says why such a norm is not part of the operator. logits is the whole projection, if the program reads
+    other rows of it.
     """
 
     op: str

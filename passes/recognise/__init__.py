@@ -90,11 +90,10 @@ class Mixture:
 
 @dataclass
 class Findings:
-    """Everything recognised in one record, not yet composed: misses are values that resisted.
+    """Everything that was recognised in one record, not yet put together into sites.
 
-    readings are all products that may be projections of streams, whatever their rows make.
-
-    reader is what read the record, for who asks why something is not among the findings.
+    misses are values that are almost gates, with the reasons why they are not. readings are all products that may be
+    projections of streams, whatever their rows make. The planner asks reader why a step was not found.
     """
 
     mixtures: list[Mixture]
@@ -112,7 +111,7 @@ class Findings:
 def recognise(shadow: Shadow, errors: list[str] | None = None) -> Findings:
     """Everything in the record that may be part of a hyper-connection.
 
-    What cannot be looked into is not among the findings, all else is; why is added to `errors`.
+    Code that cannot be looked into is not among the findings, and the reason is added to `errors`.
     """
     errors = [] if errors is None else errors
     reader = Reader()
@@ -359,7 +358,7 @@ def _understand(
 
 
 def _before_factor(value: Value, cone: Container[Value]) -> Value | None:
-    """A gate before the program multiplies it by what has nothing to do with its projection."""
+    """A gate before the program multiplies it by a value that does not come from its projection."""
     op = value.op
     if op is None or op.name not in ("mul", "div") or len(op.sources) != 2:
         return None

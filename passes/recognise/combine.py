@@ -227,13 +227,13 @@ def _layout_of(c: Contraction, out: Value) -> Layout:
 
 
 def _goes_into(value: Value) -> str:
-    """What the program does with a value, to add to a reason."""
+    """The operations that use a value, to add to a reason."""
     names = dict.fromkeys(spelled(op.node) for op in value.users)
     return f" (it goes into {', '.join(names)})" if names else ""
 
 
 def _made_by(terms: tuple[Term, ...]) -> str:
-    """What made the factors of terms, to add to a reason."""
+    """The operations that made the factors of terms, to add to a reason."""
     ops = [factor[-1].base.op for term in terms for factor in term.factors]
     names = dict.fromkeys(spelled(op.node) for op in ops if op is not None)
     return f" (made by {' and '.join(names)})" if names else ""

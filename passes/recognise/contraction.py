@@ -144,7 +144,7 @@ def by_stride(axes: Sequence[Axis], side: str) -> list[Axis]:
 
 
 def joined(axes: Sequence[Axis]) -> list[Axis]:
-    """Axes in this order, neighbours that every tensor steps through evenly made one."""
+    """Axes in this order. Neighbours that every tensor steps through evenly are joined."""
     found: list[Axis] = []
     for axis in axes:
         last = found[-1] if found else None

@@ -53,7 +53,7 @@ def on_few_tokens(found: Region) -> Region:
 
 
 def _backward(found: Region) -> None:
-    """Run what a user's backward does, which may be something else than to differentiate the forward."""
+    """Run the backward of a user's function, which may do more than differentiate the forward."""
     leaf = torch.zeros(found.shape, dtype=torch.float64).requires_grad_()
     with torch.enable_grad():
         out = found.run(leaf)

@@ -53,7 +53,7 @@ class Reader:
         return found
 
     def is_plain(self, value: Value) -> bool:
-        """Whether nothing is known of how the value is computed but what it is a view of."""
+        """Whether nothing is known about the computation of a value, except its base if it is a view."""
         found = self._made_of(value)
         if found is None:
             return True
@@ -411,7 +411,7 @@ def _is_shared(value: Value) -> bool:
 
 
 def is_nought(value: Value) -> bool:
-    """Whether a value is made of zeros, as what a loop adds to begins with."""
+    """Whether a value consists of zeros, such as the start of a sum in a loop."""
     while value.op is not None and (is_movement(value.op) or value.op.name == "detach"):
         value = next(value.op.inputs())
     op = value.op

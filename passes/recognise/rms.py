@@ -39,7 +39,7 @@ class RmsFactor:
 def identify(value: Value, projection: Projection, reader: Reader, *, divides: bool) -> RmsFactor | str | None:
     """Whether `value` [tokens] is the RMS factor (or, divided by, its reciprocal) of the projection's tokens.
 
-    Text says why one that is cannot be the operators'.
+    A text says why an RMS factor is none that the operators compute.
     """
     base, _ = walk(value, _broadcast_of_tokens)
     if base.numel != projection.tokens:

@@ -261,7 +261,7 @@ def _same_gradient(found: Region, ours: Callable[[torch.Tensor], torch.Tensor], 
 
 
 def _same_gradient_at_ties(found: Region, ours: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    """Where all logits are equal, as before a model is trained, and where some are."""
+    """Whether the gradients agree where all logits are equal, as in an untrained model, and where some are."""
     some = torch.randint(2, found.shape, generator=torch.Generator().manual_seed(2)).double()
     return same_gradient(ours, found, torch.zeros_like(some), some, relative=AT_KINKS)
 

@@ -97,7 +97,7 @@ _LARGER = 64
 
 
 def behind(gates: Iterable[Value], known: Container[Value]) -> list[Value]:
-    """The known values that gates are computed from, the nearest on each way."""
+    """The nearest known values that gates are computed from."""
     found: dict[Value, None] = {}
     for gate in dict.fromkeys(gates):
         seen, pending = {gate}, [gate]
