@@ -1,4 +1,4 @@
-"""All ranks of a job change a graph in one way, or none does.
+"""All ranks of a job change a graph in the same way, or none does.
 
 Whether a graph is changed depends on the graph alone, and on nothing that only one process has: no time, no file, no
 environment variable. So a failure that the graph causes happens on all ranks. But a process may run out of memory or
@@ -58,7 +58,7 @@ class FailedAlone(Deliberate):
 
 
 class Vote:
-    """One rank's part in what becomes of one graph; without a store it decides alone."""
+    """One rank's vote on the change of one graph; without a store the rank decides alone."""
 
     _waited_in_vain = False
 
@@ -69,10 +69,10 @@ class Vote:
             self._count("announced")
 
     def is_for_change(self, failures: str, *, possible: bool, changed: bool = True) -> bool:
-        """Whether the graph is changed on all ranks. failures is what went wrong here; possible, whether there may be a
-        change in spite of that, and changed whether there is one.
+        """Whether the graph is changed on all ranks. failures says what went wrong here. possible says whether a change
+        is still possible here, and changed whether there is one.
 
-        Raises FailedAlone if other ranks have changed theirs, and not in this way.
+        Raises FailedAlone if other ranks have changed their graphs in another way.
         """
         if self._store is None:
             return possible
@@ -148,9 +148,9 @@ def announced(stage: str, graph: fx.Graph) -> Iterator[Vote]:
 def attempt(
     stage: str, graph: fx.Graph, errors: list[str], change: Callable[[], T], undo: Callable[[], None]
 ) -> T | None:
-    """Change a graph, or leave it as it was: what `change` returns, or None where it failed and was undone.
+    """Change a graph, or leave it as it was: returns what `change` returns, or None if it failed and was undone.
 
-    What `change` returns is false where it found nothing to change.
+    `change` returns something false if it found nothing to change.
 
     In a job of several ranks all that have this graph change it in one way, or none does (see above): `undo` is also
     called where `change` worked here and failed elsewhere. stage names what is done, such as "rewriting". errors are
@@ -182,10 +182,11 @@ def attempt(
 
 
 class Ballot:
-    """What ranks have found out about the parts of a graph while it ran, and from which of its calls on it counts.
+    """What ranks have found out about the parts of a graph while it ran, and from which call on this counts.
 
-    Nobody waits: another rank may need this one to get on. Whoever comes first to a call of the graph decides for all
-    what that call does, and goes by who has posted until then. Ranks that call a graph in step so change over together.
+    No rank waits: another rank may need this one to continue. The first rank that reaches a call of the graph decides
+    for all what this call does, from what has been posted until then. So ranks that call a graph in step switch to the
+    compiled graph together.
     """
 
     def __init__(self, graph: fx.Graph, parts: int) -> None:

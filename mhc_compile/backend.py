@@ -32,9 +32,9 @@ from mhc_compile.passes.cut import can_hold
 
 @contextlib.contextmanager
 def whole(module: fx.GraphModule, backend: str, options: dict[str, Any]) -> Iterator[Callable[[Any], Any]]:
-    """While Dynamo splits a graph and compiles its parts: rewrite it before, where our passes are at work.
+    """Rewrite a graph before Dynamo splits it and compiles its parts, if our passes are active.
 
-    Else the edge of a part might run through a hyper-connection. It yields what makes of the graph's compiled form the
+    Otherwise the edge of a part might cut a hyper-connection. It yields a function that makes of the compiled graph the
     one that Dynamo calls.
     """
     wanted = _wanted(backend, "mhc", options)
@@ -59,7 +59,7 @@ def whole(module: fx.GraphModule, backend: str, options: dict[str, Any]) -> Iter
 
 
 def _wanted(backend: Any, ours: Any, options: dict[str, Any]) -> dict[str, Any] | None:
-    """Our options, where our passes are at work on what `torch.compile` was given: this backend, or Inductor."""
+    """Our options, if our passes are active for the backend that `torch.compile` was given: this one, or Inductor."""
     if backend == ours:
         return {key: value for key, value in options.items() if str(key).startswith(PREFIX)}
     return _enabled[-1]._options if backend == "inductor" and _enabled and not _paused else None
@@ -101,7 +101,7 @@ def mhc(
 
 
 def _checked(gm: fx.GraphModule, own: dict[str, Any]) -> checking.Instead:
-    """What makes of a graph's compiled form the one that Dynamo calls: the same, or one that checks its sites first."""
+    """A function that makes of a compiled graph the one that Dynamo calls: the same, or one that checks sites first."""
     if own.get(CHECK) and not is_rewritten.get():
         with guard("sites are not checked"):
             return checking.prepare(gm, input_norms=(OPTIONS | own)[INPUT_NORM])
@@ -110,7 +110,7 @@ def _checked(gm: fx.GraphModule, own: dict[str, Any]) -> checking.Instead:
 
 @contextlib.contextmanager
 def _compiling(options: dict[str, Any]) -> Iterator[records.Compiled]:
-    """Around the compilation of one graph: its report is kept, and strict options are not content with eager code."""
+    """Around the compilation of one graph: its report is kept, and strict options raise if it fails."""
     with records.graph() as compiled:
         compiled.strict = bool(options.get("mhc.strict"))
         try:
@@ -125,7 +125,7 @@ def _compiling(options: dict[str, Any]) -> Iterator[records.Compiled]:
 
 
 def _left_eager(frame: Any) -> None:
-    """Raise where a function with hyper-connections is not compiled any more, and strict options ask for it to be."""
+    """Raise if a function with hyper-connections is not compiled any more, and options are strict."""
     if records.is_strict(frame):
         raise StrictError(str(records.report()))
 
@@ -175,7 +175,7 @@ _switch = threading.Lock()
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """A context in which a plain `torch.compile` is Inductor's alone, in the whole process."""
+    """A context in which a plain `torch.compile` is not rewritten, in the whole process."""
     mark = object()
     _paused.append(mark)
     try:
@@ -202,7 +202,7 @@ def is_enabled() -> bool:
 
 
 def _settings() -> dict[str, Any]:
-    """What Inductor's settings are while it compiles: the passes are added after those that are configured by then."""
+    """Inductor's settings while it compiles: the passes are added after those that are configured by then."""
     settings: dict[str, Any] = {}
     for last in () if _paused else _enabled[-1:]:
         with guard("a plain torch.compile is not rewritten"):

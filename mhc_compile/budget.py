@@ -11,11 +11,11 @@ from __future__ import annotations
 
 
 class OutOfSteps(RuntimeError):
-    """A budget was used up; what was being decided is left as it is."""
+    """A budget was used up; the code in question is left as it is."""
 
 
 class Steps:
-    """So many steps for one loop, or for several loops that do the same.
+    """A number of steps for one loop, or for several loops that do the same.
 
     what: a noun for what the steps are for, such as "sizes that are settled".
     """

@@ -218,12 +218,12 @@ def _canonical(form: Form) -> Form:
 
 
 def _iterations(form: Form) -> int:
-    """How many times both axes are normalised, a softmax start counting for its rows."""
+    """How many times both axes are normalised; a softmax start counts as one normalisation of rows."""
     return (form.sinkhorn.steps + 1) // 2
 
 
 def _fitted(state: State, form: Form, family: Callable[[Form], Form], library: str) -> State:
-    """state as a library that computes family(form) wants it, transposed if that is what it takes."""
+    """state for a library that computes family(form), transposed if the library needs it."""
     for name in ("phi", "scale", "bias"):
         if name not in state:
             raise KeyError(f"{name} is missing; state has {', '.join(state)}")

@@ -115,7 +115,7 @@ class Sinkhorn:
 
     @property
     def iterated(self) -> Sinkhorn:
-        """The same as it is computed: without eps the first half-step, or the softmax, is part of the start.
+        """The form in which it is computed: without eps, the first half-step or the softmax is part of the start.
 
         start "normalised": P = exp(L) divided by its sums along the axis that `first` does not normalise
         """
@@ -138,4 +138,4 @@ class Sinkhorn:
 
 
 class SymbolicLayout(ValueError):
-    """How a tensor lies in memory depends on a symbolic size, where a kernel has to know it."""
+    """A kernel has to know how a tensor lies in memory, but this depends on a symbolic size."""

@@ -287,7 +287,7 @@ class _Errors:
         return [each for each in dict.fromkeys(found) if each[1].split()[0] not in foreign]
 
     def of_tensors(self) -> list[tuple[str, str]]:
-        """What is raised for every tensor alike."""
+        """The errors that every tensor argument can raise."""
         named = {"name": "<argument>"}
         return [
             each
@@ -369,7 +369,7 @@ def _name(node: ast.expr) -> str:
 
 
 def _literal(node: ast.expr, known: dict[str, str]) -> str:
-    """The text of a string expression, as far as it is known."""
+    """The text of a string expression; unknown parts become an ellipsis."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.Name):

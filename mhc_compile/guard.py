@@ -1,4 +1,4 @@
-"""One guard around everything of ours that a compilation calls: what raises there costs a rewrite, or a message.
+"""One guard around our code that a compilation calls: an error there costs a rewrite or a message, no more.
 
 The log and the report have one line for each failure, with the place in our sources. Its traceback is logged at
 debug level.
@@ -31,7 +31,7 @@ class Deliberate(compat.Unwrapped):
 
 @contextlib.contextmanager
 def guard(follows: str, errors: list[str] | None = None) -> Iterator[None]:
-    """Let whatever raises inside end there: log it, with what follows from it, and add it to these errors.
+    """Catch errors of the block: log each one with its consequence, and add it to `errors`.
 
     Errors that are meant to stop a compilation go through, and so do Dynamo's requests to trace again.
     """

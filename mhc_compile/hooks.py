@@ -42,7 +42,7 @@ class Configured(compat.CustomGraphPass):
         self.options = OPTIONS | (options or {})
 
     def uuid(self) -> Any:
-        """What Inductor's caches know the pass by; where that cannot be found out, what no cache knows."""
+        """The name by which Inductor's caches know the pass; a random one if the sources cannot be read."""
         try:
             return self._identity()
         except Exception as error:
@@ -66,7 +66,7 @@ def lost(sites: Sequence[SiteReport], options: dict[str, Any]) -> list[SiteRepor
 
 
 def _hook(run: Callable[[Any, fx.Graph], None]) -> Callable[[Any, fx.Graph], None]:
-    """A pass that Inductor calls, of which no failure reaches Inductor."""
+    """A pass that Inductor calls. Its failures do not reach Inductor."""
 
     @functools.wraps(run)
     def guarded(self: Any, graph: fx.Graph) -> None:
@@ -136,7 +136,7 @@ def _is_for_cpu(graph: fx.Graph) -> bool:
 
 
 def _compiled() -> records.Compiled:
-    """What is known of the graph that is being compiled."""
+    """The entry for the graph that is being compiled."""
     with guard("the report is not kept"):
         compiled = records.current()
         if compiled is not None:
@@ -161,7 +161,7 @@ class FusePass(Configured):
 
 
 class LowerPass(Configured):
-    """The post-grad pass: lets sublayers that are alike be one graph, takes operators apart, and reports both."""
+    """The post-grad pass: compiles identical sublayers once, takes operators apart, and reports both."""
 
     @_hook
     def __call__(self, graph: fx.Graph) -> None:
@@ -194,7 +194,7 @@ class LowerPass(Configured):
                 passes.lowering.spell_out(graph)
 
     def _identity(self) -> tuple[Any, ...]:
-        """With what kernels are chosen by, and cut for: Inductor knows of a GPU its name alone."""
+        """With the properties of the GPU by which kernels are chosen. Inductor's key has only the GPU's name."""
         count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
         processors = [torch.cuda.get_device_properties(i).multi_processor_count for i in range(count)]
         traced = _compiled().digest()
@@ -234,7 +234,7 @@ _MODULES = ("agreement.py", "backend.py", "budget.py", "forms.py", "guard.py", "
 
 
 def _sources() -> list[str]:
-    """Every source file that has a say in what a compiled graph computes."""
+    """Every source file that decides what a compiled graph computes."""
     root = Path(__file__).parent
     files = [root / name for name in _MODULES]
     for folder in ("compat", "ops", "kernels", "passes"):
@@ -255,7 +255,7 @@ HOOKS: dict[str, Callable[[dict[str, Any]], compat.CustomGraphPass]] = {
 
 
 def chained(hook: str, given: Any, own: compat.CustomGraphPass) -> compat.CustomGraphPass:
-    """Our pass after those that are given, or else configured; other passes of ours among these make way."""
+    """Our pass after the given passes, or else the configured ones; older passes of ours among these are removed."""
     configured = passes_of(given if given is not None else getattr(compat.inductor_config(), hook))
     chain = (*(one for one in configured if not isinstance(one, Configured)), own)
     if len(chain) == 1:

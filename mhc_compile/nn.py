@@ -1,4 +1,4 @@
-"""Hyper-connections as ordinary eager modules, which the passes rewrite like anyone's.
+"""Hyper-connections as ordinary eager modules, which the passes rewrite like other code.
 
     stack = [HyperConnection(layer, dim=1280) for layer in layers]
     x = expand(embedding, 4)

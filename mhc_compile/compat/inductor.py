@@ -74,7 +74,7 @@ def calls_graphs() -> bool:
 
 
 def keep_arguments_of_calls() -> None:
-    """Let no graph that is called write over its arguments, whoever compiles it in this process.
+    """Keep graphs that are called from writing over their arguments, in everything that this process compiles.
 
     Of a backward graph's inputs some were saved for it alone, and it may write over them. Inductor (torch 2.11 to 2.13)
     takes the numbers that these have for numbers of the inputs of every graph that it calls, and so writes over others,
@@ -86,7 +86,7 @@ def keep_arguments_of_calls() -> None:
 
 
 def keep_order_of_writes() -> None:
-    """Let no kernel be moved before what writes its arguments in place, whoever compiles it in this process.
+    """Keep kernels after in-place writes of their arguments, in everything that this process compiles.
 
     What reads a buffer after a write depends on the write, by the name that the written buffer has from then on.
     Inductor (torch 2.11 to 2.13) may give a pointwise kernel other loops, so that it fuses with its neighbour. It then
@@ -123,7 +123,7 @@ def strides_to_keep(output: fx.Node) -> dict[str, Any]:
 
 
 def run_passes_after_grad(module: fx.GraphModule, custom: Any) -> None:
-    """What Inductor does to a graph after grad, in place, with this custom pass alone."""
+    """Run Inductor's passes on a graph after autograd, in place, with this custom pass alone."""
     from torch._inductor.fx_passes.post_grad import post_grad_passes
 
     nothing = {"post_grad_custom_pre_pass": None, "post_grad_custom_post_pass": custom}
@@ -263,7 +263,7 @@ def inductor_compiler(mode: str | None, options: dict[str, Any], patches: dict[s
 
 
 def inductor_decompositions() -> Any:
-    """What Inductor takes operators apart with before it lowers them."""
+    """The decompositions that Inductor applies to operators before it lowers them."""
     from torch._inductor.decomposition import select_decomp_table
 
     return select_decomp_table()

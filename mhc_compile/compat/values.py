@@ -44,7 +44,7 @@ def quiet_shape_env(fake_mode: Any) -> Iterator[None]:
 
 
 class NeedsGuard(Exception):
-    """What is done depends on a symbolic size, about which nothing may be asked any more."""
+    """The work depends on a symbolic size, but no more guards may be added."""
 
 
 @contextlib.contextmanager
@@ -292,5 +292,5 @@ def same_strides(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def storage_of(tensor: torch.Tensor) -> Any:
-    """What tensors that share memory have in common, fake ones too; None for those without plain memory."""
+    """The storage of a tensor, also of a fake one, equal for tensors that share memory; None without plain memory."""
     return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else None

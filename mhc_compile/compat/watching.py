@@ -1,4 +1,4 @@
-"""What Dynamo keeps, where it breaks graphs or gives them up, and which functions it compiles no more.
+"""What Dynamo keeps, where it breaks graphs or gives up on them, and which functions it compiles no more.
 
 It is written down from before the first compilation: a break comes before the graph that it ends.
 """
@@ -35,7 +35,7 @@ _GUARD = re.compile(r"(?:\d+/\d+: )?(.*?)(?:\s+#.*)?")
 
 @dataclass(frozen=True)
 class GraphBreak:
-    """Where Dynamo broke the graph of a function, or gave it up. frame and number are those of the compilation."""
+    """Where Dynamo broke the graph of a function, or gave up on it. frame and number are those of the compilation."""
 
     frame: Any
     number: Any
@@ -129,7 +129,7 @@ def _named(code: Any) -> tuple[str, str]:
 
 @functools.cache
 def watch_dynamo() -> None:
-    """Have Dynamo's doings written into `watched`, from now on.
+    """Record in `watched` what Dynamo does, from now on.
 
     It has a hook for code that it keeps. It logs each break by one method, and a function's last compilation in its log
     alone. What becomes of a frame is what `CatchErrorsWrapper` returns (torch 2.11 to 2.14).
@@ -253,7 +253,7 @@ def apart(backend: Any, tell: Callable[[GivenUp], Any]) -> Iterator[None]:
 
 
 def _forget(compiled: list[tuple[CodeType, Any]]) -> None:
-    """Have Dynamo forget functions of which it has no other compilation: it can drop all of a function's, or none."""
+    """Make Dynamo forget functions without another compilation: it can drop all compilations of a function, or none."""
     from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
 
     ours = {compilation for _, compilation in compiled}
@@ -263,7 +263,7 @@ def _forget(compiled: list[tuple[CodeType, Any]]) -> None:
 
 
 def _act(strategies: dict[int, tuple[weakref.ref[CodeType], Any]], ordinary: bool) -> None:
-    """Have Dynamo do with code what its strategy says, or what it does with any."""
+    """Make Dynamo treat code by its strategy, or in the ordinary way."""
     with _guard("Dynamo does not compile again what it gave up on"):
         from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
