@@ -77,7 +77,7 @@ def _write_page(report: Report, path: str) -> None:
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Run `mhc_compile.verify`, which says itself what it runs, and prints its table."""
+    """Run `mhc_compile.verify`, which prints what it runs, and its table."""
     import mhc_compile
 
     program = _loaded(options)
@@ -147,7 +147,7 @@ def _schema(name: str) -> str:
 
 @contextlib.contextmanager
 def _stdout_for_json(wanted: bool) -> Iterator[None]:
-    """What the user's code prints goes to stderr where stdout is JSON."""
+    """Send what the user's code prints to stderr, if stdout is JSON."""
     with contextlib.redirect_stdout(sys.stderr) if wanted else contextlib.nullcontext():
         yield
 

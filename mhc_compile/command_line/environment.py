@@ -23,7 +23,7 @@ _NAMES = ("CC", "CXX")
 
 
 def environment() -> dict[str, Any]:
-    """All that `env` prints, of plain values."""
+    """Everything that `env` prints, as plain values."""
     settings = _settings()  # first: Inductor sets variables of its own when it is imported
     compiler = _compiler()
     gpus = _gpus()

@@ -34,7 +34,7 @@ class Sizes:
 
     @classmethod
     def of(cls, device: str, *, layers: int | None, tokens: int | None, width: int | None) -> Sizes:
-        """What takes some milliseconds on a device; sizes that are given take the place of the usual ones."""
+        """Sizes with which a call takes some milliseconds on a device; given sizes replace the usual ones."""
         usual = cls(4, 4096, 2048, torch.bfloat16) if device == "cuda" else cls(2, 256, 256, torch.float32)
         return cls(layers or usual.layers, tokens or usual.tokens, width or usual.width, usual.dtype)
 

@@ -497,7 +497,7 @@ def backward_mix(
     """(dx + d_x, dphi, dscale, dbias, dnorm_weight, d weight of norm); at most one of d_layer_input and d_pre is given,
     but with read_with, the gates [..., n] that made layer_input in place of h_pre.
 
-    in_place gives up d_x, whose memory becomes that of dx where the two are alike.
+    in_place: dx may take the memory of d_x, if the two have the same layout.
     """
     flat = token_view(x, 2)
     weight = None if norm is None else norm.weight

@@ -78,7 +78,7 @@ def _number(value: float) -> str:
 
 
 def _losses(found: Any) -> list[tuple[str, SiteReport, str, list[Any]]]:
-    """What was lost, each reason at a line once: how, where, why, and in which layers."""
+    """Each loss once for a line and a reason: how, where, why, and in which layers."""
     groups: dict[Any, tuple[str, SiteReport, str, list[Any]]] = {}
     for layer in found:
         for entry in layer.entries:
