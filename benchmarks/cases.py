@@ -289,7 +289,7 @@ def errors(values: Values, reference: Values) -> dict[str, float]:
     """The norm of each difference relative to that of the reference; infinite for what is missing.
 
     Gradients of few numbers that bear one name are taken together ("*.scale"). A scale has three: by chance they may
-    all be small in one sublayer, and any rounding is then large beside them.
+    all be small in one sublayer, and any rounding is then large compared with them.
     """
     squares: dict[str, list[float]] = {}
     for name, expected in reference.items():

@@ -106,7 +106,7 @@ def build(setup: Setup, device: torch.device, seed: int) -> DeepseekV4ForCausalL
 
 @torch.no_grad()
 def randomise(model: nn.Module) -> None:
-    """Give every part that a fresh model leaves at zero or one a value that tells it from its neighbours.
+    """Give every part that a fresh model leaves at zero or one a value that differs from its neighbours'.
 
     The hyper-connection parameters are float32, as DeepSeek-V4 checkpoints hold them. Their logits get a
     standard deviation of about 1, so that no gate is saturated and the residual mixing is far from uniform.

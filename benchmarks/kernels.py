@@ -88,7 +88,7 @@ def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def check(tokens: int, n: int, width: int, dtype: torch.dtype) -> None:
-    """Errors against float64 beside those of the same eager code in float32 (outputs rounded to x's dtype)."""
+    """Errors against float64, and those of the same eager code in float32 (outputs rounded to x's dtype)."""
     c = Case(tokens, n, width, dtype)
     names = ["layer_input", "h_post", "h_res", "h", "ms", "dx", "dphi", "dscale", "dbias"]
     results = {}

@@ -117,7 +117,7 @@ class Meter:
         return torch.cuda.max_memory_allocated() - before
 
     def launches(self, call: Callable[[], object]) -> int | None:
-        """The kernels that `call` runs on the device, copies and fills left out; None where nobody can tell."""
+        """The kernels that `call` runs on the device, without copies and fills; None if the device does not say."""
         if not self.cuda:
             return None
         call()

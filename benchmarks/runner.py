@@ -40,7 +40,7 @@ def say(message: str) -> None:
 
 
 class Judge:
-    """Compares what a provider computes with float64, beside what eager code of the same dtypes does."""
+    """Compares what a provider computes with float64, and what eager code of the same dtypes computes."""
 
     def __init__(self, work: Workload) -> None:
         self.dtype = work.case.torch_dtype

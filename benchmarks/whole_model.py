@@ -54,7 +54,7 @@ START = time.perf_counter()
 @dataclass
 class Timing:
     """Seconds, and bytes. `compile` is the part of `first_step` that Inductor took, `peak_bytes` what a step
-    needs at most beside the parameters: activations and gradients.
+    needs at most in addition to the parameters: activations and gradients.
     """
 
     first_step: float = math.nan

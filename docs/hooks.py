@@ -1,4 +1,4 @@
-"""What mkdocs builds beside the files of docs: pages and pictures of the repository that pages link to.
+"""What mkdocs builds in addition to the files of docs: pages and pictures of the repository that pages link to.
 
 README, CONTRIBUTING and CHANGELOG stand where hosts of repositories look for them. Links between them and the pages of
 docs are relative to the repository, so that they work there; here they are made to work in the site.

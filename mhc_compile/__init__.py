@@ -2,8 +2,8 @@
 
 torch.compile(model, backend="mhc")     rewrites and compiles an unmodified model
 mhc_compile.enable()                    does so for every torch.compile of the process
-mhc_compile.explain(model, *args)       says what was rewritten, what was not, and why
-mhc_compile.report()                    the same of everything that was compiled in this process
+mhc_compile.explain(model, *args)       says what would be rewritten, what would not, and why
+mhc_compile.report()                    says what was rewritten in all that this process has compiled
 mhc_compile.verify(model, *args)        compares eager, Inductor and mhc with float64, gradients included
 mhc_compile.ops                         the operators themselves
 mhc_compile.testing                     snapshots of rewritten graphs, float64 references

@@ -1,21 +1,22 @@
-"""All ranks of a job change a graph in one way, or none does.
+"""All ranks of a job change a graph in the same way, or none does.
 
-Whether a graph is changed is a function of the graph. Nothing that a process has for itself takes part in it: no time,
-no file, no environment variable. What fails for the graph's sake so fails on all ranks alike. But a process may run out
-of memory, or out of stack, alone. A rank that then kept its graph as it was would compute with other roundings than the
-others, from which replicas of one tensor drift apart, and Inductor might order its collectives in another way.
+Whether a graph is changed depends on the graph alone, and on nothing that only one process has: no time, no file, no
+environment variable. So a failure that the graph causes happens on all ranks. But a process may run out of memory or
+stack alone. If this rank then kept its graph as it was, it would round differently from the others. Replicas of one
+tensor would drift apart, and Inductor might order its collectives in another way.
 
 So ranks vote, in the store by which the job's process group was made:
 
 - A rank announces a graph before it looks at it, by the graph's structure. Afterwards it votes: for a change, with all
   that failed on the way, or against any.
-- It waits for the votes of those that have announced the same graph, and of no others. Ranks that compile other graphs,
-  the stages of a pipeline say, or that compile later, are not waited for. Those that are waited for are inside our
-  passes, which end (`budget`) and call no collective. As ranks of one program begin a little apart, a rank with a
-  change gives all others a few seconds to announce; a process in which that was in vain does it no more.
-- The first rank that has seen all these votes puts down the verdict: the change, if all are for the same one. Whoever
-  comes later is bound by it. If no graph was changed, it leaves its own as it was; if others have changed theirs and it
-  cannot, it stops with an error.
+- It waits for the votes of ranks that have announced the same graph, and of no others. It does not wait for ranks that
+  compile other graphs, such as the stages of a pipeline, or that compile later. The ranks that it waits for are inside
+  our passes, which end (`budget`) and call no collective. Ranks of one program begin at slightly different times. So a
+  rank with a change gives all others a few seconds to announce. If nobody did, the process does not wait like this
+  again.
+- The first rank that has seen all these votes writes the verdict: the change, if all ranks vote for the same one. Later
+  ranks are bound by it. If no graph was changed, a later rank leaves its own as it was. If others have changed theirs
+  and it cannot, it stops with an error.
 
 Waiting decides no graph: a rank that is later than others agrees with them or stops, and a rank that dies among the
 passes ends the wait of the others with an error.
@@ -57,7 +58,7 @@ class FailedAlone(Deliberate):
 
 
 class Vote:
-    """One rank's part in what becomes of one graph; without a store it decides alone."""
+    """One rank's vote on the change of one graph; without a store the rank decides alone."""
 
     _waited_in_vain = False
 
@@ -68,10 +69,10 @@ class Vote:
             self._count("announced")
 
     def is_for_change(self, failures: str, *, possible: bool, changed: bool = True) -> bool:
-        """Whether the graph is changed on all ranks. failures is what went wrong here; possible, whether there may be a
-        change in spite of that, and changed whether there is one.
+        """Whether the graph is changed on all ranks. failures says what went wrong here. possible says whether a change
+        is still possible here, and changed whether there is one.
 
-        Raises FailedAlone if other ranks have changed theirs, and not in this way.
+        Raises FailedAlone if other ranks have changed their graphs in another way.
         """
         if self._store is None:
             return possible
@@ -147,13 +148,13 @@ def announced(stage: str, graph: fx.Graph) -> Iterator[Vote]:
 def attempt(
     stage: str, graph: fx.Graph, errors: list[str], change: Callable[[], T], undo: Callable[[], None]
 ) -> T | None:
-    """Change a graph, or leave it as it was: what `change` returns, or None where it failed and was undone.
+    """Change a graph, or leave it as it was: returns what `change` returns, or None if it failed and was undone.
 
-    What `change` returns is false where it found nothing to change.
+    `change` returns something false if it found nothing to change.
 
     In a job of several ranks all that have this graph change it in one way, or none does (see above): `undo` is also
     called where `change` worked here and failed elsewhere. stage names what is done, such as "rewriting". errors are
-    those of what `change` does to the graph, and of nothing beside that.
+    those of what `change` does to the graph, and of nothing else.
     """
     follows = f"{stage} failed, and this graph is compiled without it"
     before = len(errors)
@@ -181,10 +182,11 @@ def attempt(
 
 
 class Ballot:
-    """What ranks have found out about the parts of a graph while it ran, and from which of its calls on it counts.
+    """What ranks have found out about the parts of a graph while it ran, and from which call on this counts.
 
-    Nobody waits: another rank may need this one to get on. Whoever comes first to a call of the graph decides for all
-    what that call does, and goes by who has posted until then. Ranks that call a graph in step so change over together.
+    No rank waits: another rank may need this one to continue. The first rank that reaches a call of the graph decides
+    for all what this call does, from what has been posted until then. So ranks that call a graph in step switch to the
+    compiled graph together.
     """
 
     def __init__(self, graph: fx.Graph, parts: int) -> None:

@@ -32,9 +32,9 @@ from mhc_compile.passes.cut import can_hold
 
 @contextlib.contextmanager
 def whole(module: fx.GraphModule, backend: str, options: dict[str, Any]) -> Iterator[Callable[[Any], Any]]:
-    """While Dynamo splits a graph and compiles its parts: rewrite it before, where our passes are at work.
+    """Rewrite a graph before Dynamo splits it and compiles its parts, if our passes are active.
 
-    Else the edge of a part might run through a hyper-connection. It yields what makes of the graph's compiled form the
+    Otherwise the edge of a part might cut a hyper-connection. It yields a function that makes of the compiled graph the
     one that Dynamo calls.
     """
     wanted = _wanted(backend, "mhc", options)
@@ -59,14 +59,14 @@ def whole(module: fx.GraphModule, backend: str, options: dict[str, Any]) -> Iter
 
 
 def _wanted(backend: Any, ours: Any, options: dict[str, Any]) -> dict[str, Any] | None:
-    """Our options, where our passes are at work on what `torch.compile` was given: this backend, or Inductor."""
+    """Our options, if our passes are active for the backend that `torch.compile` was given: this one, or Inductor."""
     if backend == ours:
         return {key: value for key, value in options.items() if str(key).startswith(PREFIX)}
     return _enabled[-1]._options if backend == "inductor" and _enabled and not _paused else None
 
 
 def given_up(function: compat.GivenUp, ours: Any) -> None:
-    """Note a function that Dynamo gives up. Strict options raise if a hyper-connection may be among its own lines."""
+    """Note a function that Dynamo gives up on. Strict options raise if its own lines may hold a hyper-connection."""
     wanted = _wanted(function.backend, ours, function.options)
     if wanted is not None and records.give_up(function) and wanted.get("mhc.strict"):
         skipped = records.place(function).is_among(wanted.get(SKIP, ()))
@@ -86,7 +86,7 @@ def mhc(
     Reached by `torch.compile(model, backend="mhc", mode=..., options=...)`; mode and options are Inductor's own, and
     options may also hold those of `mhc_compile.options.TABLE`, whose names begin with "mhc.".
 
-    Raises ValueError for an option or a mode that there is not, and for a value that an option cannot have.
+    Raises ValueError for an unknown option or mode, and for a wrong value of an option.
     """
     try:
         own, rest = split(options or {})
@@ -101,7 +101,7 @@ def mhc(
 
 
 def _checked(gm: fx.GraphModule, own: dict[str, Any]) -> checking.Instead:
-    """What makes of a graph's compiled form the one that Dynamo calls: the same, or one that checks its sites first."""
+    """A function that makes of a compiled graph the one that Dynamo calls: the same, or one that checks sites first."""
     if own.get(CHECK) and not is_rewritten.get():
         with guard("sites are not checked"):
             return checking.prepare(gm, input_norms=(OPTIONS | own)[INPUT_NORM])
@@ -110,7 +110,7 @@ def _checked(gm: fx.GraphModule, own: dict[str, Any]) -> checking.Instead:
 
 @contextlib.contextmanager
 def _compiling(options: dict[str, Any]) -> Iterator[records.Compiled]:
-    """Around the compilation of one graph: its report is kept, and strict options are not content with eager code."""
+    """Around the compilation of one graph: its report is kept, and strict options raise if it fails."""
     with records.graph() as compiled:
         compiled.strict = bool(options.get("mhc.strict"))
         try:
@@ -125,27 +125,27 @@ def _compiling(options: dict[str, Any]) -> Iterator[records.Compiled]:
 
 
 def _left_eager(frame: Any) -> None:
-    """Raise where a function with hyper-connections is not compiled any more, and strict options ask for it to be."""
+    """Raise if a function with hyper-connections is not compiled any more, and options are strict."""
     if records.is_strict(frame):
         raise StrictError(str(records.report()))
 
 
 class enable:
-    """Have a plain `torch.compile(model)` rewritten, in the whole process.
+    """Rewrite hyper-connections in every plain `torch.compile(model)` of the process.
 
-    For code that calls `torch.compile` on its own: trainers and serving frameworks. As a function it lasts until
-    `disable()`; as a context manager, until the end of the block. It holds for all threads and asyncio tasks, whichever
-    of them calls it, and for those that begin later. options are the "mhc." options of the backend. If it is called
-    while it lasts, the later options count.
+    It is for code that calls `torch.compile` on its own: trainers and serving frameworks. As a function it lasts until
+    `disable()`; as a context manager, until the end of the block. It holds for all threads and asyncio tasks, also for
+    those that begin later. options are the "mhc." options of the backend. A second call replaces the options of the
+    first.
 
-    It counts when a graph is compiled, which is at the first call: code that Dynamo has compiled before stays as it is
-    until `torch._dynamo.reset()`. The same holds for `disable`.
+    `enable` and `disable` take effect when a graph is compiled, which is at the first call. Code that Dynamo compiled
+    earlier stays as it is until `torch._dynamo.reset()`.
 
-    Inductor's settings are left as they are. A custom pass in one of the three that this package uses
-    (`pre_grad_custom_pass`, `joint_custom_pre_pass`, `post_grad_custom_post_pass`) runs first, and ours after it,
-    whether it was assigned before or after `enable` or comes in the options of `torch.compile`. `disable` leaves it.
+    Inductor's settings are left as they are. The package uses three hooks: `pre_grad_custom_pass`,
+    `joint_custom_pre_pass` and `post_grad_custom_post_pass`. If a hook has a custom pass of yours, it runs first,
+    whether you assigned it before or after `enable` or in the options of `torch.compile`. `disable` leaves it.
 
-    Raises ValueError for an option that there is not, and for a value that an option cannot have.
+    Raises ValueError for an unknown option, and for a wrong value of an option.
     """
 
     def __init__(self, options: dict[str, Any] | None = None) -> None:
@@ -175,7 +175,7 @@ _switch = threading.Lock()
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """A context in which a plain `torch.compile` is Inductor's alone, in the whole process."""
+    """A context in which a plain `torch.compile` is not rewritten, in the whole process."""
     mark = object()
     _paused.append(mark)
     try:
@@ -202,7 +202,7 @@ def is_enabled() -> bool:
 
 
 def _settings() -> dict[str, Any]:
-    """What Inductor's settings are while it compiles: the passes are put behind those that are configured by then."""
+    """Inductor's settings while it compiles: the passes are added after those that are configured by then."""
     settings: dict[str, Any] = {}
     for last in () if _paused else _enabled[-1:]:
         with guard("a plain torch.compile is not rewritten"):

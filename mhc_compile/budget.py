@@ -1,8 +1,8 @@
-"""A budget in steps for loops whose number of rounds the program decides, and not we.
+"""A budget in steps for loops whose number of rounds depends on the program.
 
-A compilation has to return. A loop over the nodes of a graph does; a loop that goes on until nothing changes does if
-something that is counted gets smaller each time. Where that cannot be argued from our own code alone, or where the
-count may grow with a power of the graph, the loop takes a step of a budget each time.
+A compilation has to return. A loop over the nodes of a graph ends. A loop that goes on until nothing changes ends if
+something that is counted gets smaller each time. If our own code does not guarantee this, or if the count may grow with
+a power of the graph, the loop takes a step of a budget each time.
 
 Budgets count steps and never seconds: all ranks of a job have to decide alike, on machines of different speeds.
 """
@@ -11,13 +11,13 @@ from __future__ import annotations
 
 
 class OutOfSteps(RuntimeError):
-    """A budget was used up; what was being decided is left as it is."""
+    """A budget was used up; the code in question is left as it is."""
 
 
 class Steps:
-    """So many steps for one loop, or for several loops that do the same.
+    """A number of steps for one loop, or for several loops that do the same.
 
-    what: the noun that tells what the steps are for, such as "sizes that are settled".
+    what: a noun for what the steps are for, such as "sizes that are settled".
     """
 
     def __init__(self, what: str, limit: int) -> None:

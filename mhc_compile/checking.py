@@ -1,12 +1,12 @@
 """`options={"mhc.check": True}`: in the first calls of a compiled graph each of its sites is checked alone.
 
-In these calls the program itself runs, as it was written, with each site a function that also computes what the
-site's operator makes of the same values, and what is exact: the program's code in float64. The backward pass does so
-with the gradients that arrive. `testing.judge` compares the errors, as in `verify`. Results and gradients of these
-calls are those of the program's own code, whatever the operators do.
+In these calls the program runs as it was written, and each site is a function. The function computes the program's own
+code, the site's operator, and the exact result: the program's code in float64. The backward pass does the same with the
+incoming gradients. `testing.judge` compares the errors, as in `verify`. Results and gradients of these calls are those
+of the program's own code, whatever the operators compute.
 
-A site whose operator is worse is left alone from then on in this process: its name is noted, and Dynamo compiles the
-graph again, without it.
+If an operator is less accurate, its site is left alone from then on in this process: its name is noted, and Dynamo
+compiles the graph again, without it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def forget() -> None:
 
 
 class Check:
-    """One site: a function that the program calls in its place, and what has been found out about its operator."""
+    """One site: the function that the program calls in its place, and what is known about its operator."""
 
     def __init__(self, part: Alone, graph: fx.Graph, calls: FirstCalls) -> None:
         self.name = passes.site_name(part.site)
@@ -82,7 +82,7 @@ class Check:
         return _Watched.apply(self, *inputs)  # type: ignore[no-untyped-call]
 
     def forward(self, inputs: Sequence[Any]) -> tuple[Tensor, ...]:
-        """What the program makes of these inputs, and a comparison of the operator with it."""
+        """The program's results for these inputs, and a comparison of the operator with them."""
         found: tuple[Tensor, ...] = self._program(*inputs)
         if self._calls.checking and self.failure is None:
             with self._telling():
@@ -133,7 +133,7 @@ class Check:
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:
-        """What raises while an operator is compared ends the check of its site, and is told in the report."""
+        """An error while an operator is compared ends the check of its site. The report names the error."""
         try:
             yield
         except Exception as error:
@@ -152,7 +152,7 @@ class Check:
             if members:
                 findings += judge(self._trusted, self._found, members, group, vanishing=group == "gradients")
         failed = [finding for finding in findings if not finding.ok]
-        # Of a tensor rather than of several together.
+        # Rather of one tensor than of several together.
         worst = max(failed, key=lambda f: (len(f.names) == 1, f.error / f.limit), default=None)
         return None if worst is None else f"when checked, its operator was less accurate than this code: {worst}"
 
@@ -163,7 +163,7 @@ class Check:
 
 
 class _Watched(torch.autograd.Function):
-    """A site of the program, which keeps its inputs alone for the backward pass."""
+    """A site of the program, which keeps only its inputs for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, check: Check, *inputs: Any) -> Any:
@@ -236,7 +236,7 @@ class FirstCalls:
     def start(
         self, program: fx.GraphModule, ballot: Ballot, compiled: Callable[..., Any], entry: records.Compiled
     ) -> Callable[..., Any]:
-        """The program with its checks, and what is called if these find nothing, with its entry in the records.
+        """The program with its checks, and the graph to call if the checks find nothing, with its entry in the records.
 
         The latter has just been compiled.
         """
@@ -294,7 +294,7 @@ class FirstCalls:
         return {index: reason for index, reason in found if reason is not None}
 
     def _settle(self, found: dict[int, str]) -> None:
-        """Go over to the compiled graph, or let it be compiled again without the sites that were found."""
+        """Switch to the compiled graph, or compile it again without the sites that are left alone."""
         for index, reason in found.items():
             check = self.checks[index]
             _left.setdefault(check.structure, {})[check.name] = reason
@@ -331,10 +331,10 @@ def nothing(compiled: Callable[..., Any], entry: records.Compiled) -> Callable[.
 
 
 def prepare(module: fx.GraphModule, *, input_norms: bool | None) -> Instead:
-    """What makes of a Dynamo graph's compiled form one whose sites are checked in its first calls.
+    """A function that makes of a compiled Dynamo graph one whose sites are checked in its first calls.
 
-    It is made of the graph as it is now, and so before it is compiled. Where there is no site to check it is the
-    compiled graph itself.
+    Call it before the graph is compiled, because it uses the graph as it is now. If there is no site to check, the
+    function returns the compiled graph itself.
     """
     first = FirstCalls()
 

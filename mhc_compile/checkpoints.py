@@ -62,9 +62,9 @@ def from_deepseek_v4(state: State, prefix: str = "") -> dict[str, Tensor]:
 
 
 def to_deepseek_v4(state: State, form: Form, prefix: str = "") -> dict[str, Tensor]:
-    """`hc_sinkhorn_iters`, `hc_eps` and `rms_norm_eps` of the config are to be those of form.
+    """Set `hc_sinkhorn_iters`, `hc_eps` and `rms_norm_eps` of the config to the values of form.
 
-    Raises ValueError where DeepSeek-V4 does not compute form; so do all `to_*`.
+    Raises ValueError if DeepSeek-V4 does not compute form; so do all `to_*`.
     """
     state = _fitted(
         state,
@@ -81,7 +81,7 @@ def from_deepseek_v4_head(state: State, prefix: str = "") -> dict[str, Tensor]:
 
 
 def to_deepseek_v4_head(state: State, form: Form, prefix: str = "") -> dict[str, Tensor]:
-    """`hc_eps` and `rms_norm_eps` of the config are to be those of form."""
+    """Set `hc_eps` and `rms_norm_eps` of the config to the values of form."""
     _fitting_head(form, replace(form.rms, mode="inside") == form.rms, "DeepSeek-V4", "rms.mode 'inside'")
     return {
         prefix + "hc_fn": state["phi"],
@@ -110,7 +110,7 @@ def from_transformer_engine(state: State, prefix: str = "") -> dict[str, Tensor]
 
 
 def to_transformer_engine(state: State, form: Form, prefix: str = "") -> dict[str, Tensor]:
-    """iters of `mhc_fused_sinkhorn` is to be that of form (`mhc_generate_mix_and_aggregate` has 20)."""
+    """Set iters of `mhc_fused_sinkhorn` to that of form (`mhc_generate_mix_and_aggregate` has 20)."""
     state = _fitted(state, form, lambda f: Form.transformer_engine(iterations=_iterations(f)), "TransformerEngine")
     n = _streams(state["bias"], "bias")
     return {
@@ -127,7 +127,7 @@ def from_liger(state: State, prefix: str = "") -> dict[str, Tensor]:
 
 
 def to_liger(state: State, form: Form, prefix: str = "") -> dict[str, Tensor]:
-    """The arguments of `LigerMHC` are to be those of form."""
+    """Give `LigerMHC` the arguments of form."""
     state = _fitted(
         state,
         form,
@@ -148,8 +148,8 @@ def from_megatron(state: State, prefix: str = "") -> dict[str, Tensor]:
     """`mapping_proj.weight` [K, n*C], `bias` [K], `alpha_pre`, `alpha_post`, `alpha_res` [1].
 
     prefix: "decoder.layers.0.self_attention_hyper_connection." or the like. Belongs to `Form.megatron`, whose argument
-    softmax tells which version of Megatron-LM wrote the checkpoint: the parameters do not. Nor do they tell whether
-    `mhc_single_pass` was set, where a sublayer aggregates with the h_pre of the one before: no `HyperConnection` does.
+    softmax says which version of Megatron-LM wrote the checkpoint: the parameters do not. Nor do they show whether
+    `mhc_single_pass` was set. Then a sublayer reads with the previous h_pre, which no `HyperConnection` does.
     """
     names = ("mapping_proj.weight", "bias", *(f"alpha_{group}" for group in _GROUPS))
     phi, bias, *alphas = _take(state, prefix, *names)
@@ -157,7 +157,7 @@ def from_megatron(state: State, prefix: str = "") -> dict[str, Tensor]:
 
 
 def to_megatron(state: State, form: Form, prefix: str = "", *, softmax: bool = False) -> dict[str, Tensor]:
-    """`mhc_sinkhorn_iterations` is to be that of form; softmax as in `Form.megatron`."""
+    """Set `mhc_sinkhorn_iterations` to that of form; softmax is as in `Form.megatron`."""
     state = _fitted(state, form, lambda f: Form.megatron(iterations=_iterations(f), softmax=softmax), "Megatron-LM")
     scale = state["scale"]
     alphas = {f"{prefix}alpha_{group}": scale[i : i + 1] for i, group in enumerate(_GROUPS)}
@@ -175,7 +175,7 @@ def from_megatron_head(state: State, prefix: str = "") -> dict[str, Tensor]:
 
 
 def to_megatron_head(state: State, form: Form, prefix: str = "") -> dict[str, Tensor]:
-    """`layernorm_epsilon` of the config is to be that of form."""
+    """Set `layernorm_epsilon` of the config to that of form."""
     fits = form.rms.mode == "inside" and form.gates.pre_eps == form.rms.eps
     _fitting_head(form, fits, "Megatron-LM", "rms.mode 'inside' and gates.pre_eps equal to rms.eps")
     return {
@@ -218,12 +218,12 @@ def _canonical(form: Form) -> Form:
 
 
 def _iterations(form: Form) -> int:
-    """How many times both axes are normalised, a softmax start counting for its rows."""
+    """How many times both axes are normalised; a softmax start counts as one normalisation of rows."""
     return (form.sinkhorn.steps + 1) // 2
 
 
 def _fitted(state: State, form: Form, family: Callable[[Form], Form], library: str) -> State:
-    """state as a library that computes family(form) wants it, transposed if that is what it takes."""
+    """state for a library that computes family(form), transposed if the library needs it."""
     for name in ("phi", "scale", "bias"):
         if name not in state:
             raise KeyError(f"{name} is missing; state has {', '.join(state)}")

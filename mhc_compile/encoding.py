@@ -1,4 +1,4 @@
-"""Text that other processes read: what a call of `mhc::_launch` or `mhc::_loop` is about, and what is told to people.
+"""Text that other processes read: what a call of `mhc::_launch` or `mhc::_loop` is about, and texts for people.
 
 The code that calls these operators is kept on disk. It is JSON in single quotes: Inductor's C++ does not escape double
 ones.

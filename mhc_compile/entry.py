@@ -37,7 +37,7 @@ def _whole(
 
 
 def _given_up(function: compat.GivenUp) -> None:
-    """Note a function that Dynamo gives up: `mhc_compile.backend.given_up`, imported here."""
+    """Note a function that Dynamo gives up on: `mhc_compile.backend.given_up`, imported here."""
     from mhc_compile import backend
 
     backend.given_up(function, mhc)

@@ -17,11 +17,11 @@ from mhc_compile.progress import progress
 def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """Run `model(*args, **kwargs)` once through Dynamo and report its hyper-connections.
 
-    Returns a `Report`: `report.sites`, `report.rewritten` and `report.declined` list the sites with operator, source
-    location, detail and reason, `report.cut` what Dynamo tears apart, `report.fusions` counts what was fused;
-    `str(report)` is the same for people. The rewritten graphs run operator by operator, in the caller's grad mode;
-    nothing is compiled and nothing is kept. A compiled model is looked at as it is written. Functions that Dynamo gave
-    up before are tried, and stay given up. From two seconds on, a terminal shows how far it is.
+    Returns a `Report`. `report.sites`, `report.rewritten` and `report.declined` list the sites with operator, source
+    location, detail and reason. `report.cut` lists what Dynamo cuts, and `report.fusions` counts fusions. `str(report)`
+    is the same for people. The rewritten graphs run operator by operator, in the caller's grad mode. Nothing is
+    compiled and nothing is kept. If the model is compiled, its original code is looked at. Functions that Dynamo gave
+    up on earlier are tried again; afterwards they still run eagerly. After two seconds, a terminal shows the progress.
     """
     ledger = records.Ledger()
 

@@ -1,4 +1,4 @@
-"""The parameters that tell one hyper-connection form from another.
+"""The parameters in which the forms of hyper-connections differ.
 
 Shared by operators, kernels, passes and tests. Each class names the equation that its fields parametrise;
 `as_kwargs` spells the fields as the flat keyword arguments of the registered operators.
@@ -71,10 +71,10 @@ class Sinkhorn:
     then alternately, beginning with `first` ("rows" sums over dim -1, "columns" over dim -2):
         P = P / (P.sum(axis) + eps), or with clamp P = P / max(P.sum(axis), eps)
 
-    With eps = start_eps = 0 logits of any size neither overflow nor underflow to 0 / 0: the exponentials keep whole
-    exponents of their own until both axes have been normalised. The last two starts are computed from the shifted
-    exponential of "exp", with start_eps and the first half-step's eps scaled to match. The result is the same, and the
-    shift prevents overflow and underflow.
+    With eps = start_eps = 0, logits of any size neither overflow nor underflow to 0 / 0: each exponential is kept as a
+    mantissa and an integer exponent until both axes have been normalised. The last two starts are computed from the
+    shifted exponential of "exp", with start_eps and the first half-step's eps scaled to match. The result equals plain
+    exp's, and the shift prevents overflow and underflow.
     The paper's T iterations after a row softmax, columns last, are 2 T - 1 half-steps.
     """
 
@@ -115,7 +115,7 @@ class Sinkhorn:
 
     @property
     def iterated(self) -> Sinkhorn:
-        """The same as it is computed: without eps the first half-step, or the softmax, is part of the start.
+        """The form in which it is computed: without eps, the first half-step or the softmax is part of the start.
 
         start "normalised": P = exp(L) divided by its sums along the axis that `first` does not normalise
         """
@@ -138,4 +138,4 @@ class Sinkhorn:
 
 
 class SymbolicLayout(ValueError):
-    """How a tensor lies in memory depends on a symbolic size, where a kernel has to know it."""
+    """A kernel has to know how a tensor lies in memory, but this depends on a symbolic size."""

@@ -131,7 +131,7 @@ def equation(name: str) -> str:
     before, _ = _split(inspect.getdoc(getattr(ops, name)) or "")
     summary, *rest = before.strip().split("\n\n")
     blocks = [block for block in rest if block.startswith("    ")]
-    # What stands beside an equation is a remark on it.
+    # Text on the line of an equation is a remark on it.
     lines = [re.sub(" {3,}", ", ", line.strip()) for block in blocks[:1] for line in block.splitlines()]
     return " ".join(("; ".join(lines) or summary).split())
 
@@ -186,7 +186,7 @@ def _backward_section(name: str) -> str:
             meaning = "as above"
         elif argument.name == "n":
             meaning = "the number of streams"
-        elif argument.name == "d_x":
+        elif argument.name == "d_x" and _optional(argument):
             meaning = "a gradient of x from elsewhere, in the shape of x; it is added to the result"
         elif argument.name == "needs":
             meaning = "which gradients are wanted; the others come back with shape [0]"
@@ -220,7 +220,7 @@ def _split(doc: str) -> tuple[str, dict[str, str]]:
 
 
 def _arguments(block: str) -> tuple[dict[str, str], str]:
-    """Texts by name, and the remark behind them."""
+    """Texts by name, and the remark after them."""
     lines = inspect.cleandoc(block).splitlines()
     described: dict[str, str] = {}
     note: list[str] = []
@@ -287,7 +287,7 @@ class _Errors:
         return [each for each in dict.fromkeys(found) if each[1].split()[0] not in foreign]
 
     def of_tensors(self) -> list[tuple[str, str]]:
-        """What is raised for every tensor alike."""
+        """The errors that every tensor argument can raise."""
         named = {"name": "<argument>"}
         return [
             each
@@ -369,7 +369,7 @@ def _name(node: ast.expr) -> str:
 
 
 def _literal(node: ast.expr, known: dict[str, str]) -> str:
-    """The text of a string expression, as far as it is known."""
+    """The text of a string expression; unknown parts become an ellipsis."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.Name):

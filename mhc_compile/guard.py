@@ -1,6 +1,6 @@
-"""One guard around everything of ours that a compilation calls: what raises there costs a rewrite, or a message.
+"""One guard around our code that a compilation calls: an error there costs a rewrite or a message, no more.
 
-A failure is told in one line, with the place in our sources, in the log and in the report. Its traceback is logged at
+The log and the report have one line for each failure, with the place in our sources. Its traceback is logged at
 debug level.
 """
 
@@ -31,7 +31,7 @@ class Deliberate(compat.Unwrapped):
 
 @contextlib.contextmanager
 def guard(follows: str, errors: list[str] | None = None) -> Iterator[None]:
-    """Let whatever raises inside end there: log it, with what follows from it, and add it to these errors.
+    """Catch errors of the block: log each one with its consequence, and add it to `errors`.
 
     Errors that are meant to stop a compilation go through, and so do Dynamo's requests to trace again.
     """
@@ -42,7 +42,7 @@ def guard(follows: str, errors: list[str] | None = None) -> Iterator[None]:
 
 
 def told(error: Exception, follows: str, errors: list[str] | None = None, line: str = "") -> str:
-    """Tell of a failure that was caught, once for all that are the same; returns the line that is told.
+    """Report a failure that was caught, once for all equal ones; returns the line of the report.
 
     line is the user's, if the failure is about one.
     """
@@ -62,7 +62,7 @@ def told(error: Exception, follows: str, errors: list[str] | None = None, line: 
 
 
 def _was_told(kind: str) -> bool:
-    """Whether the same was told of another graph of the same compilation, such as that of the backward."""
+    """Whether another graph of this compilation, such as that of the backward, reported the same failure."""
     frame, number = _compilation()
     if frame is None:
         return False
@@ -74,7 +74,7 @@ def _was_told(kind: str) -> bool:
 def _compilation() -> tuple[Any, Any]:
     try:
         return compat.compile_id()[:2]
-    except Exception:  # what tells of failures has to do without: all are of one
+    except Exception:  # reporting a failure must not fail: all count as one compilation
         return "unknown", None
 
 
@@ -82,14 +82,14 @@ _told: set[Any] = set()
 
 
 def forget() -> None:
-    """Tell of all failures anew, as when Dynamo was reset."""
+    """Report all failures anew, as after a reset of Dynamo."""
     _told.clear()
 
 
 def _asks_to_trace_again(error: Exception) -> bool:
     try:
         return compat.asks_to_trace_again(error)
-    except Exception:  # what tells of failures has to do without
+    except Exception:  # reporting a failure must not fail
         return False
 
 

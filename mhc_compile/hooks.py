@@ -1,8 +1,8 @@
-"""The three passes as Inductor calls them, and how they stand beside the passes of others.
+"""The three passes as Inductor calls them, and how they are combined with the passes of others.
 
 One works on each Dynamo graph before autograd, one on each joint graph after it, one on each graph that Inductor is
-about to compile. All are a `CustomGraphPass` with a `uuid` that covers the sources of operators, kernels and passes and
-the options, so compiled graphs are cached by Inductor as ever, and cached ones go stale when any of those change.
+about to compile. Each is a `CustomGraphPass`. Its `uuid` covers the options and the sources of operators, kernels and
+passes. So Inductor caches compiled graphs as usual, and a cached graph is not found any more if one of these changes.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ is_rewritten: ContextVar[bool] = ContextVar("is_rewritten", default=False)
 
 
 class StrictError(Deliberate):
-    """Hyper-connection code was found and not rewritten, and `mhc.strict` asks for it to be.
+    """Hyper-connection code was found and not rewritten, and the option `mhc.strict` is on.
 
     The first call of the compiled model raises it, and `except mhc_compile.StrictError` around that call catches it.
     """
 
 
 class Configured(compat.CustomGraphPass):
-    """A pass that goes by the "mhc." options, and is told from others in Inductor's caches by sources and options."""
+    """A pass that reads the "mhc." options. Inductor's caches identify it by its sources and options."""
 
     def __init__(self, options: dict[str, Any] | None = None) -> None:
         self.options = OPTIONS | (options or {})
 
     def uuid(self) -> Any:
-        """What Inductor's caches know the pass by; where that cannot be found out, what no cache knows."""
+        """The name by which Inductor's caches know the pass; a random one if the sources cannot be read."""
         try:
             return self._identity()
         except Exception as error:
@@ -61,12 +61,12 @@ class Configured(compat.CustomGraphPass):
 
 
 def lost(sites: Sequence[SiteReport], options: dict[str, Any]) -> list[SiteReport]:
-    """Of these sites those that strict options raise for: `mhc.skip` does not name their lines."""
+    """The sites that strict options raise for: `mhc.skip` does not name their lines."""
     return [site for site in sites if not site.location.is_among(options.get(SKIP, ()))]
 
 
 def _hook(run: Callable[[Any, fx.Graph], None]) -> Callable[[Any, fx.Graph], None]:
-    """A pass that Inductor calls, of which no failure reaches Inductor."""
+    """A pass that Inductor calls. Its failures do not reach Inductor."""
 
     @functools.wraps(run)
     def guarded(self: Any, graph: fx.Graph) -> None:
@@ -79,10 +79,10 @@ def _hook(run: Callable[[Any, fx.Graph], None]) -> Callable[[Any, fx.Graph], Non
 
 
 def _errors() -> list[str] | None:
-    """Where failures of the compilation in progress are told; None before there is a report."""
+    """The list for failures of the compilation in progress; None before there is a report."""
     try:
         compiled = records.current()
-    except Exception:  # what tells of failures has to do without
+    except Exception:  # reporting a failure must not fail
         return None
     return None if compiled is None else compiled.traced.errors
 
@@ -105,7 +105,7 @@ class MhcPass(Configured):
             new, report = passes.run(graph, input_norms=norms, module=module, left=left, skipped=self.options[SKIP])
         compiled.traced.add(report)
         trace(compiled, report, module if new is not None else None)
-        with guard("C++ is compiled when Inductor comes to it", compiled.traced.errors):
+        with guard("C++ loops are compiled later, when Inductor needs them", compiled.traced.errors):
             if new is not None and _is_for_cpu(graph):
                 compat.compile_beside()
 
@@ -126,7 +126,7 @@ def _words(report: Report) -> str:
     try:
         return str(report)
     except Exception as error:
-        told(error, "the report is told in part", report.errors)
+        told(error, "the report is incomplete", report.errors)
         return "; ".join([site.reason or "" for site in report.declined] + report.errors)
 
 
@@ -136,7 +136,7 @@ def _is_for_cpu(graph: fx.Graph) -> bool:
 
 
 def _compiled() -> records.Compiled:
-    """What is known of the graph that is being compiled."""
+    """The entry for the graph that is being compiled."""
     with guard("the report is not kept"):
         compiled = records.current()
         if compiled is not None:
@@ -161,7 +161,7 @@ class FusePass(Configured):
 
 
 class LowerPass(Configured):
-    """The post-grad pass: lets sublayers that are alike be one graph, takes operators apart, and reports both."""
+    """The post-grad pass: compiles identical sublayers once, takes operators apart, and reports both."""
 
     @_hook
     def __call__(self, graph: fx.Graph) -> None:
@@ -194,7 +194,7 @@ class LowerPass(Configured):
                 passes.lowering.spell_out(graph)
 
     def _identity(self) -> tuple[Any, ...]:
-        """With what kernels are chosen by, and cut for: Inductor knows of a GPU its name alone."""
+        """With the properties of the GPU by which kernels are chosen. Inductor's key has only the GPU's name."""
         count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
         processors = [torch.cuda.get_device_properties(i).multi_processor_count for i in range(count)]
         traced = _compiled().digest()
@@ -214,7 +214,7 @@ class _LowerCalled(Configured):
 
 
 class _Chain(compat.CustomGraphPass):
-    """Users' own passes, then ours. What Inductor tells passes that ask for it, whether gradients follow, goes on."""
+    """Users' own passes, then ours. If Inductor says whether gradients follow, passes that ask for it get this, too."""
 
     def __init__(self, *passes: Callable[..., None]) -> None:
         self.passes = passes
@@ -234,7 +234,7 @@ _MODULES = ("agreement.py", "backend.py", "budget.py", "forms.py", "guard.py", "
 
 
 def _sources() -> list[str]:
-    """Every source file that has a say in what a compiled graph computes."""
+    """Every source file that decides what a compiled graph computes."""
     root = Path(__file__).parent
     files = [root / name for name in _MODULES]
     for folder in ("compat", "ops", "kernels", "passes"):
@@ -255,7 +255,7 @@ HOOKS: dict[str, Callable[[dict[str, Any]], compat.CustomGraphPass]] = {
 
 
 def chained(hook: str, given: Any, own: compat.CustomGraphPass) -> compat.CustomGraphPass:
-    """Our pass behind those that are given, or else configured; other passes of ours among these make way."""
+    """Our pass after the given passes, or else the configured ones; older passes of ours among these are removed."""
     configured = passes_of(given if given is not None else getattr(compat.inductor_config(), hook))
     chain = (*(one for one in configured if not isinstance(one, Configured)), own)
     if len(chain) == 1:

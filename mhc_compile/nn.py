@@ -1,4 +1,4 @@
-"""Hyper-connections as ordinary eager modules, which the passes rewrite like anyone's.
+"""Hyper-connections as ordinary eager modules, which the passes rewrite like other code.
 
     stack = [HyperConnection(layer, dim=1280) for layer in layers]
     x = expand(embedding, 4)
@@ -35,7 +35,7 @@ _PAPER_ALPHA = 0.01
 class Form:
     """Which of the published hyper-connections a module computes.
 
-    transposed tells how h_res [i, o] is applied: x'[o] = sum_i h_res[i, o] * x[i] if so, as DeepSeek does it,
+    transposed says how h_res is applied: x'[o] = sum_i h_res[i, o] * x[i] if it is true, as in DeepSeek-V4,
     otherwise x'[o] = sum_i h_res[o, i] * x[i].
 
     The default is DeepSeek-V4's. Every other combination of `mhc_compile.forms` is possible as well.
@@ -77,7 +77,7 @@ class Form:
     def megatron(cls, *, iterations: int = 20, eps: float = 1e-6, softmax: bool = False) -> Form:
         """Megatron-LM's `HyperConnectionModule`.
 
-        softmax tells its two spellings apart: without, exp with clamped sums, rows first, h_res applied as it is;
+        softmax chooses one of its two versions: without it, exp with clamped sums, rows first, h_res applied as it is;
         with, DeepSeek's Sinkhorn, h_res transposed and eps added to h_pre.
         """
         rms = Rms(eps, "outside")
@@ -168,8 +168,8 @@ class HyperConnection(_Mix):
         dim: C, the width of one stream.
         streams: n.
         form: which of the published variants; DeepSeek-V4's if not given.
-        init: "paper": phi normal(0, std), scale 0.01, and biases with which the module is a pre-norm residual
-            block but for terms of the size of scale and exp(-8): h_pre = 1/n, h_post = 1, h_res near the identity.
+        init: "paper": phi normal(0, std), scale 0.01, and biases that make the module a pre-norm residual
+            block, up to terms of the size of scale and exp(-8): h_pre = 1/n, h_post = 1, h_res near the identity.
             (The paper states its goal, the identity mapping, and the small scale; these biases are ours.)
             "deepseek_v4": phi normal(0, std), bias 0, scale 1, as transformers initialises that model.
         std: the standard deviation of phi; `initializer_range` of a transformers config.

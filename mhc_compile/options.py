@@ -36,8 +36,8 @@ TABLE = (
         "mhc.strict",
         "bool",
         False,
-        "Raise `StrictError` if a site is declined, cut or not compiled. The same holds if a pass fails, or if Dynamo "
-        "gives up a function that may hold a hyper-connection.",
+        "Raise `StrictError` if a site is declined, cut or not compiled. Also raise it if a pass fails, or if Dynamo "
+        "gives up on a function that may hold a hyper-connection.",
     ),
     Option(
         "mhc.check",
@@ -50,14 +50,14 @@ TABLE = (
         "mhc.skip",
         'list of "file.py:12"',
         (),
-        "Leave the sites at these lines alone. Strict mode accepts these lines, whatever the reason that a site there "
-        "is left. A function's `def` line stands for the function, if Dynamo gives it up.",
+        "Leave the sites at these lines alone. Strict mode then accepts a site that is left at one of these lines, for "
+        "whatever reason. The line of a function's `def` stands for the whole function, if Dynamo gives up on it.",
     ),
     Option(
         "mhc.recompute",
         '"auto", int >= 1 or None',
         None,
-        "Keep the streams of every k-th layer for the backward pass, and compute the others again. "
+        "Keep the streams of every k-th sublayer for the backward pass, and compute the others again. "
         '"auto" chooses k. None keeps all streams.',
     ),
     Option(

@@ -1,8 +1,8 @@
 """What the passes reported, of every compiled graph that this process has: made here, or found in a cache.
 
 A compiled graph that is found in a cache skips the passes. So Inductor's own object for a compiled graph carries the
-report, and wherever that object is kept, in the FX graph cache, in AOTAutograd's, in the artifacts of
-`torch.compiler.save_cache_artifacts` or in the file of an ahead-of-time compiled function, the report is kept with it.
+report. The report is kept wherever that object is kept: in the FX graph cache, in AOTAutograd's cache, in the artifacts
+of `torch.compiler.save_cache_artifacts`, or in the file of an ahead-of-time compiled function.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Compiled:
                 yield replace(site, reason=f"{site.reason}: Dynamo breaks the graph at {_told(broken)}")
 
     def digest(self) -> str:
-        """Equal if the same is told of two graphs before they are lowered.
+        """Equal for two graphs with the same report, before they are lowered.
 
         It is part of what Inductor's cache knows a graph by. Otherwise two programs that become the same graph would
         have the same report.
@@ -131,7 +131,7 @@ class _Compilation:
         breaks = [one for one in compat.watched.breaks if (one.frame, one.number) == (frame, number)]
         if not failures:
             return None
-        why = f"Dynamo gives the graph up at {_told(breaks[-1])}" if breaks else f"its graph failed: {failures[-1]}"
+        why = f"Dynamo gives up on the graph at {_told(breaks[-1])}" if breaks else f"its graph failed: {failures[-1]}"
         return ". ".join([why.rstrip("."), *dict.fromkeys(self.report().advice)])
 
 
@@ -222,7 +222,7 @@ class Ledger:
         return self._without_frame[-1]
 
     def give_up(self, function: compat.GivenUp) -> bool:
-        """Note a function that Dynamo gives up, unless it does so for a graph that failed: that graph was looked at.
+        """Note a function that Dynamo gives up on, unless it does so for a graph that failed: that graph was looked at.
 
         Returns whether it is noted.
         """
@@ -292,9 +292,9 @@ def place(function: compat.GivenUp) -> Location:
 
 
 def _unknown(function: compat.GivenUp) -> SiteReport:
-    behind = " behind an earlier break" if function.resumed else ""
+    after = " after an earlier break" if function.resumed else ""
     words = (
-        f"Dynamo gives it up at {_told(function.broken).rstrip('.')}. Its own lines{behind} run eagerly and were not "
+        f"Dynamo gives up on it at {_told(function.broken).rstrip('.')}. Its own lines{after} run eagerly and were not "
         "looked at; each function that it calls is compiled by itself, and its sites count once"
     )
     if can_hold(function.reached):
@@ -322,13 +322,13 @@ class _Forgetful:
 
 _forgetful = _Forgetful()
 _process = Ledger()
-# Of the process: around the compilation of one graph, the graph that is being compiled, and the last compilation.
+# The ledger of this process.
 graph, current, last, is_strict = _process.graph, _process.current, _process.last, _process.is_strict
 give_up = _process.give_up
 
 
 def forget() -> None:
-    """Forget all reports, and what was told of failures."""
+    """Forget all reports, and which failures were logged."""
     _process.forget()
     compat.watched.reset()
     guard.forget()
@@ -339,13 +339,13 @@ def report() -> Report:
 
     Graphs that Dynamo threw away do not count. A function that was compiled again, for other shapes, counts once. For a
     graph that was found in a cache, this is the report of its compilation, which the cache keeps with the graph.
-    `cached` counts these graphs, and the text says so. The same holds for what
-    `torch.compiler.load_compiled_function` has loaded.
+    `cached` counts these graphs, and the text says so. Graphs that `torch.compiler.load_compiled_function` has loaded
+    are counted in the same way.
 
-    Packages of AOTInductor carry their report, too, if `enable` was at work when they were built. `packaged` counts
-    what `torch._inductor.aoti_load_package` has loaded of these, `unreported` the packages without a report.
+    A package of AOTInductor carries its report, too, if it was built under `enable`. `packaged` counts the graphs of
+    such packages that `torch._inductor.aoti_load_package` has loaded. `unreported` counts packages without a report.
 
-    `cut` has the steps that Dynamo tore apart or did not compile, with its reason.
+    `cut` has the steps that Dynamo cut or did not compile, with Dynamo's reason.
     """
     return _process.report()
 

@@ -25,9 +25,9 @@ from mhc_compile.testing.judging import Errors, Finding, judge
 RUNS = ("eager", "inductor", "mhc")
 _HOW = {"float64": "in float64", "eager": "eagerly", "inductor": "compiled by Inductor", "mhc": "compiled by mhc"}
 _SEED = 0
-# How often a bad verdict is looked at again, with parameters so much beside those of the model.
+# How many more runs follow a bad verdict, and by how much their parameters are perturbed.
 _REPEATS = 8
-_BESIDE = 0.01
+_PERTURBATION = 0.01
 
 Results = dict[str, torch.Tensor]
 
@@ -120,26 +120,26 @@ def verify(
 ) -> Verification:
     """Check, before training, that `backend="mhc"` computes what `model(*args, **kwargs)` does.
 
-    Runs the model eagerly, compiled by Inductor and compiled by mhc, and compares the outputs and all gradients (of
-    parameters and of floating point inputs) of each with a float64 evaluation, which needs memory for a copy of the
-    model in float64 and its activations. mhc's errors may be as large as eager's, within a margin for chance that
-    `mhc_compile.testing.judge` explains. Where some are larger, eager and mhc are run 8 times more, with
-    parameters a hundredth beside these, and judged by all runs together: one unlucky run does not decide.
+    The model runs eagerly, compiled by Inductor, compiled by mhc, and in float64. The outputs of each run are compared
+    with float64, and so are all gradients, of parameters and of floating point inputs. The float64 run needs memory for
+    a copy of the model and its activations. mhc's errors may be as large as eager's, within a margin for chance that
+    `mhc_compile.testing.judge` explains. If some errors are larger, eager and mhc run 8 more times, with parameters
+    perturbed by 1%. All runs are then judged together: one unlucky run does not decide.
 
     Gradients are those of the output's `loss`, if it has one, and otherwise of a fixed random combination of all
-    floating point outputs. Random draws, dropout for one, are made with the same seed each time, and those of the eager
-    run are used in float64 too. The model may return tensors in tuples, dicts or dataclasses known to pytree.
+    floating point outputs. Random draws, such as dropout, use the same seed in each run, and the float64 run takes the
+    draws of the eager run. The model may return tensors in tuples, dicts or dataclasses known to pytree.
 
-    Parameters, buffers, gradients, the training mode and the state of the random number generators are afterwards what
-    they were; Inductor's caches are left alone. Dynamo is reset before and after, so whatever else is compiled in this
-    process is compiled anew.
+    Afterwards, parameters, buffers, gradients, the training mode and the random number generators are as before.
+    Inductor's caches are left alone. Dynamo is reset before and after, so everything else that was compiled in this
+    process is compiled again.
 
     Args:
-        model: the module, as it is; if it has been through `torch.compile`, the module in there.
-        grad: whether to compare gradients; without, the model is run under `torch.no_grad()`.
-        inductor: whether plain Inductor, which only shows what is usual, is run; it may take long to compile.
-        raises: whether to raise if the verdict is bad.
-        say: what progress, and in the end the table, is given to, line by line; None for silence.
+        model: the module. If it went through `torch.compile`, the original module is taken.
+        grad: whether to compare gradients. If not, the model runs under `torch.no_grad()`.
+        inductor: whether to run plain Inductor as well. It only shows which errors are usual, and may compile long.
+        raises: whether to raise `VerificationError` if mhc is less accurate.
+        say: a function that gets the progress, and the table in the end, line by line; None for silence.
 
     Returns:
         A `Verification`: `ok`, `failures`, `errors`, `report`; its text is the table.
@@ -148,7 +148,7 @@ def verify(
         VerificationError: mhc is less accurate than eager, or its passes failed. The message is the table.
         MemoryError: the float64 copy of the model does not fit.
         ValueError: an operator of the model does not take float64, or no output requires a gradient.
-        TypeError: model is no module; functions, compiled or not, have no parameters that could be compared.
+        TypeError: model is no module. A function, compiled or not, has no parameters to compare.
     """
     module = getattr(model, "_orig_mod", model)
     if not isinstance(module, nn.Module):
@@ -190,11 +190,11 @@ def verify(
             result.errors[run].add(found, exact)
         result.findings = _findings(result.errors, list(exact))
         if result.failures:
-            more = f"{_REPEATS} runs more, with parameters beside these ..."
+            more = f"{_REPEATS} more runs, with parameters perturbed by {_PERTURBATION:.0%} ..."
             tell(f"verify: {_counted(result.failures)} less accurate; {more}")
             # All of them, and judged once: to stop at the first verdict that is good would make it good by chance.
             for repeat in range(_REPEATS):
-                with _beside(module, repeat):
+                with _perturbed(module, repeat):
                     _run_again(result.errors, call, module, args, kwargs, grad)
             result.findings = _findings(result.errors, list(exact))
         torch._dynamo.reset()
@@ -226,15 +226,15 @@ def _run_again(
 
 
 @contextlib.contextmanager
-def _beside(module: nn.Module, seed: int) -> Iterator[None]:
-    """Other parameters meanwhile, so that other roundings are made. Those of subclasses, quantized ones say, stay."""
+def _perturbed(module: nn.Module, seed: int) -> Iterator[None]:
+    """Perturbed parameters meanwhile, which round differently. Those of subclasses, such as quantized ones, stay."""
     parameters = [p for p in module.parameters() if type(p) is nn.Parameter and p.is_floating_point()]
     before = [parameter.detach().clone() for parameter in parameters]
     torch.manual_seed(seed)
     try:
         with torch.no_grad():
             for parameter in parameters:
-                parameter.mul_(1 + _BESIDE * torch.randn_like(parameter))
+                parameter.mul_(1 + _PERTURBATION * torch.randn_like(parameter))
         yield
     finally:
         with torch.no_grad():

@@ -81,7 +81,7 @@ def run(
     """Rewrite the hyper-connections of one Dynamo graph, with the norms that read layer inputs or without.
 
     left holds why some sites are left alone, by their names (`site_name`). skipped holds places in the program, as
-    reports tell them, whose sites are left alone.
+    reports show them, whose sites are left alone.
 
     Returns the new graph, or None where there is nothing to rewrite, and the report. The new graph is put into the
     module, if one is given; the old graph is not changed. Whatever goes wrong inside is written into the report, never
@@ -106,9 +106,9 @@ def run(
 
     new = attempt("rewriting", graph, failures, change, undo)
     report.errors = failures + report.errors
-    with guard("operators that the program calls are not told", report.errors):
+    with guard("operators that the program calls are not reported", report.errors):
         report.called = called(graph)
-    with guard("sites whose gates are in another graph are not told", report.errors):
+    with guard("sites whose gates are in another graph are not reported", report.errors):
         report.cut += cut(new or graph)
         report.advice = advice(graph)
     report.seconds = time.perf_counter() - begin
@@ -120,7 +120,7 @@ def run(
 def _rewritten(
     graph: fx.Graph, input_norms: bool | None, left: Left, skipped: Sequence[str], report: Report, failures: list[str]
 ) -> fx.Graph | None:
-    """The new graph, if any. What goes wrong with the graph is added to `failures`, with the report to its errors."""
+    """The new graph, if any. Failures of the graph go to `failures`, those of the report to the report's errors."""
     stages = Stages()
     with _planned(graph, input_norms, left, failures, stages) as (shadow, plan):
         _skip(plan, skipped)
@@ -133,9 +133,9 @@ def _rewritten(
         report.sites = [SiteReport(site.op, location(None), "") for site in plan.sites]
         shown: dict[int, BeforeAfter] = {}
         if new is not None:
-            with guard("sites are told without bytes and lines of the graph", report.errors):
+            with guard("sites are reported without bytes and lines of the graph", report.errors):
                 shown = before_after(shadow, plan, new)
-        with guard("sites are told without their places", report.errors):
+        with guard("sites are reported without their places", report.errors):
             report.sites = _sites(shadow, plan, shown)
             report.excerpts = {one.excerpt: list(one.lines) for one in shown.values()}
             # A graph that calls this one reads its gates.
@@ -186,7 +186,7 @@ def _planned(
 
 
 def site_name(site: Site) -> str:
-    """What tells a site from others of its graph, in each compilation of one program."""
+    """A name that identifies a site in its graph, in each compilation of one program."""
     return f"{site.op} {_node(site).name}"
 
 
@@ -297,7 +297,7 @@ def _fuse(module: fx.GraphModule, names: Collection[str], layers: fusing.Layers,
 
 
 def put(module: fx.GraphModule, graph: fx.Graph) -> None:
-    """Make this the graph of a module, with the code for it; where there is none the module stays as it was."""
+    """Make this the graph of a module, with its code; if the code cannot be made, the module stays as it was."""
     before = module.graph
     if graph is before:
         return
@@ -312,7 +312,7 @@ def put(module: fx.GraphModule, graph: fx.Graph) -> None:
 def share(
     graph: fx.Graph, compile_body: Callable[[fx.GraphModule], None] | None = None
 ) -> tuple[list[fx.GraphModule], Report]:
-    """Let layers that are alike be calls of one graph, in place; returns the graphs that are called, and the report.
+    """Make identical layers calls of one graph, in place; returns the graphs that are called, and the report.
 
     `compile_body` is given each of these graphs; what it raises is a failure to share.
     """
@@ -375,7 +375,7 @@ def run_recursively(
 ) -> Report:
     """Rewrite a graph module in place, with the bodies of its checkpoint regions and other nested graphs.
 
-    left_of tells for each graph which sites are left alone, and why; skipped holds the places of others, as for `run`.
+    left_of says for each graph which sites are left alone, and why; skipped holds the places of others, as for `run`.
 
     A graph comes before its bodies: an `autograd.Function` that computes a gate is recognised by what its bodies
     compute, as their author wrote them, and disappears with them.
@@ -390,12 +390,13 @@ def run_recursively(
     return total
 
 
-# How often one graph's sites are put in place, beside twice for each: every time a site, or the norm of one, less.
+# How often one graph's sites are put in place, in addition to twice for each site. Each time, a site or its norm is
+# dropped.
 _MOST_TRIES = 64
 
 
 def _rewrite(shadow: shadowing.Shadow, plan: Plan, errors: list[str]) -> fx.Graph | None:
-    """Rewrite all sites; those that fail, or turn out not to be expressible, are declined, and the rest tried again."""
+    """Rewrite all sites. Sites that fail, or that cannot be expressed, are declined, and the others are tried again."""
     budget = Steps("tries to rewrite the sites of a graph", _MOST_TRIES + 2 * len(plan.sites))
     while plan.sites:
         budget.take()
@@ -410,7 +411,7 @@ def _rewrite(shadow: shadowing.Shadow, plan: Plan, errors: list[str]) -> fx.Grap
 
 
 def _culprit(shadow: shadowing.Shadow, plan: Plan, budget: Steps) -> Site:
-    """The last of the fewest first sites that cannot be rewritten together, where an error says nothing of its site."""
+    """The site to blame for an error that names none: the shortest prefix of the sites that fails ends with it."""
     works, fails = 0, len(plan.sites)
     while fails - works > 1:
         budget.take()
@@ -424,7 +425,7 @@ def _culprit(shadow: shadowing.Shadow, plan: Plan, budget: Steps) -> Site:
 
 
 def _decline(plan: Plan, failures: dict[int, Exception], errors: list[str]) -> None:
-    """Take the first site that failed, and those that failed alike, out of a plan, or the norm out of the site."""
+    """Take the first site that failed, and those with the same failure, out of a plan; or the norm out of the site."""
     kinds = {number: (type(error), str(error)) for number, error in failures.items()}
     first = next(kinds[id(site)] for site in plan.sites if id(site) in kinds)
     for site in list(plan.sites):
@@ -489,7 +490,7 @@ def _detail(site: Site) -> str:
     if site.norm is not None:
         parts.append(f"input norm eps {site.norm.eps:g}")
     if site.norm_apart:
-        parts.append(f"RMS norm behind it stays apart: {site.norm_apart}")
+        parts.append(f"the RMS norm after it stays apart: {site.norm_apart}")
     return ", ".join(parts)
 
 

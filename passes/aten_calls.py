@@ -52,7 +52,7 @@ class WritesInput(Exception):
 
 def record(run: Callable[[list[torch.Tensor]], Any], inputs: list[torch.Tensor], mode: Any) -> Recording:
     """The calls that `run(inputs)` makes under the fake mode; raises WritesInput if one writes into an input."""
-    # Values of nodes that were copied share a fake tensor; here each must be told from the others.
+    # Values of nodes that were copied share a fake tensor; here each needs a value of its own.
     stand_ins = [torch.ops.aten.alias.default(tensor) for tensor in inputs]
     recorder = _Recorder(stand_ins)
     with mode, compat.composites_in_python(inputs), recorder:
@@ -61,7 +61,7 @@ def record(run: Callable[[list[torch.Tensor]], Any], inputs: list[torch.Tensor],
 
 
 def call_text(target: Any, args: Any, kwargs: Any, places: type = Slot) -> str:
-    """A call without the tensors in it, in whose places there are objects of some type."""
+    """A call as text, without its tensors: objects of some type take their places."""
 
     def written(leaf: Any) -> Any:
         if isinstance(leaf, places):

@@ -25,7 +25,7 @@ _VIEWS = {"_unsafe_view", "_reshape_alias"}
 
 @dataclass(frozen=True)
 class BeforeAfter:
-    """Of one site; `excerpt` names `lines`, which are the same for sites that are alike."""
+    """One site before and after; `excerpt` names `lines`, which are the same for identical sites."""
 
     before: Traffic | None
     after: Traffic | None
@@ -113,7 +113,7 @@ def _of_program(ops: Sequence[Op]) -> Traffic | None:
 
 
 def _is_view(op: Op) -> bool:
-    # Its sources and results are not the program's own tensors where nodes are alike, so memory does not tell.
+    # Its sources and results are not the program's own tensors where nodes are identical, so memory does not help.
     returns = op.target._schema.returns if isinstance(op.target, torch._ops.OpOverload) else ()
     return op.name in _VIEWS or any(one.alias_info is not None and not one.alias_info.is_write for one in returns)
 

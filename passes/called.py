@@ -1,4 +1,4 @@
-"""Operators that the program calls itself, told apart from those that the passes insert.
+"""Operators that the program calls itself, without those that the passes insert.
 
 They need no rewriting: autograd and the later stages treat them like any that was inserted. They are reported.
 """

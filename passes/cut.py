@@ -1,4 +1,4 @@
-"""Steps of a hyper-connection whose gates cross the edge of a graph: what makes them and what reads them are apart."""
+"""Steps of a hyper-connection whose gates cross the edge of a graph: one graph makes them, and another reads them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ MADE_ELSEWHERE = "its gates are made in another graph"
 READ_ELSEWHERE = "its gates are read in another graph"
 WRITTEN_ELSEWHERE = "the gates of its write are read in another graph"
 
-# What keeps a graph whole that is given up because of an operator, by a part of its name.
+# How to keep a graph that Dynamo gives up on because of an operator, by a part of the operator's name.
 _ADVICE = {
-    "grouped_mm_fallback": "on a CPU the gradient of transformers' grouped experts reads sizes on the host; "
-    'model.set_experts_implementation("batched_mm") keeps the graph whole',
+    "grouped_mm_fallback": "on a CPU, the backward of transformers' grouped experts calls tolist(), which cannot be "
+    'traced; model.set_experts_implementation("batched_mm") keeps the graph whole',
 }
 
 # The gates among the results of an operator, and among its arguments.
@@ -31,7 +31,7 @@ _FORMS |= {"unflatten", "to", "float", "type", "expand", "mT", "view_as", "type_
 
 
 def cut(graph: fx.Graph) -> list[SiteReport]:
-    """The operators of a rewritten graph of which a gate comes from another graph, or is read in another one only."""
+    """The operators of a rewritten graph with a gate that another graph makes, or that only another graph reads."""
     if compat.is_called(graph):  # the calling graph makes its gates, or reads them
         return []
     found = [(node, MADE_ELSEWHERE) for node in calls(graph, *_READ) if any(map(_is_given, _gates_read(node)))]
@@ -43,7 +43,7 @@ def cut(graph: fx.Graph) -> list[SiteReport]:
 
 
 def advice(graph: fx.Graph) -> list[str]:
-    """What to do if the graph is given up."""
+    """What to do if Dynamo gives up on the graph."""
     names = {str(node.target) for node in graph.nodes if node.op == "call_function"}
     return [words for part, words in _ADVICE.items() if any(part in name for name in names)]
 
@@ -79,14 +79,14 @@ def _makes_gates(shape: tuple[int, ...]) -> bool:
 
 
 def _projects(phi: tuple[int, ...], shapes: set[tuple[int, ...]]) -> bool:
-    """Whether a matrix, learned or not, has few rows and may multiply a tensor beside it, flat or not."""
+    """Whether a matrix, learned or not, has few rows and may multiply one of the other tensors, flat or not."""
     beside = [shape for shape in shapes if len(shape) >= 3]
     widths = {shape[-1] for shape in beside} | {shape[-2] * shape[-1] for shape in beside}
     return len(phi) == 2 and any(rows in _ROWS and width in widths for rows, width in (phi, phi[::-1]))
 
 
 def _has_gates(streams: tuple[int, ...], shapes: set[tuple[int, ...]]) -> bool:
-    """Whether [..., n, C] has gates [..., n] or [..., n, n] beside it."""
+    """Whether [..., n, C] comes with gates [..., n] or [..., n, n]."""
     if len(streams) < 3 or streams[-2] not in _COUNTS:
         return False
     gates = streams[:-1]
@@ -107,7 +107,7 @@ def _gates_made(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _is_given(gate: fx.Node) -> bool:
-    """Whether a gate is an input of the graph, and no parameter: those of static hyper-connections are no one's."""
+    """Whether a gate is an input of the graph, and no parameter, as in static hyper-connections."""
     while _name(gate) in _FORMS and gate.all_input_nodes:
         gate = gate.all_input_nodes[0]
     return gate.op == "placeholder" and not isinstance(compat.example(gate), torch.nn.Parameter)

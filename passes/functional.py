@@ -2,10 +2,13 @@
 
     y = a @ b;  y.add_(c);  return y      is      y = a @ b;  z = y.add(c);  return z
 
-That holds where the memory was made inside the graph, no other view of it is read afterwards, and grad mode, inference
-mode and autocast are those under which it was made: under no_grad a write keeps the gradient of what it writes into,
-and a new tensor has none; autocast chooses types for new tensors only. Everything else stays as it is, and the later
-stages treat it as a write.
+This is done if all of these hold:
+
+- The memory was made inside the graph, and no other view of it is read afterwards.
+- Grad mode, inference mode and autocast are as when the memory was made. Under no_grad, a write keeps the gradient of
+  the tensor that it writes into, but a new tensor has none. Autocast chooses types for new tensors only.
+
+Everything else stays as it is, and the later stages treat it as a write.
 """
 
 from __future__ import annotations
@@ -93,7 +96,7 @@ class _Functional:
         return True
 
     def _replace(self, node: fx.Node, *, back: bool = False) -> None:
-        """Replace a node, if what comes in its place has the same strides; back: or where the next one assigns it."""
+        """Replace a node, if the new node has the same strides; back: also if the next node assigns it."""
         target = node.args[0]
         assert isinstance(target, fx.Node)
         self.current = node
@@ -127,7 +130,7 @@ class _Functional:
                 self._view_again(holder)
 
     def _view_again(self, node: fx.Node) -> None:
-        """Have the example of a view share the memory of what it is a view of now."""
+        """Let the example of a view share memory with the new base of the view."""
         key = compat.example_key(node)
         old = node.meta[key]
         made = compat.on_examples(node.target, *node.args, **node.kwargs) if not _plain_form(node) else None
@@ -201,7 +204,7 @@ class _Functional:
 
 
 def _alike(made: Any, old: Any) -> bool:
-    """Whether two examples, tensors or tuples of them, are the same but for their memory."""
+    """Whether two examples, tensors or tuples of tensors, differ in memory only."""
     new, before = (value if isinstance(value, (tuple, list)) else (value,) for value in (made, old))
     return len(new) == len(before) and all(
         isinstance(a, torch.Tensor)

@@ -27,10 +27,10 @@ from mhc_compile.passes.recognise.reader import Reader
 from mhc_compile.passes.shadow import Op, Shadow, Value, tensors_of
 
 KEEP = "keep the streams in one tensor [..., n, C]"
-LEAVE = f"the new streams leave the graph one by one, so that one tensor of them would have to be copied apart: {KEEP}"
-COME = f"the streams come from elsewhere one by one, so that one tensor of them would be a copy: {KEEP}"
-WRITTEN = f"the program writes in place into one of the streams, which it keeps in a list: {KEEP}"
-SAME = "the streams are n times one tensor here, which Inductor reads once, and the operator would read n copies"
+LEAVE = f"the new streams leave the graph as separate tensors, so stacking them would cost a copy: {KEEP}"
+COME = f"the streams enter the graph as separate tensors, so stacking them would cost a copy: {KEEP}"
+WRITTEN = f"the program writes in place into one of the streams in the list: {KEEP}"
+SAME = "all streams in the list are one tensor, which Inductor reads once; the operator would read n copies of it"
 STREAMS_AT, GATES_AT = -2, 0
 # How often lists are stacked, each time without those that no operator wrote. Each time the whole graph is recorded.
 MOST_ROUNDS = 4
@@ -56,7 +56,7 @@ class Lists:
         self._behind: dict[fx.Node, int] = {}
 
     def graph(self) -> fx.Graph | None:
-        """The graph with the lists stacked that should be; None where that is the graph as it is."""
+        """The graph in which the chosen lists are stacked; None if no list is stacked."""
         with guard("lists of streams are left as they are", self._errors):
             return self._stacked()
         self._writes, self._left, self._stacks, self._copies = [], {}, {}, {}
@@ -77,7 +77,7 @@ class Lists:
         return new
 
     def are_made(self, plan: Plan) -> bool:
-        """Whether operators make all that was stacked for them; if not, the others are stacked the next time."""
+        """Whether operators make every list that was stacked. If not, the next round leaves those lists out."""
         made = {
             node for site in plan.sites if isinstance(site, CombineSite) for node in surface(site.combine.out).nodes
         }
@@ -85,7 +85,7 @@ class Lists:
         places = {write: self._place(write) for write in self._writes if write not in self._left}
         failed = {write: place for write, place in places.items() if place not in made}
         for write, place in failed.items():
-            reason = reasons.get(place, "this is not recognised as one write of all streams")
+            reason = reasons.get(place, "this was not recognised as one write of all streams")
             self._left[write] = f"the streams are a list, and {reason}: {KEEP}"
         return not failed
 
@@ -97,9 +97,9 @@ class Lists:
         return self._copies.get(node, node)
 
     def tell(self, plan: Plan) -> None:
-        """Add the writes that are left to a plan, each in the place of what was found out about its sums and products.
+        """Add the writes that are left to a plan, in place of findings about their sums and products.
 
-        Each new stream by itself looks like a read. As one it would read all the old streams, n times in all.
+        Each new stream by itself looks like a read of all old streams. An operator for each would read them n times.
         """
         for write, reason in self._left.items():
             inner = {self._copies.get(op.node, op.node) for op in _within(write)}
@@ -199,12 +199,12 @@ class Lists:
             yield from apart(read.gates)
 
     def _common(self, gates: Iterable[Value]) -> Value | None:
-        """The tensor that gates are parts of, the nearest of the program's own."""
+        """The nearest tensor of the program that these gates are parts of."""
         first, *others = [[source.base for source in self._reader.views(gate)] for gate in gates]
         return next((base for base in first if base.nodes and all(base in other for other in others)), None)
 
     def _stack(self, graph: fx.Graph, values: Streams, at: int) -> fx.Node:
-        """Stack values behind the last of them; what comes later reads the parts of that."""
+        """Stack values after the last of them; later code reads the parts of the stack."""
         position = self._shadow.position
         held = [min(value.nodes, key=position.__getitem__) for value in values]
         last = max(held, key=position.__getitem__)
@@ -226,7 +226,7 @@ class Lists:
             self._describe(part, last)
             self._behind |= dict.fromkeys((stack, parts, part), position[last])
             for reader in dict.fromkeys(readers):
-                # Of what stands behind the same node, that which was inserted first comes last.
+                # Of nodes inserted after the same node, the first one inserted comes last.
                 if reader in later or self._behind.get(reader, -1) >= position[last]:
                     for node in value.nodes:
                         if reader is not stack:
@@ -257,7 +257,7 @@ def _within(write: ListWrite) -> set[Op]:
 
 
 def _is_pointwise(value: Value) -> bool:
-    """Whether a kernel of Inductor's that computes a value writes it wherever it is wanted."""
+    """Whether one of Inductor's kernels computes a value, so that it can write the value to any place."""
     op = value.op
     while op is not None and op.target is not None and is_movement(op) and len(op.sources) == 1:
         op = op.sources[0].op if op.name not in ("clone", "_to_copy") else op

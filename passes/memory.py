@@ -39,14 +39,14 @@ class Memory:
         self._groups.pop(old).discard(old)
 
     def is_free_after(self, node: fx.Node, tensor: Any) -> bool:
-        """Whether node may overwrite this argument: made by the graph, by nobody read later, nor by node twice."""
+        """Whether node may overwrite this argument: the graph made it, and node alone reads it from here on, once."""
         group = self._groups[tensor]
         if not all(map(compat.is_made_here, group)):
             return False
         given = pytree.tree_leaves((node.args, node.kwargs))
         if sum(isinstance(leaf, fx.Node) and leaf in group for leaf in given) > 1:
             return False
-        # Nodes that came to the graph since are parts of operators before this one.
+        # Nodes that were added to the graph since then are parts of operators before this one.
         return all(self._position.get(user, 0) <= self._position[node] for alias in group for user in alias.users)
 
     def is_shared(self, left: fx.Node, right: fx.Node) -> bool:

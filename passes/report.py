@@ -21,7 +21,7 @@ _WRAPPERS = os.path.join(os.path.dirname(ops.__file__), "")
 
 
 def _working_directory() -> str:
-    """With the slash behind it; empty where it was deleted."""
+    """It ends with a slash; it is empty if the directory was deleted."""
     try:
         return os.path.join(os.getcwd(), "")
     except OSError:
@@ -108,7 +108,7 @@ class Fused:
     after: Traffic | None = field(default=None, compare=False)
 
 
-# What stands for the operator, and for the detail, of a function that Dynamo gives up.
+# What stands for the operator, and for the detail, of a function that Dynamo gives up on.
 FUNCTION, NOT_COMPILED, WITHOUT_STREAMS = "function", "not compiled", "not compiled, without streams"
 _SITES = ("sites", "called", "cut", "unchecked")
 _COUNTS = ("checked", "fusions", "shared", "lowered")
@@ -118,22 +118,22 @@ _COUNTS = ("checked", "fusions", "shared", "lowered")
 class Report:
     """What the passes did, over all graphs of a model.
 
-    - sites: every site in program order; rewritten are the accepted, declined the refused ones;
-    - called: the operators that the program calls itself, which are no sites;
-    - cut: the sites that Dynamo tore apart or did not compile, and why; detail says which. unknown are the functions
-      among these that Dynamo gave up before a graph of them was looked at;
-    - checked: how many sites, by operator, `mhc.check` compared with the program; unchecked: those that it could not;
-    - advice: what would keep graphs whole that Dynamo may give up;
-    - skipped: the places that `mhc.skip` names, of sites or of nothing;
-    - graphs: how many were looked at; compiled: how many there are of them, if a function was compiled again, for other
-      shapes say; cached: how many of these came from a cache; packaged: how many came from packages of AOTInductor;
-    - unreported: how many such packages were loaded that have no report;
-    - errors: internal failures, after which a site or a graph was left as it was, or something beside the graph was not
-      done;
-    - fusions, shared, lowered: how often, by name, operators were fused in joint graphs, graphs that are compiled once
-      are called, and operators were compiled by Inductor as parts of a graph;
-    - fused: the operators of forward passes that fusions made, each with the sites that it stands for;
-    - excerpts: by name, the lines of a graph for a site before and after the rewriting. Sites that are alike share one.
+    - sites: every site, in program order. `rewritten` lists the accepted sites, `declined` the others;
+    - called: the operators that the program calls itself. They are not sites;
+    - cut: the sites that Dynamo cut or did not compile, and why. `detail` says which of the two. `unknown` lists the
+      functions that Dynamo gave up on before one of their graphs was looked at;
+    - checked: for each operator, the number of sites that `mhc.check` compared with the program. `unchecked` lists the
+      sites that it could not compare;
+    - advice: what the user can do about graphs that Dynamo may give up on;
+    - skipped: the places that `mhc.skip` names;
+    - graphs: the number of graphs that were looked at. compiled counts a graph again for each recompilation, such as
+      for other shapes. cached counts those from a cache, packaged those from packages of AOTInductor;
+    - unreported: the number of loaded packages without a report;
+    - errors: internal failures. After each, a site or a graph was left as it was, or a log or report is incomplete;
+    - fusions: the number of fusions in joint graphs, by name. shared: the number of calls of graphs that are compiled
+      once. lowered: the number of operators that Inductor compiled as parts of a graph;
+    - fused: the operators of forward passes that fusions made, each with the sites that it replaces;
+    - excerpts: by name, the lines of a graph for a site, before and after the rewriting. Identical sites share one.
 
     `str(report)` is for people and has at most one screen; `details()` has everything, and `html()` is a page.
     """
@@ -195,7 +195,7 @@ class Report:
 
     @staticmethod
     def joined(reports: Iterable[Report]) -> Report:
-        """One program, of which there are several graphs: what is told of each of them is told once."""
+        """The report of one program that was compiled several times: what is true of each graph is reported once."""
         total = Report()
         for one in reports:
             for name in (*_SITES, "fused"):
@@ -214,7 +214,7 @@ class Report:
         return total
 
     def as_dict(self) -> dict[str, Any]:
-        """Of plain values, to be stored."""
+        """The report as plain values, to be stored."""
         counts = {name: dict(getattr(self, name)) for name in _COUNTS}
         sites = {name: [asdict(site) for site in getattr(self, name)] for name in _SITES}
         return vars(self) | counts | sites | {"fused": [asdict(one) for one in self.fused]}
@@ -232,17 +232,17 @@ class Report:
         return printable("\n".join([self._head(), *_lines(self, _KINDS), *self._nothing()]))
 
     def told_of_cut(self) -> list[str]:
-        """What is told of the sites and functions that Dynamo tore apart or did not compile."""
+        """The report's lines about sites and functions that Dynamo cut or did not compile."""
         return [printable(line) for line in _cut_lines(self, _KINDS)]
 
     @property
     def unknown(self) -> list[SiteReport]:
-        """The functions that Dynamo did not compile, in which nobody looked for sites."""
+        """The functions that Dynamo did not compile. They were not searched for sites."""
         return [site for site in self.cut if site.op == FUNCTION and site.detail in (NOT_COMPILED, WITHOUT_STREAMS)]
 
     @property
     def torn(self) -> list[SiteReport]:
-        """`cut`, but for functions that cannot hold a hyper-connection: what strict options raise for."""
+        """`cut` without functions that cannot hold a hyper-connection. Strict mode raises for these entries."""
         return [site for site in self.cut if site.detail != WITHOUT_STREAMS]
 
     def details(self) -> str:
@@ -281,17 +281,17 @@ class Report:
 
     def _nothing(self) -> list[str]:
         if self.unreported:
-            words = "packages carry one if mhc_compile.enable() is at work when they are built"
-            return [f"  no report is in {_packages(self.unreported)}: {words}"]
+            words = "a package carries its report if it is built under mhc_compile.enable()"
+            return [f"  no report in {_packages(self.unreported)}: {words}"]
         if not self.graphs:
-            again = "" if self.unknown else "; torch._dynamo.reset() has Dynamo try again what it gave up before"
+            again = "" if self.unknown else "; torch._dynamo.reset() makes Dynamo retry functions that it gave up on"
             return [f"  no graph was looked at: none was compiled{again}"]
         if self.sites or self.called or self.errors or len(self.cut) > len(self.unknown):
             return []
         return [
-            "  no hyper-connection code was found. It has n >= 2 streams, x[..., n, C] or a list of tensors. It reads",
-            "  them as sum_i a[i] x[i], or writes them as p[o] f + sum_i h[i, o] x[i]. Not looked for are models with",
-            "  n = 1, and reads with a gate for each channel",
+            "  no hyper-connection code was found. Searched: code with n >= 2 streams, x[..., n, C] or a list of",
+            "  tensors, that reads them as sum_i a[i] x[i] or writes them as p[o] f + sum_i h[i, o] x[i].",
+            "  Not searched: n = 1, and reads with a gate for each channel",
         ]
 
 
@@ -308,7 +308,7 @@ T = TypeVar("T", SiteReport, Fused)
 
 
 def _united(sites: list[T], others: list[T]) -> list[T]:
-    """Each as often as the list has it that has more of them, in program order."""
+    """The union of two lists with repetitions: each element as often as in the list that has it more often."""
     missing = Counter(others) - Counter(sites)
     added = []
     for site in others:
@@ -332,24 +332,24 @@ def _fused_from_dict(told: dict[str, Any]) -> Fused:
 
 
 def _lines(report: Report, most: int | None) -> list[str]:
-    """What is told below the first line, of at most so many kinds each; with None of everything, line by line."""
+    """The lines below the first: at most `most` kinds of each group; with None everything, line by line."""
     whole = most is None
     rewritten, declined = _groups(report.rewritten, whole), _groups(report.declined, whole)
     lines = [line for group in rewritten[:most] for line in _site("  {count} x {op:<28} {place}", group)]
-    lines += _more(len(rewritten), most, "kinds of sites that were rewritten")
+    lines += _more(len(rewritten), most, "kind", "of rewritten sites")
     for group in declined[:most]:
         count = f"{len(group)} x " if len(group) > 1 else ""
         lines += _site(f"  declined: {count}{{op}} at {{place}}", group)
-    lines += _more(len(declined), most, "kinds of sites that were declined")
+    lines += _more(len(declined), most, "kind", "of declined sites")
     lines += _cut_lines(report, most)
     called = _groups(report.called, whole)
     for group in called[:most]:
         lines += _site("  called by the program: {count} x {op} at {place}", group)[:1]
-    lines += _more(len(called), most, "kinds of operators that the program calls")
+    lines += _more(len(called), most, "kind", "of operators that the program calls")
     unchecked = _groups(report.unchecked, whole)
     for group in unchecked[:most]:
         lines += _site("  not checked: {count} x {op} at {place}", group)
-    lines += _more(len(unchecked), most, "kinds of sites that were not checked")
+    lines += _more(len(unchecked), most, "kind", "of sites that were not checked")
     for place in report.skipped:
         if not any(site.location.is_among([place]) for site in (*report.sites, *report.cut)):
             lines.append(f"  mhc.skip names {place}, and no site is there")
@@ -359,7 +359,7 @@ def _lines(report: Report, most: int | None) -> list[str]:
             lines.append(f"  {what}: " + ", ".join(f"{count} x {name}" for name, count in counts.items()))
     errors = list(dict.fromkeys(report.errors))
     lines += [f"  error: {message}" for message in errors[:most]]
-    return lines + _more(len(errors), most, "errors")
+    return lines + _more(len(errors), most, "error")
 
 
 def _cut_lines(report: Report, most: int | None) -> list[str]:
@@ -367,11 +367,11 @@ def _cut_lines(report: Report, most: int | None) -> list[str]:
     lines = [
         line for group in cut[:most] for line in _site(f"  {group[0].detail}: {{count}} x {{op}} at {{place}}", group)
     ]
-    return lines + _more(len(cut), most, "kinds of sites that were cut or not compiled")
+    return lines + _more(len(cut), most, "kind", "of sites that were cut or not compiled")
 
 
 def _groups(sites: list[SiteReport], whole: bool) -> list[list[SiteReport]]:
-    """Sites that are alike: of one source line, such as that of all layers; unless all is told, of any line."""
+    """Sites with the same operator and text. If `whole`, they also have the same source line."""
     groups: dict[Any, list[SiteReport]] = {}
     for site in sites:
         line = (str(site.location), site.location.code) if whole else None
@@ -387,8 +387,10 @@ def _site(words: str, group: list[SiteReport]) -> list[str]:
     return [line[:_WIDTH], f"      {first.told}"]
 
 
-def _more(count: int, most: int | None, what: str) -> list[str]:
-    return [] if most is None or count <= most else [f"  {count - most} more {what}: print(report.details())"]
+def _more(count: int, most: int | None, noun: str, of: str = "") -> list[str]:
+    left = 0 if most is None else max(0, count - most)
+    what = f"{noun}{'s' * (left > 1)} {of}".rstrip()
+    return [f"  {left} more {what}: print(report.details())"] if left else []
 
 
 def location(node: fx.Node | None) -> Location:

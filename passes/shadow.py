@@ -1,7 +1,7 @@
-"""Stage 1, shadow: what each Dynamo node does, in ATen, for looking only.
+"""Stage 1, shadow: a record of what each Dynamo node does, in ATen. It is only read.
 
 Dynamo's graph keeps every spelling apart: methods and functions, operators, einsum, `F.rms_norm`. Each node is run
-once on the fake tensors Dynamo left behind, and the ATen calls that arrive below autograd are written down. There
+once on the fake tensors that Dynamo left, and the ATen calls that arrive below autograd are written down. There
 casts by autocast are explicit, composite functions are gone and a few dozen operators remain. The Dynamo graph itself
 is not touched: a re-traced graph could lose checkpoint regions, grad modes and custom autograd functions.
 
@@ -49,7 +49,7 @@ class Value:
 
 @dataclass(eq=False, repr=False, slots=True)
 class Kind:
-    """What calls have in common that differ in nothing but the tensors they read: one object for all of them."""
+    """The common part of calls that differ only in the tensors they read: one object for all these calls."""
 
     # Whether a size takes part as a number; None until somebody asks.
     reads_size: bool | None = None
@@ -281,7 +281,7 @@ class _Tracer:
             self._bind(node, self._replay(found, node, list(inputs)))
 
     def _replay(self, found: _Recorded, node: fx.Node, values: list[Any]) -> Any:
-        """Ops and values for one node as its likes were recorded; what the node returns."""
+        """Ops and values for one node, from the recording of an identical one; what the node returns."""
         values += [None] * (len(found.shapes) - len(values))
         for call, kind in zip(found.recording.calls, found.kinds, strict=True):
             sources = tuple([values[i] for i in call.sources])
@@ -314,7 +314,7 @@ class _Tracer:
         return _Recorded(found, [self._kind(call.text) for call in found.calls], shapes)
 
     def _describe(self, tree: Any, inputs: dict[Value, int], key: list[Any]) -> None:
-        """Extend `key` by what tells this argument of a call from others: a tensor's kind, and which of `inputs`."""
+        """Extend `key` by what distinguishes this argument of a call: a tensor's kind, and which of `inputs`."""
         leaf: Any = self.values.get(tree) if isinstance(tree, fx.Node) else tree
         kind = type(leaf)
         if kind is Value:
@@ -408,7 +408,7 @@ _UNREADABLE = _Recorded(Recording((), None, []), [], [])
 
 
 def spelled(node: fx.Node) -> str:
-    """What a program calls where it makes a node, such as "dropout"."""
+    """The name of what a program calls to make a node, such as "dropout"."""
     return str(getattr(node.target, "__name__", node.target))
 
 

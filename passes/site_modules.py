@@ -67,7 +67,7 @@ def alone(shadow: Shadow, site: Site) -> Alone:
 
 
 def _read(inside: set[fx.Node], fixed: set[fx.Node]) -> set[fx.Node]:
-    """What nodes read that is not among them, but for nested graphs, which go with those who run them.
+    """What nodes read from outside, without nested graphs, which belong to the nodes that run them.
 
     What is computed from these nodes alone becomes one of them: a part of a tuple, a cast that changes nothing. But
     not what is fixed: it writes in place or draws random numbers. (A dropout of nothing does not.)
@@ -86,7 +86,7 @@ def _body(node: fx.Node) -> bool:
 
 
 def _slice(nodes: Iterable[fx.Node], is_end: Callable[[fx.Node], bool]) -> tuple[set[fx.Node], set[fx.Node]]:
-    """What nodes are computed by, back to ends; and these."""
+    """The nodes from which these are computed, back to `ends`; and these nodes."""
     found: set[fx.Node] = set()
     ends: set[fx.Node] = set()
     pending = list(nodes)
@@ -101,9 +101,9 @@ def _slice(nodes: Iterable[fx.Node], is_end: Callable[[fx.Node], bool]) -> tuple
 
 
 def _joined(values: set[fx.Node], fixed: set[fx.Node]) -> set[fx.Node]:
-    """What makes one of these values of another, by a chain of views, casts and the like, with the one that it makes.
+    """The nodes that make one of these values from another by a chain of views, casts and the like, with the result.
 
-    As inputs of their own the two would have gradients apart, where a cast of the streams is read beside the streams.
+    As separate inputs, the two values would have separate gradients, such as streams and a cast of them.
     """
     found: set[fx.Node] = set()
     for value in values:

@@ -1,4 +1,4 @@
-"""Sizes of tensors on the way are sizes of the graph's inputs: a tensor of which only these are read may disappear."""
+"""Sizes of intermediate tensors become sizes of inputs: a tensor of which only sizes are read may disappear."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ class Stages:
         self._times: list[str] = []
 
     def done(self, stage: str) -> None:
-        """What ran since the stage before is this stage."""
+        """Note what ran since the last stage as this stage."""
         now = time.perf_counter()
         self._times.append(f"{stage} {now - self._last:.2f} s")
         self._last = now

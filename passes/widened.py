@@ -1,4 +1,4 @@
-"""The float64 form of a module that a graph runs: every type in it that is narrower is float64."""
+"""The float64 form of a module that a graph runs: every narrower type in it becomes float64."""
 
 from __future__ import annotations
 

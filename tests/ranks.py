@@ -167,7 +167,7 @@ def _only_one_compiles() -> dict[str, Any]:
 
 
 def _with_inductor() -> dict[str, Any]:
-    """Jobs beside the graph fail on one rank, with the backend as users have it, in DistributedDataParallel."""
+    """Work outside the graph fails on one rank, with the backend as users have it, in DistributedDataParallel."""
     torch._dynamo.reset()
     model, x = Summed(), torch.randn(2, 3, 4, 6)
     wrapped = nn.parallel.DistributedDataParallel(model)

@@ -1,4 +1,4 @@
-"""Ranks of a job change a graph in one way, or none does; whoever fails alone hangs nobody, and is told of."""
+"""Ranks of a job change a graph in one way, or none does; a rank that fails alone hangs nobody, and is reported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mhc_compile import agreement
 ROOT = Path(__file__).parents[1]
 MIX, COMBINE = "generate_mix_and_aggregate", "expand_combine"
 ALL = [MIX, COMBINE, MIX, COMBINE]
-# Of float32 sums in another order; and none where eager code runs the same operators.
+# For float32 sums in another order. There is no difference if eager code runs the same operators.
 CLOSE = 1e-5
 
 

@@ -1,4 +1,4 @@
-"""What Dynamo tears apart, throws away or does not compile any more is told, and does not count."""
+"""What Dynamo tears apart, throws away or does not compile any more is reported, and does not count."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class InALoop(Sublayer):
 
 
 def test_functions_of_a_function_that_is_not_compiled_are_cut() -> None:
-    """They are told beside that function, whose own sites nobody knows."""
+    """They are reported, and so is that function, whose own sites are unknown."""
     report = mhc_compile.explain(InALoop(4, 6, 3, 2), torch.randn(X))
     assert "; 3 cut or not compiled; 1 function not looked at\n" in str(report)
     assert report.unknown == report.cut[:1]
@@ -128,7 +128,7 @@ def _check_given_up(text: str) -> None:
     place = _place(OneFunction, "def forward")
     words = "Call to `torch._dynamo.graph_break()`: User-inserted graph break. Message: None (graph break in loop)"
     assert f"  not compiled: 1 x function at {place}  forward\n" in text
-    assert f"      Dynamo gives it up at {_place(OneFunction)}: {words}. Its own lines run eagerly" in text
+    assert f"      Dynamo gives up on it at {_place(OneFunction)}: {words}. Its own lines run eagerly" in text
 
 
 def test_a_function_that_is_given_up_is_explained() -> None:
@@ -151,7 +151,7 @@ def test_a_part_of_a_function_that_is_given_up() -> None:
     report = mhc_compile.explain(Behind(4, 6, 3, 2), torch.randn(X))
     (site,) = report.unknown
     assert (site.location.code, report.graphs) == ("forward", 1)
-    assert "(graph break in loop). Its own lines behind an earlier break run eagerly" in (site.reason or "")
+    assert "(graph break in loop). Its own lines after an earlier break run eagerly" in (site.reason or "")
 
 
 def test_a_function_that_is_given_up_is_reported() -> None:
@@ -166,7 +166,7 @@ def test_a_function_that_is_given_up_is_reported() -> None:
 
 def test_a_function_that_is_given_up_is_not_strict() -> None:
     compiled = torch.compile(_one_function(), backend="mhc", options={"mhc.strict": True})
-    for _ in range(2):  # Dynamo does not give up what raises
+    for _ in range(2):  # Dynamo does not give up on what raises
         with pytest.raises(mhc_compile.StrictError) as caught:
             compiled(torch.randn(X))
         _check_given_up(str(caught.value))
@@ -192,7 +192,7 @@ def test_a_function_that_is_given_up_in_a_snapshot() -> None:
         capture(_one_function(), torch.randn(X))
     _check_given_up(str(caught.value))
     lines = str(capture(InALoop(4, 6, 3, 2), torch.randn(X))).splitlines()
-    assert lines[0] == "not compiled: Dynamo gives up forward"
+    assert lines[0] == "not compiled: Dynamo gives up on forward"
     assert [line.partition("(")[0] for line in lines if "break" in line or "mix" in line][:2] == [
         "cut: Dynamo breaks the graph in forward",
         "%0 = generate_mix",
@@ -211,7 +211,7 @@ def test_a_break_in_a_snapshot() -> None:
 @pytest.mark.usefixtures("passes_only")
 @pytest.mark.parametrize("look", [mhc_compile.explain, capture])
 def test_a_look_leaves_nothing_behind(look: Callable[..., Any]) -> None:
-    """What Dynamo gives up meanwhile it compiles afterwards, and what it had compiled it still has."""
+    """What Dynamo gives up on meanwhile it compiles afterwards, and what it had compiled it still has."""
     x, calls = torch.randn(X), []
 
     def counting(gm: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
@@ -290,7 +290,7 @@ def test_looks_do_not_use_up_compilations() -> None:
 
 
 def test_a_region_that_gets_its_gates_is_not_cut() -> None:
-    """A checkpoint region is a graph of its own, that another calls, whatever Dynamo breaks beside it."""
+    """A checkpoint region is a graph of its own, that another calls, whatever else Dynamo breaks."""
 
     class Region(Sublayer):
         def write(self, x: Tensor, f: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
@@ -337,7 +337,7 @@ def test_a_graph_that_is_thrown_away_does_not_count(capfd: pytest.CaptureFixture
     assert _names(report.rewritten) == ["generate_mix", "aggregate", "expand_combine"]
     lost = [site for site in report.cut if site.detail == "not compiled"]
     assert _names(lost) == ["generate_mix_and_aggregate"]
-    assert "Dynamo gives the graph up at" in (lost[0].reason or "")
+    assert "Dynamo gives up on the graph at " in (lost[0].reason or "")
     assert "Backend compiler `mhc` failed with aten._local_scalar_dense.default" in (lost[0].reason or "")
     assert "Traceback" not in "".join(capfd.readouterr())
 
@@ -441,7 +441,7 @@ def test_a_report_for_people_has_one_screen() -> None:
     assert len(lines) <= 40
     assert max(map(len, lines)) <= 160
     assert lines[1].startswith("  40 x expand_combine               model.py:0 and 3 other lines  x = yy")
-    assert "  16 more kinds of sites that were declined: print(report.details())" in lines
+    assert "  16 more kinds of declined sites: print(report.details())" in lines
     everything = report.details()
     for line in range(20):
         assert f"n = {line}" in everything

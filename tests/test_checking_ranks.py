@@ -1,4 +1,4 @@
-"""What ranks tell each other of sites that `mhc.check` has found: all change over at one call, or one of them stops."""
+"""What ranks share about sites that `mhc.check` has found: all change over at one call, or one of them stops."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ def test_strict_fails_for_what_is_cut(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_strict_accepts_a_function_without_streams(capsys: pytest.CaptureFixture[str]) -> None:
-    """Dynamo gives it up."""
+    """Dynamo gives up on it."""
     assert run("explain", f"{HERE}:harmless", "--strict") == 0
     assert "  not compiled, without streams: 1 x function at tests/test_given_up.py" in capsys.readouterr().out
 
@@ -207,7 +207,7 @@ def test_inputs_are_made_of_their_shape_and_dtype(program: str, monkeypatch: pyt
 RESULTS = "(model, args), (model, args, kwargs), or a model alone with --input"
 PLACES = "module:factory or path/to/file.py:factory"
 USAGE_ERRORS = {
-    "no colon": (["models"], f"'models' came; expected {PLACES}"),
+    "no colon": (["models"], f"got 'models'; expected {PLACES}"),
     "no module": (
         ["no_such_module:make"],
         f"the import of no_such_module failed with ModuleNotFoundError: No module named 'no_such_module'; "
@@ -261,9 +261,9 @@ def test_verbose_shows_the_traceback_of_the_factory(capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["explain", "a:b", "--input", "2y16"], "'2y16' came; expected SHAPE[:DTYPE], such as 2x16:int64"),
-        (["explain", "a:b", "--input", "2x16:int63"], "'2x16:int63' came; expected SHAPE[:DTYPE]"),
-        (["bench", "--tokens", "0"], "argument --tokens: '0' came; expected a whole number above 0"),
+        (["explain", "a:b", "--input", "2y16"], "got '2y16'; expected SHAPE[:DTYPE], such as 2x16:int64"),
+        (["explain", "a:b", "--input", "2x16:int63"], "got '2x16:int63'; expected SHAPE[:DTYPE]"),
+        (["bench", "--tokens", "0"], "argument --tokens: got '0'; expected a whole number above 0"),
         (["no_such_command"], "invalid choice: 'no_such_command'"),
         ([], "the following arguments are required: COMMAND"),
     ],
@@ -278,7 +278,7 @@ def test_argparse_refuses_with_the_same_code(
 
 
 def test_a_file_is_a_module_that_dynamo_can_import(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its name is that of a module of the standard library, and it imports what stands beside it."""
+    """Its name is that of a module of the standard library, and it imports files from its own folder."""
     (tmp_path / "beside_a_program.py").write_text(f"from {HERE} import make, Sublayer\n", encoding="utf-8")
     (tmp_path / "json.py").write_text(
         "import torch\nfrom beside_a_program import Sublayer\nSCALE = torch.ones(())\n"
@@ -398,4 +398,4 @@ def test_a_process_of_its_own() -> None:
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
     assert "mhc_compile.command_line.commands" in imported
     assert not {"torch._dynamo", "mhc_compile.guard", "mhc_compile.passes"} & imported
-    assert "python -m mhc_compile ops: 'no_such' came; expected one of aggregate, " in done.stderr
+    assert "python -m mhc_compile ops: got 'no_such'; expected one of aggregate, " in done.stderr

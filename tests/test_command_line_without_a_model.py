@@ -101,7 +101,7 @@ def test_ops_of_a_gradient_and_of_none(capsys: pytest.CaptureFixture[str]) -> No
     assert run("ops", "head_backward") == 0
     assert "the gradient of head." in capsys.readouterr().out
     assert run("ops", "hed") == 2
-    assert "'hed' came; expected one of aggregate, aggregate_backward, boundary," in capsys.readouterr().err
+    assert "got 'hed'; expected one of aggregate, aggregate_backward, boundary," in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("inductor", [True, False])
@@ -151,7 +151,7 @@ def test_bench_without_a_gpu_or_a_compiler(monkeypatch: pytest.MonkeyPatch, caps
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert run("bench", "--device", "cuda") == 2
-    assert "--device cuda came, and torch sees no GPU; expected --device cpu" in capsys.readouterr().err
+    assert "got --device cuda, and torch sees no GPU; expected --device cpu" in capsys.readouterr().err
     monkeypatch.setattr(torch, "compile", fail)
     assert run("bench", "--width", "8", "--tokens", "3") == 2
     assert "bench failed with RuntimeError: no C++ compiler; expected" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`enable` and `disable`: for the whole process, beside whatever passes others give Inductor."""
+"""`enable` and `disable`: for the whole process, together with any passes that others give Inductor."""
 
 from __future__ import annotations
 

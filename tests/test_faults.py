@@ -1,4 +1,4 @@
-"""Whatever raises in our code must not fail a compile: one function after the other does, and is told in one line."""
+"""Errors in our code must not fail a compilation: each function raises in turn, and one line reports the failure."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def test_a_pass_whose_sources_cannot_be_read_is_found_in_no_cache(monkeypatch: p
     monkeypatch.setattr(hooks, "_sources_hash", _broken)
     one = hooks.MhcPass()
     assert one.uuid() != one.uuid()
-    assert one.uuid()  # an empty one would keep Inductor from running the pass behind its cache
+    assert one.uuid()  # with an empty one, Inductor would bypass its cache
 
 
 def _graph() -> tuple[fx.GraphModule, fx.Graph]:

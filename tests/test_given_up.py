@@ -1,4 +1,4 @@
-"""Which functions that Dynamo gives up may hold hyper-connections: strict options raise for these alone."""
+"""Which functions that Dynamo gives up on may hold hyper-connections: strict options raise for these alone."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Parameters:
 
 
 class Net(nn.Module):
-    """A function of a module, beside parameters and children that come with it."""
+    """A function of a module that has parameters and children."""
 
     def __init__(self, run: Callable[[Any, Tensor], Tensor], **parts: Any) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ def test_what_a_function_reaches(case: str) -> None:
 
 @pytest.mark.usefixtures("passes_only")
 def test_strict_options_accept_another_librarys_function() -> None:
-    """It is told all the same."""
+    """It is reported all the same."""
     model, target = Sublayer(N, 6, 3, 2), torch.randn(2, 3, N, 6)
 
     def loss(out: Tensor) -> Tensor:
@@ -203,7 +203,7 @@ def test_the_most_streams_that_operators_take() -> None:
 
 @pytest.mark.usefixtures("passes_only")
 def test_what_another_backend_gave_up_stays_eager() -> None:
-    """Nobody is asked again, and so it is not told."""
+    """Nobody is asked again, so it is not reported."""
     torch.compile(broken, backend="eager")(HIDDEN)
     torch.compile(lambda x: broken(x).sin(), backend="mhc")(HIDDEN)
     assert mhc_compile.report().unknown == []

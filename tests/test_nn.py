@@ -178,7 +178,7 @@ def test_paper_init_begins_as_a_pre_norm_residual_block(streams: int) -> None:
     h_pre, h_post, h_res = block.mixes(distinct)
     torch.testing.assert_close(h_pre, torch.full((5, streams), 1 / streams), rtol=0, atol=5e-3)
     torch.testing.assert_close(h_post, torch.ones(5, streams), rtol=0, atol=5e-3)
-    # exp(-8) for each entry beside the diagonal.
+    # exp(-8) for each entry off the diagonal.
     torch.testing.assert_close(h_res, torch.eye(streams).expand(5, -1, -1), rtol=0, atol=2e-3)
 
 

@@ -1,4 +1,4 @@
-"""The page about a report: everything that the report tells is on it, as text, and nothing else is loaded."""
+"""The page about a report: everything in the report is on it, as text, and nothing else is loaded."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_the_quickstart_runs() -> None:
 
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_the_page_of_a_package_index() -> None:
-    """It stands alone there: its snippet runs, and there is nothing beside it to link to."""
+    """It stands alone there: its snippet runs, and it has no links, because no other file is there."""
     page = (ROOT / "PACKAGE.md").read_text(encoding="utf-8")
     assert "](" not in page
     (snippet,) = re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)

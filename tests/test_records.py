@@ -1,4 +1,4 @@
-"""Reports of everything that was compiled, in this process and, beside Inductor's cache, for later ones."""
+"""Reports of everything that was compiled, in this process and, through Inductor's cache, for later ones."""
 
 from __future__ import annotations
 

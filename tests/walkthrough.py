@@ -233,8 +233,8 @@ and custom autograd functions.
 
 Recognition starts at the three wide steps. Each is found by its structure, whatever code makes its gates:
 
-- a **read** is a sum over streams, each times a number of the token;
-- a **write** is a mix of the streams plus the sublayer's output, each stream times a number of the token;
+- a **read** is a sum of the streams. Each stream is multiplied by one number for each token, its gate;
+- a **write** is a mix of the streams, plus the sublayer's output times a gate for each stream;
 - a **projection** is a linear map of all streams of a token.
 
 Then the gates are read. Known gates, such as sigmoid and Sinkhorn, become part of an operator. Unknown gates stay the

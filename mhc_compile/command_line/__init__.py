@@ -196,5 +196,5 @@ def _take_program(command: argparse.ArgumentParser) -> None:
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} came; expected a whole number above 0")
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected a whole number above 0")
     return int(text)

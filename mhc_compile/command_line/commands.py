@@ -22,7 +22,7 @@ from mhc_compile.progress import progress, say
 if TYPE_CHECKING:
     from mhc_compile.passes.report import Report
 
-# Of what `explain --json` and `env --json` print. A change that takes something away raises it.
+# The version of what `explain --json` and `env --json` print. A change that takes something away raises it.
 FORMAT = 1
 # The fields of `Report` that `explain` fills.
 _FIELDS = ("sites", "called", "cut", "fusions", "fused", "excerpts", "advice", "graphs", "seconds", "errors")
@@ -83,7 +83,7 @@ def _write_page(report: Report, path: str) -> None:
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Run `mhc_compile.verify`, which says itself what it runs, and prints its table."""
+    """Run `mhc_compile.verify`, which prints what it runs, and its table."""
     import mhc_compile
 
     program = _loaded(options)
@@ -122,7 +122,7 @@ def ops(options: argparse.Namespace) -> int:
         return 0
     name = options.name.removeprefix("mhc::")
     if name not in names:
-        raise UsageError(f"{options.name!r} came; expected one of {', '.join(names)}")
+        raise UsageError(f"got {options.name!r}; expected one of {', '.join(names)}")
     say(_schema(name))
     documented = getattr(mhc_compile.ops, name, None)
     say("\n" + (inspect.getdoc(documented) if documented else generated_pages.equation(name) + ".") + "\n")  # type: ignore[operator]
@@ -136,7 +136,7 @@ def bench(options: argparse.Namespace) -> int:
     from mhc_compile.command_line import measuring
 
     if options.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda came, and torch sees no GPU; expected --device cpu")
+        raise UsageError("got --device cuda, and torch sees no GPU; expected --device cpu")
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     sizes = measuring.Sizes.of(device, layers=options.layers, tokens=options.tokens, width=options.width)
     with users_code("bench", "a device and sizes that the model fits on, and a compiler"):
@@ -153,7 +153,7 @@ def _schema(name: str) -> str:
 
 @contextlib.contextmanager
 def _stdout_for_json(wanted: bool) -> Iterator[None]:
-    """What the user's code prints goes to stderr where stdout is JSON."""
+    """Send what the user's code prints to stderr, if stdout is JSON."""
     with contextlib.redirect_stdout(sys.stderr) if wanted else contextlib.nullcontext():
         yield
 

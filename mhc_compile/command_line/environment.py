@@ -23,7 +23,7 @@ _NAMES = ("CC", "CXX")
 
 
 def environment() -> dict[str, Any]:
-    """All that `env` prints, of plain values."""
+    """Everything that `env` prints, as plain values."""
     settings = _settings()  # first: Inductor sets variables of its own when it is imported
     compiler = _compiler()
     gpus = _gpus()
@@ -50,7 +50,7 @@ def environment() -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The CPU's name, where the system tells."""
+    """The CPU's name, if the system has it."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):

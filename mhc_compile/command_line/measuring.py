@@ -34,7 +34,7 @@ class Sizes:
 
     @classmethod
     def of(cls, device: str, *, layers: int | None, tokens: int | None, width: int | None) -> Sizes:
-        """What takes some milliseconds on a device; sizes that are given take the place of the usual ones."""
+        """Sizes with which a call takes some milliseconds on a device; given sizes replace the usual ones."""
         usual = cls(4, 4096, 2048, torch.bfloat16) if device == "cuda" else cls(2, 256, 256, torch.float32)
         return cls(layers or usual.layers, tokens or usual.tokens, width or usual.width, usual.dtype)
 
@@ -120,7 +120,7 @@ def _calls(model: Any, tokens: torch.Tensor) -> dict[str, Call]:
 
 def _medians(calls: dict[str, Call]) -> dict[str, float]:
     """Seconds of a call, the median over the rounds."""
-    # Timer waits for the GPU, and uses one thread unless it is told otherwise.
+    # Timer waits for the GPU, and uses one thread unless another number is given.
     threads = torch.get_num_threads()
     timers = {name: Timer("call()", globals={"call": call}, num_threads=threads) for name, call in calls.items()}
     number = {name: max(1, int(_SECONDS / timer.timeit(1).mean)) for name, timer in timers.items()}

@@ -25,7 +25,7 @@ _INPUT = re.compile(r"(\d+(?:x\d+)*)(?::(\w+))?")
 
 
 class UsageError(Exception):
-    """What the user has to change, in one line: what came, and what was expected. Its cause has the traceback."""
+    """What the user has to change, in one line: what was given, and what was expected. Its cause has the traceback."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def input_option(text: str) -> Input:
     match = _INPUT.fullmatch(text)
     dtype = getattr(torch, match[2] or "float32", None) if match else None
     if match is None or not isinstance(dtype, torch.dtype):
-        raise argparse.ArgumentTypeError(f"{text!r} came; expected SHAPE[:DTYPE], such as 2x16:int64 or 4x128:bfloat16")
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected SHAPE[:DTYPE], such as 2x16:int64 or 4x128:bfloat16")
     return Input(tuple(map(int, match[1].split("x"))), dtype)
 
 
@@ -73,7 +73,7 @@ def load(place: str, inputs: Sequence[Input]) -> Program:
     """Import what `module:factory` names, call it, and check what it returns."""
     module_name, _, name = place.rpartition(":")
     if not module_name or not name:
-        raise UsageError(f"{place!r} came; expected {_PLACES}")
+        raise UsageError(f"got {place!r}; expected {_PLACES}")
     found = _attribute(_module(module_name), module_name, name)
     torch.manual_seed(0)
     if callable(found) and not isinstance(found, torch.nn.Module):
@@ -88,7 +88,7 @@ def _module(name: str) -> ModuleType:
 
 
 def _file(path: Path) -> ModuleType:
-    """Run a file as a module. Like a script it may import what stands beside it."""
+    """Run a file as a module. Like a script, it may import files from its own folder."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     # Dynamo imports a module by its name: the name must belong to no other module.

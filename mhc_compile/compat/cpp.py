@@ -1,6 +1,6 @@
-"""What Inductor's C++ code on a CPU waits for, begun earlier, so that it happens beside other work.
+"""What Inductor's C++ code on a CPU waits for, begun earlier, so that it overlaps with other work.
 
-Nothing is compiled in another way: what was begun lies in Inductor's own caches when Inductor comes to it.
+Nothing is compiled in another way: the result is in Inductor's own caches when Inductor needs it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Starts kernels that Triton compiled, by CUDA's driver.
 
-Triton's way from a call to the driver takes 16 to 26 microseconds of the host's time, and before the first launch of a
-kernel it compiles a C function for it; torch's way knows no cooperative launch.
+A launch through Triton takes 16 to 26 microseconds of the host's time. Before the first launch of a kernel, Triton
+compiles a C function for it. torch's own launcher knows no cooperative launch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def load_kernel(compiled: Any, device: torch.device, args: Sequence[Any], varyin
     """
     try:
         metadata, names, signature = compiled.metadata, compiled.src.fn.arg_names, compiled.src.signature
-        # Of kernel(x, weight, out, M, eps) with a weight of None, where out, x and M vary, [2, 0, 3]:
+        # For kernel(x, weight, out, M, eps) with a weight of None, where out, x and M vary, [2, 0, 3]:
         # {0: "*bf16", 2: "*bf16", 3: "i32", 4: "fp32"}, and memory for out, x, M and eps.
         kinds = {i: signature[name] for i, name in enumerate(names) if signature[name] != "constexpr"}
         order = [*varying, *(i for i in kinds if i not in varying)]

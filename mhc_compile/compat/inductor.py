@@ -74,7 +74,7 @@ def calls_graphs() -> bool:
 
 
 def keep_arguments_of_calls() -> None:
-    """Let no graph that is called write over its arguments, whoever compiles it in this process.
+    """Keep graphs that are called from writing over their arguments, in everything that this process compiles.
 
     Of a backward graph's inputs some were saved for it alone, and it may write over them. Inductor (torch 2.11 to 2.13)
     takes the numbers that these have for numbers of the inputs of every graph that it calls, and so writes over others,
@@ -86,12 +86,12 @@ def keep_arguments_of_calls() -> None:
 
 
 def keep_order_of_writes() -> None:
-    """Let no kernel be moved before what writes its arguments in place, whoever compiles it in this process.
+    """Keep kernels after in-place writes of their arguments, in everything that this process compiles.
 
     What reads a buffer after a write depends on the write, by the name that the written buffer has from then on.
-    Inductor (torch 2.11 to 2.13) may give a pointwise kernel other loops, so that it fuses with its neighbour, takes
-    the names that it reads from its source once more, and forgets to replace them: the kernel then reads memory that
-    nobody has written. In 2.11 it forgets as well which kernels have to stay behind others.
+    Inductor (torch 2.11 to 2.13) may give a pointwise kernel other loops, so that it fuses with its neighbour. It then
+    takes the names that the kernel reads from the kernel's source once more, and forgets to replace them: the kernel
+    reads memory that nobody has written. In 2.11 it also forgets which kernels have to stay after others.
     """
     from torch._inductor.dependencies import StarDep, WeakDep
     from torch._inductor.scheduler import SchedulerNode
@@ -123,7 +123,7 @@ def strides_to_keep(output: fx.Node) -> dict[str, Any]:
 
 
 def run_passes_after_grad(module: fx.GraphModule, custom: Any) -> None:
-    """What Inductor does to a graph after grad, in place, with this custom pass alone."""
+    """Run Inductor's passes on a graph after autograd, in place, with this custom pass alone."""
     from torch._inductor.fx_passes.post_grad import post_grad_passes
 
     nothing = {"post_grad_custom_pre_pass": None, "post_grad_custom_post_pass": custom}
@@ -166,14 +166,14 @@ def as_list(custom_passes: Any) -> list[Any]:
 
 
 def is_inference_aware(custom_pass: Any) -> bool:
-    """Whether Inductor tells a pass after grad if the graph is for inference. torch 2.11 has no such passes."""
+    """Whether Inductor lets a pass after grad know if the graph is for inference. torch 2.11 has no such passes."""
     from torch._inductor import custom_graph_pass
 
     return isinstance(custom_pass, getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", ()))
 
 
 def inference_aware(kind: type) -> type:
-    """The same class of passes, of those that Inductor tells."""
+    """The same class of passes, for passes that learn this from Inductor."""
     from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass
 
     return type(kind.__name__, (kind, CustomInferenceAwareGraphPass), {})
@@ -214,7 +214,7 @@ def settle_triton() -> None:
     """Have Triton keep kernels where Inductor has it keep the current GPU's, unless somebody has said where, and
     assemble them with what Inductor's workers do.
 
-    Inductor tells the process that it works in of that assembler when it first compiles a kernel there.
+    Inductor sets that assembler in its own process when it first compiles a kernel there.
     """
     try:
         from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
@@ -239,13 +239,13 @@ class _PoolOf:
 
     def __call__(self) -> Any:
         pool = self._pool_of()
-        with _guard("workers are not told how kernels are launched"):
+        with _guard("workers do not learn how kernels are launched"):
             if not isinstance(pool.submit, functools.partial):
                 pool.submit = functools.partial(self._submit, pool.submit)
         return pool
 
     def _submit(self, submit: Any, job: Any, *args: Any, **kwargs: Any) -> Any:
-        with _guard("workers are not told how kernels are launched"):
+        with _guard("workers do not learn how kernels are launched"):
             if job is self._job and isinstance(args[-1], dict):
                 settings = {name: getattr(inductor_config(), name) for name in launches_from_c()}
                 args = (*args[:-1], settings | args[-1])
@@ -263,7 +263,7 @@ def inductor_compiler(mode: str | None, options: dict[str, Any], patches: dict[s
 
 
 def inductor_decompositions() -> Any:
-    """What Inductor takes operators apart with before it lowers them."""
+    """The decompositions that Inductor applies to operators before it lowers them."""
     from torch._inductor.decomposition import select_decomp_table
 
     return select_decomp_table()

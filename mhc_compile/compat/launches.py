@@ -12,9 +12,9 @@ _analysed_once: dict[int, Any] = {}  # by id, because a kernel's hash is that of
 
 
 def analyse_once(node: fx.Node) -> None:
-    """Have Inductor look through this launch's kernel for what it writes once, not twice for each of its launches.
+    """Make Inductor analyse once what this launch's kernel writes, and not twice for each launch.
 
-    That look takes as long as a tenth of compiling the kernel, and a model launches each of them in every layer.
+    The analysis takes as long as a tenth of compiling the kernel, and a model launches each kernel in every layer.
     """
     from torch._higher_order_ops import triton_kernel_wrap
 
@@ -61,7 +61,7 @@ def _jit_function(kernel: Any) -> Any:
 
 
 def _kind(value: Any, constant: bool) -> Any:
-    """What of an argument decides what a kernel does with it: of tensors the type, of numbers nothing."""
+    """The part of an argument that decides what a kernel does with it: a tensor's type; nothing for a number."""
     if constant or value is None:
         return type(value), value
     return getattr(value, "dtype", type(value))

@@ -201,7 +201,7 @@ class AutogradFunction:
         return "\n".join([str(body.code) for body in self.bodies] + [str(self.kwargs)])
 
     def arguments(self) -> Iterator[Any]:
-        """Whatever its forward and its backward call anything with."""
+        """All arguments of calls in its forward and its backward."""
         return (argument for body in self.bodies for node in body.graph.nodes for argument in (node.args, node.kwargs))
 
     def nodes(self) -> Iterator[fx.Node]:
@@ -233,7 +233,7 @@ def give_examples(graph: fx.Graph) -> None:
 
 
 def on_examples(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """What a function, or a method by its name, makes of nodes' examples; None where it does not take them."""
+    """The result of a function, or of a method by its name, for nodes' examples; None if it does not take them."""
     values, options = fx.node.map_arg((args, kwargs), example)
     leaves = torch.utils._pytree.tree_leaves((values, options))
     tensor = next((value for value in leaves if isinstance(value, torch.Tensor)), None)

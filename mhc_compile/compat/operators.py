@@ -58,7 +58,7 @@ _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
 def autocast_state() -> tuple[tuple[str, torch.dtype], ...]:
-    """The autocasts in force: switching off what is off is no change."""
+    """The autocasts that are on: switching one off that is off is no change."""
     return tuple(
         (device, torch.get_autocast_dtype(device)) for device in _AUTOCAST_DEVICES if torch.is_autocast_enabled(device)
     )

@@ -26,9 +26,9 @@ class Reached:
 def reached(frame: Any) -> frozenset[Reached] | None:
     """The floating point tensors that a function can read by itself, when it is about to be called.
 
-    These are its arguments, the globals and closures that it names, the attributes that it names of what it reaches,
-    the items of containers, and all parameters of modules that it reaches if these have no children's children: it may
-    call them. None if there are too many objects to find out.
+    These are its arguments, the globals and closures that it names, attributes that it names, and items of containers.
+    All parameters of a module that it reaches count if the module has no grandchildren: the function may call it. None
+    if there are too many objects to find out.
     """
     names = set(_names(frame.f_code))
     left = [*frame.f_locals.values(), *(_content(cell) for cell in getattr(frame, "closure", None) or ())]

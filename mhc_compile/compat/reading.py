@@ -51,7 +51,7 @@ def set_while_compiling(settings: Callable[[], dict[str, Any]], around: Callable
 
 
 def set_no_more() -> None:
-    """Put Inductor's functions back, but for those that somebody else has wrapped since.
+    """Put Inductor's functions back, except those that other code has wrapped since.
 
     For the sake of these `settings()` has to return nothing from now on.
     """

@@ -44,7 +44,7 @@ def quiet_shape_env(fake_mode: Any) -> Iterator[None]:
 
 
 class NeedsGuard(Exception):
-    """What is done depends on a symbolic size, about which nothing may be asked any more."""
+    """The work depends on a symbolic size, but no more guards may be added."""
 
 
 @contextlib.contextmanager
@@ -58,7 +58,7 @@ def without_guards(fake_mode: Any) -> Iterator[None]:
     def refuse(expression: Any, value: Any) -> None:
         raise NeedsGuard(f"it depends on whether {expression}")
 
-    # Of the instance, and the only place that both torch 2.11 and 2.13 pass before they add one.
+    # Set on the instance. It is the only function that both torch 2.11 and 2.13 call before they add a guard.
     shape_env._check_frozen = refuse
     try:
         yield
@@ -164,9 +164,9 @@ def composites_in_python(tensors: Iterable[torch.Tensor]) -> AbstractContextMana
 class FloatWatch:
     """Collects the symbolic floats whose values a decision was based on.
 
-    With `dynamic=True` a module's eps is an input of the graph. What was recognised at one value need not hold at
-    another, and a compiled graph may be found again in a cache, so such a float has to become a constant of the
-    program: `settle` makes Dynamo trace once more with it as one, as Inductor does for floats it cannot keep.
+    With `dynamic=True`, a module's eps is an input of the graph. A form that was recognised at one value need not hold
+    at another, and a compiled graph may be found again in a cache. So such a float has to become a constant of the
+    program. `settle` makes Dynamo trace once more with this constant, as Inductor does for floats it cannot keep.
     """
 
     def __init__(self) -> None:
@@ -292,5 +292,5 @@ def same_strides(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def storage_of(tensor: torch.Tensor) -> Any:
-    """What tensors that share memory have in common, fake ones too; None for those without plain memory."""
+    """The storage of a tensor, also of a fake one, equal for tensors that share memory; None without plain memory."""
     return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else None

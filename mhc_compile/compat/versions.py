@@ -1,4 +1,4 @@
-"""The torch that is here, and the newest one that was tested."""
+"""The torch that is installed, and the newest one that was tested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Dynamo keeps, where it breaks graphs or gives them up, and which functions it compiles no more.
+"""What Dynamo keeps, where it breaks graphs or gives up on them, and which functions it compiles no more.
 
 It is written down from before the first compilation: a break comes before the graph that it ends.
 """
@@ -35,7 +35,7 @@ _GUARD = re.compile(r"(?:\d+/\d+: )?(.*?)(?:\s+#.*)?")
 
 @dataclass(frozen=True)
 class GraphBreak:
-    """Where Dynamo broke the graph of a function, or gave it up. frame and number are those of the compilation."""
+    """Where Dynamo broke the graph of a function, or gave up on it. frame and number are those of the compilation."""
 
     frame: Any
     number: Any
@@ -49,7 +49,7 @@ class GraphBreak:
 class GivenUp:
     """A function that Dynamo leaves to Python for its break; Dynamo compiles the functions that it calls.
 
-    Of a function that is resumed, this is the part behind an earlier break. backend is what `torch.compile` was given:
+    Of a function that is resumed, this is the part after an earlier break. backend is what `torch.compile` was given:
     the registered function for a name, and the name for Inductor. reached are the tensors that its own lines can read.
     """
 
@@ -80,8 +80,9 @@ class Watched:
     """What Dynamo did since it was reset. kept has the compilations whose code it keeps, limits are by frame.
 
     strategies has what Dynamo does with code that it does not compile, by the id of the code. at_limit is called with a
-    frame that has reached a limit, each of at_given_up with a function that is given up, each of at_compiled with the
-    code, the compilation and the backend of one that is compiled. The first two may raise.
+    frame that has reached a limit. The functions of at_given_up are called with a function that Dynamo gave up on,
+    those of at_compiled with the code, the compilation and the backend of a compiled function. at_limit and at_given_up
+    may raise.
     """
 
     kept: set[tuple[Any, Any]] = field(default_factory=set)
@@ -121,19 +122,19 @@ def _functions_at_work() -> set[tuple[str, str]]:
 
 
 def _named(code: Any) -> tuple[str, str]:
-    """A function's name and file; that of the part of a function behind a break is the function's."""
+    """A function's name and file; the part of a function after a break has the function's name."""
     resumed = _RESUMED.match(code.co_name)
     return (resumed.group(1) if resumed else code.co_name, code.co_filename)
 
 
 @functools.cache
 def watch_dynamo() -> None:
-    """Have Dynamo's doings written into `watched`, from now on.
+    """Record in `watched` what Dynamo does, from now on.
 
     It has a hook for code that it keeps. It logs each break by one method, and a function's last compilation in its log
     alone. What becomes of a frame is what `CatchErrorsWrapper` returns (torch 2.11 to 2.14).
     """
-    with _guard("what Dynamo breaks and throws away is not told"):
+    with _guard("what Dynamo breaks and throws away is not reported"):
         from torch._dynamo.convert_frame import CatchErrorsWrapper, register_bytecode_hook
         from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
@@ -141,7 +142,7 @@ def watch_dynamo() -> None:
 
         @functools.wraps(log)
         def log_and_note(self: Any, code_options: Any, reason: str, exc: Any, **known: Any) -> None:
-            with _guard("a graph break is not told"):
+            with _guard("a graph break is not reported"):
                 if not exc.logged:
                     _note_break(self, exc)
             log(self, code_options, reason, exc, **known)
@@ -150,7 +151,7 @@ def watch_dynamo() -> None:
         def convert_and_note(self: Any, frame: Any, cache_entry: Any, frame_state: Any) -> Any:
             breaks = len(watched.breaks)
             result = convert(self, frame, cache_entry, frame_state)
-            with _guard("a function that Dynamo gives up is not told"):
+            with _guard("a function that Dynamo gives up on is not reported"):
                 if result.guarded_code is None:
                     _note_eager(frame, result, list(watched.breaks)[breaks:], self)
                 else:
@@ -197,7 +198,7 @@ def _note_compiled(code: CodeType, made: Any, compiler: Any) -> None:
 
 
 def _note_eager(frame: Any, result: Any, breaks: list[GraphBreak], compiler: Any) -> None:
-    """Note what Dynamo does not compile, and tell of the user's function that it gives up for one of these breaks."""
+    """Note what Dynamo does not compile, and report the user's function that it gives up on for one of these breaks."""
     on_dynamo_reset(watched)
     code = frame.f_code
     if result.apply_to_code:
@@ -219,8 +220,8 @@ _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 def apart(backend: Any, tell: Callable[[GivenUp], Any]) -> Iterator[None]:
     """Around a look at a model by a backend of its own, after which Dynamo is as it was before.
 
-    Dynamo tries what it gave up before. It keeps what it compiled before. It forgets the functions that it compiles for
-    this backend alone. tell is called with what it gives up for the backend.
+    Dynamo tries functions again that it gave up on before. It keeps what it compiled before. It forgets the functions
+    that it compiles for this backend alone. tell is called with each function that it gives up on for the backend.
     """
     compiled: list[tuple[CodeType, Any]] = []
 
@@ -252,7 +253,7 @@ def apart(backend: Any, tell: Callable[[GivenUp], Any]) -> Iterator[None]:
 
 
 def _forget(compiled: list[tuple[CodeType, Any]]) -> None:
-    """Have Dynamo forget functions of which it has no other compilation: it can drop all of a function's, or none."""
+    """Make Dynamo forget functions without another compilation: it can drop all compilations of a function, or none."""
     from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
 
     ours = {compilation for _, compilation in compiled}
@@ -262,8 +263,8 @@ def _forget(compiled: list[tuple[CodeType, Any]]) -> None:
 
 
 def _act(strategies: dict[int, tuple[weakref.ref[CodeType], Any]], ordinary: bool) -> None:
-    """Have Dynamo do with code what its strategy says, or what it does with any."""
-    with _guard("Dynamo does not compile again what it gave up"):
+    """Make Dynamo treat code by its strategy, or in the ordinary way."""
+    with _guard("Dynamo does not compile again what it gave up on"):
         from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
         any_other = _FrameExecStrategy(_FrameAction.DEFAULT, _FrameAction.DEFAULT)
@@ -274,7 +275,7 @@ def _act(strategies: dict[int, tuple[weakref.ref[CodeType], Any]], ordinary: boo
 
 
 def _note_limit(record: logging.LogRecord) -> bool:
-    with _guard("a function that is compiled no more is not told"):
+    with _guard("a function that is compiled no more is not reported"):
         if str(record.msg).startswith(_LIMIT) and isinstance(record.args, tuple):
             limit, number, function, reason = map(str, record.args[:4])
             name, file, line = (_FUNCTION.fullmatch(function) or re.match("()()(0?)", "")).groups()  # type: ignore[union-attr]

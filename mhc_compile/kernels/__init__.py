@@ -18,7 +18,7 @@ STREAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def communicates() -> bool:
-    """Whether kernels of torch.distributed may run beside ours."""
+    """Whether kernels of torch.distributed may run at the same time as ours."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 

@@ -99,7 +99,7 @@ def backward_in_one_pass(
 ) -> tuple[torch.Tensor, ...]:
     """The gradients of f, layer_bias, h_post, x, h_res, phi, scale, bias and norm_weight.
 
-    dweight is filled from the parts of logits; in_place gives up d_x_new, whose memory becomes that of dx.
+    dweight is filled from the parts of logits. in_place: dx takes the memory of d_x_new.
     """
     assert logits.d_out is not None
     df, dx = torch.empty_like(f), d_x_new if in_place else torch.empty_like(x)
@@ -145,7 +145,7 @@ def backward(
 ) -> tuple[torch.Tensor, ...]:
     """The gradients of the ten tensors of `forward`, zero-sized where needs says no.
 
-    in_place gives up d_x_new, whose memory becomes that of dx where the two are alike.
+    in_place: dx may take the memory of d_x_new, if the two have the same layout.
     """
     needs = wanted([*needs, False][:10], 10)
     norm = input_norm(input_norm_weight, input_norm_eps)

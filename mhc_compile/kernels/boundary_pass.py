@@ -12,14 +12,17 @@ next tile. LAG tiles later the gates are there, and it weighs x'. In C-units of 
 Who does what, in a program:
 - `_stream`: combines, projects, and aggregates; waits for a tile's gates, each a number and the tile's tag in 8 bytes.
 - `_announce`: counts the program in when its part of h can be read by others.
-- `_add_up`: when all are counted, adds up the parts of a token (tokens are dealt out among the team), in the order of
-  `projection.partial_sum` and so to its last bit, and hands out the gates. What only the next sublayer's end needs,
-  h_post and h_res, it makes of 32 tokens at a time, one a thread, as `mix` does.
+- `_add_up`: when all are counted, adds up the parts of a token (tokens are dealt out among the team) and hands out the
+  gates. The order is that of `projection.partial_sum`, so the bits are the same. Only the end of the next sublayer
+  needs h_post and h_res. They are made for 32 tokens at a time, one a thread, as in `mix`.
 
-Programs wait for each other, so all must run at once: the launch is cooperative, which a GPU begins when there is room
-for all, and not before. Nobody overwrites what may still be read. A program stores its part of tile t + LAG + 1 in the
-place of tile t's after it had the gates of tile t, which are sums of all parts of it; the gates of t + LAG + 1 take the
-place of those of t after all programs have stored their parts of it, each when all its threads had the gates of t.
+Programs wait for each other, so all must run at once: the launch is cooperative. A GPU begins it when there is room for
+all programs, and not before. No program overwrites what another may still read:
+
+- A program stores its part of tile t + LAG + 1 in the place of tile t's, after it had the gates of tile t. These gates
+  are sums of all parts of tile t.
+- The gates of t + LAG + 1 take the place of those of t, after all programs have stored their parts of t + LAG + 1. Each
+  program did so when all its threads had the gates of t.
 """
 
 # mypy: disable-error-code="assignment,misc,var-annotated"

@@ -4,8 +4,8 @@
     dh_post[o] = <f, dx'[o]>                        dh_res[i, o] = <x[i], dx'[o]>
 
 A program owns some tokens and goes through blocks of columns of all streams, while the next one is copied into shared
-memory. A thread keeps the sums of its own columns until the end: of 8 streams 72 numbers, beside which few others can
-wait in registers, so that h_res is read again for every block.
+memory. A thread keeps the sums of its own columns until the end: for 8 streams 72 numbers. Few
+others then fit into registers, so h_res is read again for every block.
 """
 
 # mypy: disable-error-code="assignment,misc,var-annotated"

@@ -9,8 +9,8 @@ shared memory. x' takes the place of x there, from where tensor cores get it; ph
 it was copied to. In C-units of n = 4 that is 9, where combine and projection apart move 13.
 
 Blocks are dealt out in turn to GROUPS programs, which start together: what they read at one time lies side by side.
-A program adds its blocks chunk by chunk, or, when there are few tokens, stores the sums of one chunk, or of one block,
-and leaves the same additions to the reader, as in `projection`: a token's bits never depend on the number of tokens.
+A program adds its blocks chunk by chunk. With few tokens, it stores the sums of one chunk or one block, and leaves the
+same additions to the reader, as in `projection`. So a token's bits never depend on the number of tokens.
 """
 
 # mypy: disable-error-code="assignment,misc,var-annotated"
@@ -94,7 +94,7 @@ def combine_project_kernel(f, h_post, x, h_res, h_pre, phi, norm_weight, out, la
     bound = gl.minimum((first + chunks_each * chunk_blocks) * GROUPS * BLOCK_C, C)
     tok = gl.arange(0, TOKENS, TOKEN).to(gl.int64) + tile
     live = tok < tokens
-    # Of one allocation each: between copies into the same, Triton puts a barrier.
+    # Each has its own allocation: between copies into the same one, Triton puts a barrier.
     x_s = ()
     for _ in gl.static_range(N):
         x_s = x_s + (gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_M, BLOCK_C], WIDE),)

@@ -66,9 +66,9 @@ def token_view(t: torch.Tensor, inner: int) -> torch.Tensor:
     It also copies where the streams of a token are further apart than 2^31 elements.
     """
     # What does not collapse are streams between two token dimensions, [b, n, s, C] seen as [b, s, n, C], with b > 1.
-    # Kernels that find a token by two strides could spare the copy, 2n units beside the 9 to 14 of an operator; every
-    # one of them would then divide by s for each token, take two more strides for each of x, x', dx and their
-    # gradients, and be compiled once more. Models that store streams so pay the copy; no other layout does.
+    # Kernels that find a token by two strides could save the copy, which moves 2n units, while an operator moves 9 to
+    # 14. Each of them would then divide by s for each token, take two more strides for each of x, x', dx and their
+    # gradients, and be compiled once more. Models that store streams so pay for the copy; no other layout does.
     if not _near(t, inner):
         t = t.contiguous()
     return t if t.dim() == inner + 1 else t.reshape(_flat_shape(t, inner))

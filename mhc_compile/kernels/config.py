@@ -25,7 +25,7 @@ TILES = {
     "project_few": Tile(16, 64, 4, 3),
     "aggregate": Tile(8, 512, 4),
     "pre_gradient": Tile(16, 256, 4),
-    # With dx beside it, 16 tokens would spill on sm_90.
+    # Together with dx, 16 tokens would spill on sm_90.
     "aggregate_backward": Tile(8, 256, 4),
     "products": Tile(64, 64, 4, 1),
     "combine": Tile(8, 256, 8),

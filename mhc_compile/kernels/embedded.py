@@ -1,11 +1,15 @@
 """Kernels as parts of a graph that Inductor compiles.
 
 Inductor writes a kernel's source into the code that it generates and compiles it there, with `@triton.jit` and nothing
-else: what the kernel asked not to be specialised on, Inductor specialises on. An integer that is 1 becomes a constant,
-which has none of a value's methods, and one that 16 divides decides how tiles lie in registers, thus in what order they
-are summed, thus a token's last bits, by the number of tokens in the batch. So the values that may vary with the batch
-pass through an instruction that says nothing about its result. And a float is of 64 bits there, which would make all
-that is computed with it so. With both undone, the same machine code comes out as from a launch.
+else. So it also specialises on arguments that the kernel excluded from specialisation:
+
+- An integer that is 1 becomes a constant, which has none of a value's methods.
+- A multiple of 16 decides how tiles lie in registers, and so the order of sums and a token's last bits. These would
+  then depend on the number of tokens in the batch.
+
+So values that may vary with the batch pass through an instruction that says nothing about its result. Inductor also
+passes a float in 64 bits, and everything computed with it would have 64 bits. With both undone, the machine code is
+that of an ordinary launch.
 """
 
 from __future__ import annotations
@@ -72,7 +76,7 @@ def _embedded(
 
 
 def _with_first_lines(source: str, lines: list[str]) -> str:
-    """A function's source with these lines before its first statement, behind the docstring."""
+    """A function's source with these lines before its first statement, after the docstring."""
     function = ast.parse(source).body[0]
     assert isinstance(function, ast.FunctionDef)
     statement = function.body[1 if ast.get_docstring(function) is not None else 0]

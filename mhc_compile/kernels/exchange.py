@@ -1,7 +1,7 @@
 """How programs of one launch hand numbers to each other through memory, in Gluon.
 
 A float32 goes with the tag of its turn in 8 bytes, which are stored and loaded whole: who waits for it asks until the
-tag is there, and needs no fence. Where many numbers come from many programs, these are counted in behind a fence.
+tag is there, and needs no fence. Where many numbers come from many programs, these are counted in after a fence.
 """
 
 # mypy: disable-error-code="assignment"
@@ -30,7 +30,7 @@ def _load(n: int) -> str:
 
 @gluon.constexpr_function
 def _load_until_tagged(n: int) -> str:
-    """From $0 on n numbers, of those with tags behind them, which are loaded again from what comes next until all have
+    """From $0 on n numbers, of those with tags after them, which are loaded again from what comes next until all have
     the tag that comes last."""
     return "\n".join(
         [
@@ -102,7 +102,7 @@ def hand_out(at, value, tag, mask):
 
 @gluon.jit
 def ask(at, N: gl.constexpr):
-    """What is at each pointer, and at the N - 1 > 0 behind it, now: numbers with tags, for `answer`."""
+    """What is at each pointer, and at the N - 1 > 0 after it, now: numbers with tags, for `answer`."""
     pointers = ()
     for i in gl.static_range(N):
         pointers = pointers + ((at + i).to(gl.int64),)

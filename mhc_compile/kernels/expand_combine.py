@@ -327,7 +327,7 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(df, d_layer_bias, dh_post, dx + d_x, dh_res), zero-sized where needs (in that order) says no.
 
-    in_place gives up d_x_new, whose memory becomes that of dx where the two are alike.
+    in_place: dx may take the memory of d_x_new, if the two have the same layout.
     """
     need_df, need_dbias, need_dpost, need_dx, need_dres = wanted(needs, 5)
     need_dbias = need_dbias and layer_bias is not None

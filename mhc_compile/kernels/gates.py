@@ -264,7 +264,7 @@ def _start(logits, i, o, eps, start_eps, pairs, N: tl.constexpr, START: tl.const
     """P_0 without start_eps from logits that are -inf where padded, and a root (of "normalised" the inverse powers).
 
     P_0 has the square of the root as a factor, which the first half step cancels if start_eps and eps have it too.
-    It is as large as float32 holds beside these: with more of it P_0's largest entries would be 1 again.
+    It is as large as float32 allows: with more of it P_0's largest entries would be 1 again.
     """
     if START == "normalised":
         return _normalised(logits, i, o, pairs, N, FIRST, ODD)

@@ -88,7 +88,7 @@ def backward(
 ) -> tuple[torch.Tensor, ...]:
     """(dx + d_x, dphi, dscale, dbias, dnorm_weight, dinput_norm_weight), zero-sized where needs says no.
 
-    in_place gives up d_x, whose memory becomes that of dx where the two are alike.
+    in_place: dx may take the memory of d_x, if the two have the same layout.
     """
     return backward_mix(
         d_layer_input, None, d_h_post, d_h_res, d_h, d_ms, x, phi, scale, bias, norm_weight, h, ms,

@@ -1,4 +1,4 @@
-"""The RMS norm behind the aggregate: whole rows, so that the streams are read once.
+"""The RMS norm after the aggregate: whole rows, so that the streams are read once.
 
 u = sum_i h_pre[i] * x[i];  r = 1 / sqrt(mean(u^2) + eps);  out = r * u * weight
 du = r * g - kappa * u,  g = weight * d_out,  kappa = r^3 * <g, u> / C;  d weight = sum over tokens of r * u * d_out
@@ -47,7 +47,7 @@ def row_tile(width: int) -> Tile:
 
 
 def backward_tile(n: int, width: int, itemsize: int) -> Tile:
-    """As `row_tile`, with half the numbers in a thread, and the next rows on their way where these fit beside."""
+    """As `row_tile`, with half the numbers in a thread, and the next rows are copied ahead if they fit, too."""
     tile = row_tile(width)
     row_bytes = (n + 1) * tile.tokens * tile.columns * itemsize
     warps = max(4, min(32, tile.columns // (512 if n <= 4 else 256)))

@@ -47,7 +47,7 @@ from mhc_compile.kernels.input_norm import InputNorm, norm_backward, normed_rows
 from mhc_compile.kernels.products import Affine, backward_products, dh_parts, no_tokens, store_gradient
 from mhc_compile.kernels.projection import Partials, partial_sum, project, store_sums, tokens_to_add
 
-# Of larger matrices threads share one (`gate_tokens`).
+# Several threads share a larger matrix (`gate_tokens`).
 _MOST_JOINED = tl.constexpr(4)
 
 
@@ -385,8 +385,8 @@ def forward_mix(
 @dataclass(frozen=True)
 class Logits:
     """What the gates' backward makes for the wide products: dh as `dh_parts` lays it out, the coefficient of x [M],
-    h_pre [n, M], the partial sums of dscale and dbias, and of an input norm the gradient [M, C] of what it reads and
-    the partial sums [splits, C] of its weight's."""
+    h_pre [n, M], and the partial sums of dscale and dbias. For an input norm, also the gradient [M, C] of its argument
+    and the partial sums [splits, C] of its weight's gradient."""
 
     dh: torch.Tensor
     coefficient: torch.Tensor
@@ -497,7 +497,7 @@ def backward_mix(
     """(dx + d_x, dphi, dscale, dbias, dnorm_weight, d weight of norm); at most one of d_layer_input and d_pre is given,
     but with read_with, the gates [..., n] that made layer_input in place of h_pre.
 
-    in_place gives up d_x, whose memory becomes that of dx where the two are alike.
+    in_place: dx may take the memory of d_x, if the two have the same layout.
     """
     flat = token_view(x, 2)
     weight = None if norm is None else norm.weight

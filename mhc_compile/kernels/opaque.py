@@ -72,7 +72,7 @@ class Opaque:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the strides of the original, which a kernel has been told; a clone of a part of rows has others."""
+    """A copy with the strides of the original, for which a kernel was compiled; a clone of parts of rows has others."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     memory = tensor.as_strided((last + 1 if tensor.numel() else 0,), (1,))
     return memory.clone().as_strided(tensor.shape, tensor.stride())

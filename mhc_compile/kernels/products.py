@@ -36,7 +36,7 @@ WAVES = 5
 
 
 def most_rows(x: torch.Tensor) -> int:
-    """Of phi, for one program."""
+    """The most rows of phi that one program multiplies."""
     return gpus.of(x.device).rows_of_phi if x.dtype == torch.bfloat16 else MAX_BLOCK_K
 
 
@@ -46,7 +46,7 @@ def block_k(rows: int, limit: int = MAX_BLOCK_K) -> int:
 
 
 def dh_parts(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """Room for dh [1 or 3, M, row]: float32, or beside bf16 x its three bf16 parts, in rows of whole 16 bytes."""
+    """Room for dh [1 or 3, M, row]: float32, or for bf16 x its three bf16 parts, in rows of whole 16 bytes."""
     if x.dtype == torch.bfloat16:
         return torch.empty(3, x.shape[0], cdiv(rows, 8) * 8, dtype=torch.bfloat16, device=x.device)
     return torch.empty(1, x.shape[0], rows, dtype=torch.float32, device=x.device)

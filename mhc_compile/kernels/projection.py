@@ -163,7 +163,7 @@ def project_kernel(x, phi, norm_weight, h_part, squares_part, M, C, stride_m, st
                    INTERPRET: tl.constexpr):  # fmt: skip
     """Partial sums over the chunks of one program, for one tile of tokens and one block of phi's rows.
 
-    MORE_K: rows behind the block, of which there is one then, in a product of their own.
+    MORE_K: rows after the block, in a product of their own; there is one block then.
     """
     BLOCKS: tl.constexpr = CHUNK // BLOCK_C
     tile = tl.program_id(0) % token_tiles
@@ -287,7 +287,7 @@ def spread_kernel(d_h, d_ms, dh, coefficient, M, inverse_columns, K: tl.constexp
 
 
 def more_rows(rows: int, block: int) -> int:
-    """Rows of phi for a second product beside the first: for the 80 of 8 streams 16 beside 64, and not 128 in one."""
+    """Rows of phi for a second product: the 80 rows of 8 streams are 64 and 16, instead of 128 in one product."""
     rest = max(16, next_power_of_2(rows - block)) if rows > block else 0
     return rest if rest < block else 0
 

@@ -79,7 +79,7 @@ def backward(
 ) -> tuple[torch.Tensor, ...]:
     """The gradients of the ten tensors of `forward`, zero-sized where needs says no.
 
-    in_place gives up d_x_new, whose memory becomes that of dx where the two are alike.
+    in_place: dx may take the memory of d_x_new, if the two have the same layout.
     """
     needs = wanted(needs, 10)
     if d_layer_input is None:

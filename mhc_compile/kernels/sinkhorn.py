@@ -14,7 +14,7 @@ from mhc_compile.kernels.gates import in_units, sinkhorn, sinkhorn_backward
 
 @triton.jit
 def _matrices(logits, M, N: tl.constexpr, NP: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Of one tile of tokens: the row and column numbers, tokens, which of them live, offsets and logits."""
+    """For one tile of tokens: the row and column numbers, tokens, which of them live, offsets and logits."""
     i = tl.arange(0, NP)[:, None, None]
     o = tl.arange(0, NP)[None, :, None]
     tok = (tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T))[None, None, :]

@@ -26,7 +26,7 @@ from mhc_compile.kernels.opaque import opaque
 
 TOKENS, COLUMNS, STREAMS = 32, 128, 2
 WARPS, STAGES = 8, 2
-# Of phi, in two pieces, those beyond K zero.
+# The rows of phi, in two pieces; rows beyond K are zero.
 ROWS = 64, 16
 
 
@@ -142,7 +142,7 @@ def streamed_products_kernel(x, d_out, d_x, phi, norm_weight, dh, coefficient, h
     tokens = M.to(gl.int64)
     c = (block * BLOCK_C + gl.arange(0, BLOCK_C, gl.SliceLayout(0, TILE)))[None, :]
 
-    # Of the first rows of phi, and of the others.
+    # The parts of the first rows of phi, and of the others.
     high_s = gl.allocate_shared_memory(gl.bfloat16, [STREAMS * FIRST, BLOCK_C], WIDE)
     middle_s = gl.allocate_shared_memory(gl.bfloat16, [STREAMS * FIRST, BLOCK_C], WIDE)
     high_2s = gl.allocate_shared_memory(gl.bfloat16, [STREAMS * SECOND, BLOCK_C], WIDE)

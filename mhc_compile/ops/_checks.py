@@ -71,7 +71,7 @@ def _of_another_type(wrapper: Callable[..., Any], args: Sequence[Any], kwargs: M
 
 
 def check_present(name: str, value: Tensor | None) -> None:
-    """Of every argument that is not optional: a schema lets None through where it says Tensor."""
+    """Check an argument that is not optional: a schema lets None through where it says Tensor."""
     if value is None:
         raise TypeError(f"{name} is None; expected a tensor")
 
@@ -85,7 +85,7 @@ def check_beside(name: str, value: Tensor, x: Tensor, x_name: str = "x") -> None
     """Dtype and device of an argument that goes together with x."""
     check_floating(name, value)
     if value.dtype == torch.float64 and x.dtype != torch.float64:
-        raise TypeError(f"{name} is float64, but {x_name} is {x.dtype}; expected float64 only beside float64 {x_name}")
+        raise TypeError(f"{name} is float64, but {x_name} is {x.dtype}; expected float64 only with float64 {x_name}")
     if value.device != x.device:
         raise ValueError(f"{name} is on {value.device}, but {x_name} is on {x.device}; expected the same device")
 

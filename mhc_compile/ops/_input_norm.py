@@ -1,8 +1,8 @@
-"""The RMS norm behind the aggregate, as a part of it: the sublayer's own, which reads nothing but the layer input.
+"""The RMS norm after the aggregate, as a part of it: the sublayer's own, which reads nothing but the layer input.
 
     u = sum_i h_pre[i] * x[i];  r = 1 / sqrt(mean(u^2) + eps);  layer_input = r * u * w
 
-Of u the backward keeps nothing: it makes it again from the streams, which it reads anyway.
+The backward keeps nothing of u. It computes u again from the streams, which it reads anyway.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """mhc::_launch, which launches a kernel that Inductor cannot put into its graphs (`kernels.opaque` says which).
 
-launch: text (`mhc_compile.encoding`) of the kernel's path, the places of the tensors and symbolic sizes among its
-arguments, the dtypes of the tensors, the other arguments by place, with the number of programs as the last, and its
-options. Why what is written has to be named is said in `_loops`.
+launch is a text (`mhc_compile.encoding`) of these: the kernel's path, the places of tensors and symbolic sizes among
+its arguments, the dtypes of the tensors, the other arguments by place with the number of programs as the last, and the
+kernel's options. `_loops` says why tensors that are written have to be named.
 """
 
 from __future__ import annotations

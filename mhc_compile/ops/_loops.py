@@ -1,16 +1,16 @@
 """mhc::_loop, which runs a loop over tokens in C++: on a CPU, what lowering does not leave to Inductor.
 
-What a token needs between its projection and its gates are some thousand sums and quotients of a few numbers: less
-work than calling torch for each of 150 operations on all tokens, and Inductor, which would fuse them, takes seconds to
-compile every Sinkhorn. Projections and products over columns are loops, too, because their sums have to be in an order
-that no other token has a say in. A second is enough to compile them, once for a number of streams and a machine. The
-loops are for float32, and not for an exp with eps that no row's maximum was taken from; the references do the rest, and
-everything where there is no compiler.
+Between its projection and its gates, a token needs some thousand sums and quotients of a few numbers. This is less work
+than calling torch for each of 150 operations on all tokens. Inductor would fuse them, but takes seconds to compile
+every Sinkhorn. Projections and products over columns are loops, too, because the order of their sums must not depend on
+other tokens. Compiling the loops takes a second, once for each number of streams and each machine. The loops compute in
+float32. They do not compute an exp with eps and without the row's maximum. The references compute the rest, and
+everything if there is no compiler.
 
-loop: text (`mhc_compile.encoding`) of its name, the dtype to accumulate in, the number of streams, the operators'
-scalars, how many projections there are, and whatever else the loop takes before its tensors. What a loop makes are
-arguments that it writes, so that Inductor plans their memory. They have to be named: torch 2.13 takes no list of
-written tensors by position in the branches of `torch.cond`.
+loop is a text (`mhc_compile.encoding`) of these: the loop's name, the dtype to accumulate in, the number of streams,
+the operators' scalars, the number of projections, and whatever else the loop takes before its tensors. A loop writes
+its results into arguments, so that Inductor plans their memory. These arguments have to be named: in the branches of
+`torch.cond`, torch 2.13 takes no list of written tensors by position.
 """
 
 from __future__ import annotations

@@ -87,9 +87,9 @@ def fake_gradients(
 def matmul_rows(rows: Tensor, weight: Tensor) -> Tensor:
     """rows [M, K] @ weight [K, J], each row bitwise the same whatever other rows there are.
 
-    On a CPU, BLAS chooses its kernel, and with it the order of a sum, by M (MKL has one for a single row, one for 2
-    and 3, one for more) and by the alignment of memory. So it is given a batch of equal blocks of rows, with zeros
-    behind K and J where these are no multiples of `_WIDTHS`.
+    On a CPU, BLAS chooses its kernel by M and by the alignment of memory. MKL has one kernel for a single row, one for
+    2 and 3, and one for more. The kernel decides the order of a sum. So BLAS gets a batch of equal blocks of rows, with
+    zeros after K and J if these are no multiples of `_WIDTHS`.
     """
     if rows.device.type != "cpu":
         # Of CUDA tensors only float64 gets here, and GPUs too old for the kernels.
@@ -118,7 +118,7 @@ def _matmul_is_exact(value: Tensor) -> bool:
 
 
 def _aligned(value: Tensor) -> Tensor:
-    """value [M, i, C] for BLAS, zeros behind its columns where rows would not begin at multiples of `_ALIGNMENT`.
+    """value [M, i, C] for BLAS, zeros after its columns where rows would not begin at multiples of `_ALIGNMENT`.
 
     Some of BLAS's kernels order a sum by the alignment of memory, in which a token's rows follow those of others.
     """

@@ -257,6 +257,6 @@ differentiate(
     tensors=10,
     drop=("streams_dtype", "out_dtype"),
     last="input_norm_weight",
-    # As those of generate_mix_and_aggregate, behind x_new.
+    # As those of generate_mix_and_aggregate, after x_new.
     reaches={5: (1, 2, 3, 4), 6: (1, 2, 3), 7: (1, 2, 3), 8: (1, 2, 3, 4), 9: (1,)},
 )

@@ -23,7 +23,7 @@ def expand(f: Tensor, n: int) -> Tensor:
     Raises:
         TypeError, ValueError: an argument has an unexpected dtype, shape or value.
 
-    Source: arXiv 2409.19606 (hyper-connections), where streams are replicated behind the embedding.
+    Source: arXiv 2409.19606 (hyper-connections), where streams are replicated after the embedding.
     """
     result: Tensor = torch.ops.mhc.expand(f, n)
     return result

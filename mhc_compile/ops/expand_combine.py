@@ -50,7 +50,7 @@ def expand_combine(
         layer_bias: [C], a bias that the sublayer left to be added here.
         h_post: [..., n].
         x: [..., n, C], the streams that the sublayer's input was made from.
-        h_res: [..., n, n]; None adds every stream to its successor unmixed.
+        h_res: [..., n, n]; None stands for the identity: x'[o] gets x[o] as it is.
         out_dtype: the dtype of x'; None means that of x.
 
         All have any floating dtype, float64 only together with float64 x.

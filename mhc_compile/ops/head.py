@@ -1,4 +1,4 @@
-"""mhc::head, the learned collapse of the streams behind the last layer."""
+"""mhc::head, the learned collapse of the streams after the last layer."""
 
 from __future__ import annotations
 

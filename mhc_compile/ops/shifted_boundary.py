@@ -1,4 +1,4 @@
-"""mhc::shifted_boundary, everything between two sublayers whose reads are one sublayer behind their gates."""
+"""mhc::shifted_boundary, everything between two sublayers whose reads come one sublayer after their gates."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def shifted_boundary(
     streams_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`expand_combine`, `aggregate` with gates of the boundary before, and `generate_mix` for the boundaries after.
+    """`expand_combine`, `aggregate` with gates from the previous boundary, and `generate_mix` for the next boundaries.
 
         x' = expand_combine(f, layer_bias, h_post, x, h_res)
         layer_input = aggregate(x', h_pre)

@@ -1,7 +1,7 @@
 """A report as one page of HTML that loads nothing else. `Report.html` makes it.
 
 `layers.py` says which site belongs to which layer, `page.html` is the template; `page.css` and `page.js` are put into
-the page as they are. Everything that a report tells is text: the template escapes it, and the page's content security
+the page as they are. Everything in a report is text: the template escapes it, and the page's content security
 policy allows no other script and no request.
 """
 
@@ -78,7 +78,7 @@ def _number(value: float) -> str:
 
 
 def _losses(found: Any) -> list[tuple[str, SiteReport, str, list[Any]]]:
-    """What was lost, each reason at a line once: how, where, why, and in which layers."""
+    """Each loss once for a line and a reason: how, where, why, and in which layers."""
     groups: dict[Any, tuple[str, SiteReport, str, list[Any]]] = {}
     for layer in found:
         for entry in layer.entries:

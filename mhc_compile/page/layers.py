@@ -38,7 +38,7 @@ class Entry:
 
     @property
     def losses(self) -> list[str]:
-        """Why the site is not what it could be."""
+        """Why the site is declined or cut."""
         return self.cut if self.site.reason is None else [self.site.reason, *self.cut]
 
 
@@ -77,7 +77,7 @@ class Layer:
 
     @property
     def statuses(self) -> dict[str, int]:
-        """How many sites became what, but for those that were rewritten, and how many of these are cut."""
+        """The number of sites by status, without rewritten ones, and the number of rewritten sites that are cut."""
         counts: dict[str, int] = {}
         for status in [one.status for one in self.entries] + ["cut" for one in self.entries if one.cut]:
             if status != "rewritten":
@@ -98,7 +98,7 @@ class Layer:
         return total(entry.site.after for entry in self.rewritten)
 
     def signature(self) -> object:
-        """Equal for layers of which everything told is the same, but for their names."""
+        """Equal for layers whose entries differ in module names only."""
         return [
             (replace(one.site, module=one.inner), one.status, one.cut, [fused.op for fused, _ in one.fused])
             for one in self.entries
@@ -113,7 +113,7 @@ def total(counts: Iterable[Traffic | None]) -> Traffic | None:
 
 
 def layers(report: Report) -> list[Layer]:
-    """All sites of a report by layers, in program order; the functions that Dynamo gave up are not among them."""
+    """All sites of a report by layers, in program order; the functions that Dynamo gave up on are not among them."""
     entries = [Entry(site, "rewritten" if site.rewritten else "declined") for site in report.sites]
     entries += [Entry(site, "called by the program") for site in report.called]
     for site in report.cut:
@@ -139,7 +139,7 @@ def layers(report: Report) -> list[Layer]:
 
 
 def _alike(site: SiteReport, entries: list[Entry]) -> Iterator[Entry]:
-    """The entries that may be a site's: of its operator and module, those of its line first."""
+    """Entries that may belong to a site: with its operator and module, those with its line first."""
     found = [one for one in entries if (one.site.op, one.site.module) == (site.op, site.module)]
     return iter(sorted(found, key=lambda one: one.site.location != site.location))
 

@@ -92,7 +92,7 @@ def _grouped_mm(
 ) -> torch.Tensor:
     """`torch.nn.functional.grouped_mm` of rows whose groups end at offs. torch has none for float64.
 
-    Rows behind the last group give zeros; torch writes nothing there.
+    Rows after the last group give zeros; torch writes nothing there.
     """
     ends = offs.tolist()
     groups = [rows[i:j] @ matrix for i, j, matrix in zip([0, *ends], ends, matrices, strict=False)]

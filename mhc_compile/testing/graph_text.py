@@ -53,12 +53,11 @@ class Graphs:
 def capture(model: Callable[..., Any], *args: Any, allow_empty: bool = False, **kwargs: Any) -> Graphs:
     """Run `model(*args, **kwargs)` once and return its rewritten graphs.
 
-    They are of these sizes, whatever the model has been compiled for before in this process. The model may be compiled
-    itself. Where no gradient is
-    wanted, the joint graphs hold the forward alone.
+    The graphs have the sizes of these arguments, whatever sizes the model was compiled for before in this process. The
+    model may be compiled already. Without gradients, the joint graphs hold the forward pass alone.
 
-    Where Dynamo breaks the graph, the text has a line with the name of the function, and so it has for a function that
-    Dynamo gives up. What follows such a line is not fused with what stands before it.
+    The text has a line for each graph break, and for each function that Dynamo gives up on, with the function's name.
+    Operators after such a line are not fused with operators before it.
 
     Raises EmptyCaptureError if no graph has a hyper-connection operator, unless `allow_empty` is given.
     """
@@ -83,7 +82,7 @@ def capture(model: Callable[..., Any], *args: Any, allow_empty: bool = False, **
 
     def given_up(function: compat.GivenUp) -> None:
         if ledger.give_up(function):
-            lose(f"not compiled: Dynamo gives up {function.function}")
+            lose(f"not compiled: Dynamo gives up on {function.function}")
 
     def lose(words: str) -> None:
         graphs.losses.append((len(graphs.dynamo), words))

@@ -16,7 +16,7 @@ __all__ = ["FEW", "Errors", "Finding", "judge"]
 FEW = 1000
 # The result's own rounding, a few times over, is no error that one evaluation can avoid and the other cannot.
 _ROUNDINGS = 4.0
-# Exact values below this part of a root mean square vanish: the float64 evaluation does not tell them from 0.
+# Exact values below this part of a root mean square vanish: the float64 evaluation cannot distinguish them from 0.
 _NOTHING = 1e-12
 # How many times the trusted error an error may be there.
 _LUCK = 10.0
@@ -39,7 +39,7 @@ class Errors:
     numbers: dict[str, int] = field(default_factory=dict)
     rounding: dict[str, float] = field(default_factory=dict)
     vanishing: dict[str, tuple[float, int]] = field(default_factory=dict)
-    """Of the values that vanish, the squares of the differences and how many there are."""
+    """For the values that vanish, the sum of squared differences, and their number."""
 
     def add(self, results: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor]) -> None:
         """Take the results of one more evaluation. Raises ValueError if the names are not those of `exact`."""
@@ -99,26 +99,26 @@ class Finding:
 def judge(trusted: Errors, errors: Errors, names: list[str], group: str, *, vanishing: bool = True) -> list[Finding]:
     """Compare the errors of two evaluations of the same results, one by one and together.
 
-    Both errors are sums of very many roundings in a different order: equally good evaluations are two draws from one
-    distribution, and one of them is always the larger. The ratio of two root mean squares over N independent draws is 1
-    give or take a multiple of 1 / sqrt(N); what reaches a parameter has come through a few gates, so its draws are not
-    independent, and the multiple is taken as 5, on top of a tenth: a tensor of N >= 1000 numbers, and all results of
-    the group together, may be 1.1 + 5 / sqrt(N) times the trusted error.
+    Both errors are sums of very many roundings, in different orders. Two equally good evaluations are two draws from
+    one distribution, and one of them is always a little worse. The ratio of two root mean squares over N independent
+    draws is 1, give or take a multiple of 1 / sqrt(N). The errors of a parameter's gradient went through a few gates,
+    so they are not independent. The multiple is therefore 5, and a tenth is added. A tensor of N >= 1000 values, and
+    all results of the group together, may have 1.1 + 5 / sqrt(N) times the trusted error.
 
-    Of few numbers (a scale has 3) the error is a handful of draws, and nought by luck now and then. Such tensors are
-    judged together, by the root of their mean squared relative errors, with at least 25% of room; one alone may be four
-    times what the trusted error is there or usually is, whichever is larger.
+    A tensor with few values (a scale has 3) has the error of a handful of draws, which is sometimes zero by chance.
+    Such tensors are judged together, by the root of their mean squared relative errors, with at least 25% of room. A
+    single one may have four times the trusted error of this tensor, or four times the median of the trusted errors.
 
-    Relative errors say nothing of gradients that vanish, and Adam moves a parameter by them as far as by any other. A
-    value vanishes if it is below 1e-12 of its tensor's root mean square, or if its tensor's root mean square is below a
-    millionth of the group's. All such values of a tensor are judged together. The root mean square of their errors may
-    be the larger of
+    Relative errors mean little for gradients that vanish, but Adam moves a parameter by a tiny gradient as far as by a
+    large one. A value vanishes if it is below 1e-12 of its tensor's root mean square, or if its tensor's root mean
+    square is below a millionth of the group's. All such values of a tensor are judged together. The root mean square of
+    their errors may be the larger of
 
-    - 10 times the trusted one: few roundings are left there, which cancel or do not by chance;
-    - 1e-12 of the group's root mean square, which the float64 evaluation does not tell from 0.
+    - 10 times the trusted one: few roundings are left there, and chance decides whether they cancel;
+    - 1e-12 of the group's root mean square, which the float64 evaluation cannot distinguish from 0.
 
-    No other floor holds there, however few the values are. `vanishing=False` leaves out the values within a tensor, for
-    outputs: there 0 may be what a rounded input makes of a kink, and nothing is divided by its size.
+    No other floor applies to them, however few the values are. `vanishing=False` leaves out the values within a tensor.
+    It is for outputs: a rounded input may give exactly 0 at a kink, and nothing is divided by an output's size.
     """
     numbers = sum(errors.numbers[name] for name in names)
     size = math.sqrt(sum(trusted.reference[name] for name in names) / max(1, numbers))

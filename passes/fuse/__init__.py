@@ -1,4 +1,4 @@
-"""Stage 6, fuse: what becomes one operator once forward and backward are in one graph.
+"""Stage 6, fuse: several operators become one, when forward and backward are in one graph.
 
 accumulate -> boundary -> boundary_backward -> shifted_boundary -> shifted_boundary_backward -> recompute
 """
@@ -31,7 +31,7 @@ def fuse(graph: fx.Graph, names: Collection[str] = tuple(FUSIONS), layers: Layer
 
     layers: how many layers keep one set of streams for the backward pass, see `recompute`.
 
-    Raises RuntimeError if a node that writes or draws random numbers would run beside others than before.
+    Raises RuntimeError if a node that writes or draws random numbers would run next to others than before.
     """
     before = _surroundings(graph)
     counts = Counter({name: fusion(graph) for name, fusion in FUSIONS.items() if name in names})
@@ -46,7 +46,7 @@ def fuse(graph: fx.Graph, names: Collection[str] = tuple(FUSIONS), layers: Layer
 
 
 def _surroundings(graph: fx.Graph) -> dict[fx.Node, tuple[int, int]]:
-    """For each node how many that write, and for each that draws random numbers how many such, come before it."""
+    """For each node, the number of writes before it; if it draws random numbers, also the number of such nodes."""
     writes = draws = 0
     found: dict[fx.Node, tuple[int, int]] = {}
     for node in graph.nodes:

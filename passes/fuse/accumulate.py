@@ -1,4 +1,4 @@
-"""Gradient accumulation: a sum of streams' gradients is made by the operator that computes the last of them.
+"""Gradient accumulation: the operator that computes the last gradient of the streams also adds the others.
 
     dx = a.dx + b.dx    ->    dx = b(..., d_x=a.dx).dx
 
@@ -46,7 +46,7 @@ _MOST_LOOKS = 10_000
 
 @dataclass
 class _Leaf:
-    """A summand; where an operator can add to it, that operator and the views from its result up to the summand."""
+    """A summand. If an operator can add to it: that operator, and the views from its result to the summand."""
 
     summand: fx.Node
     operator: fx.Node | None = None
@@ -96,7 +96,7 @@ def _summands(root: fx.Node) -> Iterator[fx.Node]:
 
 
 def _reads_later(leaf: _Leaf) -> bool:
-    """Whether the leaf's operator now adds to what comes after it in the graph."""
+    """Whether the leaf's operator adds a tensor that comes after it in the graph."""
     given = None if leaf.operator is None else arguments(leaf.operator)["d_x"]
     return given is not None and leaf.operator is not None and bool(given > leaf.operator)
 
@@ -118,7 +118,7 @@ def _leaf(node: fx.Node) -> _Leaf:
 
 
 def _ordered(leaves: list[_Leaf]) -> list[_Leaf]:
-    """Each after those it is computed from, and as early as that allows what no operator can add to."""
+    """Leaves in an order of computation. Those that no operator can add to come as early as possible."""
     remaining = sorted(leaves, key=lambda leaf: leaf.ready)
     ordered: list[_Leaf] = []
     budget = Steps("looks for what a summand is computed from", _MOST_LOOKS)
@@ -141,7 +141,7 @@ def _ordered(leaves: list[_Leaf]) -> list[_Leaf]:
 
 
 def _fold(graph: fx.Graph, root: fx.Node, leaves: list[_Leaf]) -> int:
-    """Add the leaves one after the other, in operators where there is one."""
+    """Add the leaves one after the other, inside operators if possible."""
     count = 0
     total = leaves[0].summand
     for leaf in leaves[1:]:

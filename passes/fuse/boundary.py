@@ -35,7 +35,7 @@ _MIXES = ("generate_mix_and_aggregate", "head")
 _RESULTS = {"generate_mix_and_aggregate": {0: 1, 1: 2, 2: 3, 3: 4, 4: 5}, "head": {0: 1, 1: 4, 2: 5}}
 TENSORS = ("f", "layer_bias", "h_post", "x", "h_res")
 PARAMETERS = ("phi", "scale", "bias", "norm_weight")
-# Of generate_mix_and_aggregate alone.
+# An argument of generate_mix_and_aggregate alone.
 _INPUT_NORM = "input_norm_weight"
 
 
@@ -59,7 +59,7 @@ def boundary(graph: fx.Graph) -> int:
 
 
 def hoistable(reader: fx.Node, combine: fx.Node) -> list[fx.Node] | None:
-    """What a reader of the new streams is given beside them and is made after the combine, in order; None if that
+    """The other arguments of a reader of the new streams that are made after the combine, in order; None if that
     depends on what is between."""
     found: set[fx.Node] = set()
     pending = [node for name, node in arguments(reader).items() if name != "x" and isinstance(node, fx.Node)]
@@ -80,7 +80,7 @@ def same_block(combine: fx.Node, mix: fx.Node) -> bool:
 
 
 def same_width(x_new: fx.Node, x: fx.Node) -> bool:
-    """Whether both are computed with in one precision: float64 parameters go with float64 streams alone."""
+    """Whether one precision is used for both: float64 parameters need float64 streams."""
     return bool((x_new.meta["val"].dtype == torch.float64) == (x.meta["val"].dtype == torch.float64))
 
 

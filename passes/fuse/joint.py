@@ -87,7 +87,7 @@ def item_of(node: Any, names: tuple[str, ...], index: int) -> fx.Node | None:
 
 
 def _forget(node: fx.Node) -> None:
-    """Drop what was noted about arguments that are others now: Inductor insists on as many as there were."""
+    """Drop notes about old arguments: Inductor insists on as many arguments as in its note."""
     node.meta.pop("eager_input_vals", None)
 
 
@@ -97,7 +97,7 @@ def items(node: fx.Node) -> list[tuple[int, fx.Node]]:
 
 
 def same_layout(a: fx.Node, b: fx.Node) -> bool:
-    """Whether two nodes have one shape and dtype, and strides under which elements lie at the same places."""
+    """Whether two nodes have the same shape and dtype, and equal places of elements in memory."""
     return _alike(a.meta.get("val"), b.meta.get("val"))
 
 
@@ -110,13 +110,13 @@ def _alike(left: Any, right: Any) -> bool:
 
 
 def fits(old: fx.Node, new: fx.Node, mapping: dict[int, int]) -> bool:
-    """Whether the results of one operator call that are read are laid out as those of another, by number."""
+    """Whether the results of one operator call that are read have the layouts of another's results, by number."""
     read = [(mapping[number], node) for number, node in items(old) if number in mapping and node.users]
     return all(_alike(node.meta.get("val"), new.meta["val"][number]) for number, node in read)
 
 
 def contiguous(node: fx.Node) -> bool:
-    """Whether a tensor lies in memory in the order of its elements, as far as its symbolic sizes tell."""
+    """Whether a tensor lies in memory in the order of its elements, as far as its symbolic sizes show."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not compat.same_size(value.storage_offset(), 0):
         return False
@@ -129,7 +129,7 @@ def contiguous(node: fx.Node) -> bool:
 
 
 def permutation(views: Sequence[fx.Node]) -> list[int] | None:
-    """Which dimension of the first view's source each of the last one's is; None unless all views only exchange."""
+    """For each dimension of the last view, that of the first view's source; None if a view does more than permute."""
     order: list[int] = []
     for view in views:
         dimensions = view.meta["val"].dim()
@@ -218,7 +218,7 @@ def note_parts(node: fx.Node, *parts: fx.Node) -> None:
 
 
 def noted_parts(graph: fx.Graph) -> list[tuple[fx.Node, tuple[SiteReport, ...]]]:
-    """The fused operators with what each replaces, copies that compute one again left out. The notes are erased."""
+    """The fused operators with the calls that each replaces, without recomputed copies. The notes are erased."""
     noted = ((node, node.meta.pop(_PARTS)) for node in calls(graph) if _PARTS in node.meta)
     return list({id(parts): (node, parts) for node, parts in noted}.values())
 

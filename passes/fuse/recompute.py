@@ -1,13 +1,12 @@
-"""Recompute: of a block of sublayers only the streams that enter it are kept for the backward pass.
+"""Recompute: for a block of sublayers, only the streams that enter it are kept for the backward pass.
 
     x_1 = combine(f_0, x_0), x_2 = combine(f_1, x_1), ...      forward, as it was; x_0 and all f are kept
     x_1' = combine(f_0, x_0), x_2' = combine(f_1, x_1'), ...   once more, for backward alone
 
 A layer, here as in the paper, is what lies between the `expand_combine`s of one chain of streams: one sublayer with its
-hyper-connection. Streams are n C numbers for each token and f only C, so k layers keep n + k C-wide rows instead
-of k (n + 1), and while a block is run backward its k - 1 inner streams exist again. What is computed twice is the
-combine: neither a sublayer nor a projection nor a Sinkhorn. The partitioner learns it from the tags of activation
-checkpointing.
+hyper-connection. Streams are n C numbers for each token, and f is only C. So k layers keep n + k rows of C numbers
+instead of k (n + 1). While a block is run backward, its k - 1 inner streams exist again. Only the combine is computed
+twice: no sublayer, projection or Sinkhorn. The tags of activation checkpointing say so to the partitioner.
 
 Source: arXiv 2512.24880, section 4.3.2.
 """
@@ -77,7 +76,7 @@ def _best(chain: list[fx.Node]) -> int:
 
 
 def _chains(graph: fx.Graph) -> Iterator[list[fx.Node]]:
-    """Combines of which each reads the streams that the one before it made."""
+    """Chains of combines: each combine reads the streams of the previous one."""
     combines = list(calls(graph, *_COMBINES))
     following: dict[fx.Node, fx.Node] = {}
     for combine in combines:
@@ -121,7 +120,7 @@ def _may_go(combine: fx.Node) -> bool:
 
 
 def _again(graph: fx.Graph, combine: fx.Node, again: dict[fx.Node, fx.Node], block: int) -> fx.Node:
-    """Compute a combine's streams once more and let backward read those; `again` holds which stand for which."""
+    """Compute a combine's streams once more and let backward read them; `again` maps old streams to these."""
     given = arguments(combine)
     source, views = viewed(given["x"])
     # Partitioners make one of two equal calls: one that would equal its original is marked itself.

@@ -1,4 +1,4 @@
-"""Boundary fusion where reads are one sublayer behind their gates: a combine, a read and a mix, forward and backward.
+"""Boundary fusion where reads come one sublayer after their gates: a combine, a read and a mix, forward and backward.
 
     x' = expand_combine(f, ..., x, h_res); layer_input = aggregate(x', h_pre); h_pre', ... = generate_mix(x', ...)
         ->    x', layer_input, h_pre', ... = shifted_boundary(f, ..., x, h_res, h_pre, ...)
@@ -66,7 +66,7 @@ def shifted_boundary(graph: fx.Graph) -> int:
 
 
 def _readers(graph: fx.Graph, name: str) -> dict[fx.Node, list[fx.Node]]:
-    """The operators of this name that read the new streams of a combine, by that."""
+    """The operators of this name that read the new streams of a combine, by combine."""
     found: dict[fx.Node, list[fx.Node]] = {}
     for reader in calls(graph, name):
         combine = unviewed(arguments(reader)["x"])
@@ -76,7 +76,7 @@ def _readers(graph: fx.Graph, name: str) -> dict[fx.Node, list[fx.Node]]:
 
 
 def _first(readers: Iterable[fx.Node], combine: fx.Node) -> fx.Node | None:
-    """The first of a combine's readers that may stand where it is."""
+    """The first of a combine's readers that may move to the combine's place."""
     for reader in readers:
         alike = same_block(combine, reader) and same_width(combine, arguments(combine)["x"])
         if alike and hoistable(reader, combine) is not None and same_stretch(combine, reader):
@@ -146,7 +146,7 @@ def _belong_together(combine: fx.Node, later: fx.Node, earlier: fx.Node) -> bool
 
 
 def _between(earlier: fx.Node, later: fx.Node, combine: fx.Node) -> list[fx.Node] | None:
-    """What stands before the later operator and is made of the earlier one's results, the gradient of x' left out.
+    """The nodes before the later operator that use the earlier one's results, without the gradient of x'.
 
     None if the later one or the combine's backward depends on that, or if it may not be moved.
     """

@@ -1,4 +1,4 @@
-"""Stage 8, lower: operator calls of the graph after grad become what they consist of.
+"""Stage 8, lower: operator calls of the graph after autograd become kernels, loops and ATen operators.
 
 On CUDA that is their kernels' launches, as nodes of the graph: Inductor plans their memory and launches them from its
 own wrapper, without a dispatch through Python. On CPU it is what `cpu` says. A call that cannot be taken apart stays.
@@ -43,7 +43,7 @@ _FUNCTIONS = {
 
 
 class LaidOutOtherwise(Exception):
-    """What an operator consists of returns tensors with other strides than the operator."""
+    """The parts of an operator return tensors with other strides than the operator."""
 
 
 Bodies = dict[Any, fx.GraphModule | None]
@@ -86,14 +86,14 @@ def lower(graph: fx.Graph, errors: list[str] | None = None) -> Counter[str]:
 
 
 def compile_kernels(graph: fx.Graph, errors: list[str]) -> None:
-    """Have the kernels that Inductor will not compile compiled while it compiles the others."""
-    with guard("no other process compiles kernels, and their first launches do", errors):
+    """Compile the kernels that Inductor cannot compile, while it compiles the others."""
+    with guard("kernels are compiled at their first launches, and not in a worker process", errors):
         for launch in dict.fromkeys(node.args[0] for node in graph.find_nodes(op="call_function", target=_LAUNCH)):
             compile_elsewhere(launch)
 
 
 def spell_out(graph: fx.Graph) -> None:
-    """Give operators the integers that they would have by default, in place.
+    """Write the default values of integers into operator calls, in place.
 
     AOTInductor's C++ passes those as well, to a description of the call that has only what was given (torch 2.13).
     """
@@ -106,7 +106,7 @@ def spell_out(graph: fx.Graph) -> None:
 def _body(node: fx.Node, name: str, bodies: Bodies, in_place: bool) -> fx.GraphModule | None:
     """The operator's implementation as a graph of the tensors among its arguments; None where it has to stay.
 
-    Layers that are alike are traced once.
+    Identical layers are traced once.
     """
     leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
@@ -178,13 +178,13 @@ def _is_launch(node: fx.Node) -> bool:
 
 
 def _viewed(node: fx.Node) -> list[fx.Node]:
-    """What a node is a view of; what writes returns what it wrote to, and is no view."""
+    """What a node is a view of. An operator that writes returns the tensor that it wrote to, which is no view."""
     return [] if compat.may_mutate(node) else compat.aliased(node)
 
 
 def _whole(node: fx.Node) -> fx.Node:
     """The tensor that this is a view of, where both begin at one place: a kernel is given an address, and to make a
-    view takes as long as a third of a launch. Of symbolic sizes nothing is asked."""
+    view takes as long as a third of a launch. Symbolic sizes are not compared, since this would add guards."""
     sources = _viewed(node)
     if len(sources) != 1:
         return node
@@ -210,7 +210,7 @@ def _layout(value: torch.Tensor) -> Any:
 
 
 def _is_empty(value: torch.Tensor) -> bool:
-    """Whether there is nothing to launch a kernel for. Of symbolic sizes nothing is asked."""
+    """Whether there is nothing to launch a kernel for. Symbolic sizes are not compared."""
     return any(isinstance(size, int) and size == 0 for size in value.shape)
 
 
@@ -238,7 +238,7 @@ def _inline(node: fx.Node, body: fx.GraphModule) -> Any:
 
 
 def _describe(new: fx.Node, old: fx.Node) -> None:
-    """Give a copied node what Inductor reads of it; its value is new, because that tells memory apart."""
+    """Give a copied node the notes that Inductor reads; its value is new, because it identifies memory."""
     args, kwargs = fx.node.map_arg((new.args, new.kwargs), lambda n: n.meta["val"])
     new.meta = {"stack_trace": old.meta["stack_trace"]} if "stack_trace" in old.meta else {}
     if _is_launch(new):

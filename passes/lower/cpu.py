@@ -1,4 +1,4 @@
-"""What operators consist of on a CPU: the parts that Inductor makes faster, and loops for the rest.
+"""The parts of operators on a CPU: ATen operators that Inductor makes faster, and loops for the rest.
 
 Inductor gets products and sums over streams. It neither reorders nor contracts them, so a token's bits still depend on
 no other token; its sums over columns and its exponentials would not keep that. What sums over columns or tokens is left
@@ -128,7 +128,7 @@ def generate_mix_and_aggregate(
 
 
 def head(x: Tensor, *parameters: Any, **scalars: Any) -> tuple[Tensor, ...]:
-    """generate_mix_and_aggregate without what has no elements."""
+    """generate_mix_and_aggregate without its results that have no elements."""
     out, _, _, h, ms = generate_mix_and_aggregate(x, *parameters, **scalars)
     return out, h, ms
 
@@ -342,7 +342,7 @@ def _has_norm(given: dict[str, Any]) -> bool:
 
 
 def parts(name: str, x: Tensor, given: dict[str, Any]) -> Callable[..., Any] | None:
-    """What an operator on streams x consists of, None where it is better left whole; given: its arguments by name."""
+    """The parts of an operator on streams x; None if it is better left whole. given: its arguments by name."""
     needs = given.get("needs", ())
     if x.shape[-2] > _MAX_UNROLLED:
         return None

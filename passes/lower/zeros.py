@@ -26,7 +26,7 @@ _ALIGNED = 16
 
 
 def merge_zeros(graph: fx.Graph) -> None:
-    """Make the zeros that launches alone use parts of one tensor, made where the first of them was."""
+    """Make zeros that only launches use parts of one tensor, which is made in the place of the first."""
     alike: dict[Any, list[fx.Node]] = defaultdict(list)
     for node in graph.find_nodes(op="call_function", target=_FULL):
         if _is_for_a_launch(node):
@@ -38,7 +38,7 @@ def merge_zeros(graph: fx.Graph) -> None:
 
 
 def _is_for_a_launch(node: fx.Node) -> bool:
-    """Whether this is a row of zeros, of a number that is known, for one launch."""
+    """Whether this is a row of zeros for one launch, and its length is known."""
     if [user.target for user in node.users] != [_LAUNCH] or len(node.args) != 2:
         return False
     value = compat.example(node)

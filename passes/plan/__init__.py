@@ -1,6 +1,6 @@
 """Stage 3, plan: which operator calls replace what, decided for the whole graph before anything is inserted.
 
-A site is accepted whole or declined with a reason. What a plan holds is still in terms of the record; `rewrite`
+A site is accepted whole or declined with a reason. A plan is still expressed in values of the record; `rewrite`
 turns it into nodes.
 """
 
@@ -114,7 +114,7 @@ class _Planner:
         self.torn: dict[Value, Value] = {}
 
     def consider(self, what: str, node: fx.Node, *makers: Callable[[], Site]) -> bool:
-        """Accept the first of several sites that can be; the reason against the first is the one told."""
+        """Accept the first of several sites that can be; a refusal has the reason against the first."""
         reasons: list[str] = []
         for make in makers:
             try:
@@ -142,7 +142,7 @@ class _Planner:
 
     @cached_property
     def known(self) -> set[Value]:
-        """What is a gate for certain: an operator makes it, or it is a Sinkhorn projection."""
+        """Values that are certainly gates: an operator makes them, or they are Sinkhorn projections."""
         known = {value for site in self.sites if isinstance(site, MixSite) for value in site.made()}
         known |= {value for value, found in self.findings.matrices.items() if isinstance(found, Matrices)}
         return known | {out for op in self.shadow.ops if _is_ours(op.node) for out in op.outs}
@@ -174,7 +174,7 @@ class _Planner:
                 self._consider_write(write)
 
     def part_writes(self) -> None:
-        """Writes to some of the streams, which no operator makes, and the mixing of all streams in and beside them."""
+        """Writes to some of the streams, which no operator makes, and mixes of all streams in these writes or alone."""
         found = list(_part_writes(self.findings, self.known, _views(self.sites)))
         self.evident |= {write.read.out for write in found}
         self.declined += (Declined("expand_combine", write.reason, write.op.node) for write in found)
@@ -202,11 +202,11 @@ class _Planner:
             self.consider("projection", node, lambda site=projected: site)  # type: ignore[misc]
 
     def plan(self, input_norms: bool | None) -> Plan:
-        """All decisions, and what is told beside them."""
+        """All decisions, and the reasons for a report."""
         remember(self.sites)
         torn = _torn_reads(self.sites, self.torn)
         untold: list[str] = []
-        with guard("what else there is of hyper-connections is not told", untold):
+        with guard("what else there is of hyper-connections is not reported", untold):
             name_own_gates(self.sites, self.findings)
             views = _views(self.sites)
             self.declined += list(misses(self.shadow, self.findings, self.sites, self.declined, views))
@@ -218,7 +218,7 @@ class _Planner:
 
 
 def _part_writes(findings: Findings, known: set[Value], views: dict[Value, StreamsView]) -> Iterator[PartWrite]:
-    """The writes to some of the streams; pooling adds to one row, too, but knows no gate and mixes nothing."""
+    """The writes to some of the streams. Pooling also adds to one row, but has no known gate and mixes nothing."""
     for write in findings.part_writes:
         if write.mixing is not None or write.read.gate in known or write.streams in views or write.op.out in views:
             yield write
@@ -249,7 +249,7 @@ def _consider_gates(mixtures: list[Mixture], findings: Findings, consider: Calla
 
 
 def _derivatives_beyond(shadow: Shadow) -> str:
-    """Why no site of a program can be: it takes derivatives that the operators do not have."""
+    """Why no site of a program can be rewritten: the program takes derivatives that the operators do not have."""
     if takes_forward_derivatives(shadow):
         return "forward-mode derivatives are taken (torch.func.jvp), and the operators have none"
     if derives_again(shadow):
@@ -261,7 +261,7 @@ def _derivatives_beyond(shadow: Shadow) -> str:
 
 
 def _with_norm(shadow: Shadow, findings: Findings, site: Site, wanted: bool | None, errors: list[str]) -> Site:
-    """A site with the norm of its layer input, if that can be taken along and is wanted there; else as it is."""
+    """A site with the norm of its layer input, if the operator can include it and should; else the site as it is."""
     if not isinstance(site, MixSite) or site.aggregate is None or site.op != "generate_mix_and_aggregate":
         return site
     if wanted is None and site.x.meta.device.type == "cpu":
@@ -288,7 +288,7 @@ def _single_operators(
     evident: set[Value],
     consider: Callable[..., bool],
 ) -> None:
-    """What no larger operator has taken: sums over streams that are mixed elsewhere, and the matrices that mix them.
+    """Steps that are in no larger operator: sums over streams that are mixed elsewhere, and the matrices that mix them.
 
     evident: reads by which writes were known to be those of streams.
     """
@@ -353,7 +353,7 @@ _SUMMING = {*TOGETHER, "add", "sub", "addcmul", "mul", "sum", "mean", "neg", "di
 
 
 def _within(combine: Combine) -> set[Value]:
-    """The result of a combine, and the partial sums and products behind it that serve it alone."""
+    """The result of a combine, and the partial sums and products that are made for it alone."""
     leaves = {combine.x, combine.outer.f, combine.layer_bias, *combine.gates()}
     found, pending = {combine.out}, [combine.out]
     while pending:
@@ -367,7 +367,7 @@ def _within(combine: Combine) -> set[Value]:
 
 
 def _is_hyper_connection(mixtures: list[Mixture], findings: Findings) -> bool:
-    """Whether the gates act on the streams they come from: many layers norm, project and squash."""
+    """Whether the gates act on the streams that they come from. Many other layers norm, project and squash."""
     x = mixtures[0].projection.x
     gates = {value for mixture in mixtures for value in mixture.gates}
     return (

@@ -1,8 +1,9 @@
 """Which derivatives are taken: whether gradients come back to all gates of a site, or to some of them alone.
 
-An operator gives phi, scale and bias one gradient each. Where these are put together from parameters of their own for
-each gate, and no gradient comes back to one of the gates (a sublayer's output is detached, say), eager code leaves its
-parameters without a gradient; the operator would give them zeros, by which weight decay or momentum move them.
+An operator gives phi, scale and bias one gradient each. A program may build them from separate parameters for each
+gate. If no gradient comes back to one gate, for example because a sublayer's output is detached, eager code leaves the
+parameters of this gate without a gradient. The operator would give them zeros, and weight decay or momentum would then
+move them.
 """
 
 from __future__ import annotations
@@ -65,13 +66,13 @@ def check_gradients(reached: set[fx.Node], site: MixSite) -> None:
         if not moved[name] and any(requires_gradient(value) for value in _parameters(rows) - shared):
             others = " and ".join(other for other in moved if moved[other])
             raise Decline(
-                f"no gradient comes back to {name} (it, or all that is made of it, is detached), but to {others}; "
-                f"the parameters of {name} alone, which have none, would get zeros"
+                f"a gradient reaches {others}, but not {name}, because {name} or everything computed from it is "
+                f"detached; parameters that only {name} uses would get zeros in place of no gradient"
             )
 
 
 def _parameters(rows: Rows) -> set[Value]:
-    """What the program multiplies and adds: a phi whose rows make these numbers, and parts of scale and bias."""
+    """The parameters of a gate: the phi whose rows make its logits, and its parts of scale and bias."""
     vectors = [*rows.scale, *(vector for term in rows.bias for vector in term)]
     return {rows.projection.out, *(vector.base for vector in vectors if vector.base is not None)}
 
@@ -82,5 +83,5 @@ def requires_gradient(value: Value) -> bool:
 
 
 def _nodes(value: Value) -> list[fx.Node]:
-    """The nodes of the program that hold a value, or the one that makes it on the way."""
+    """The nodes of the program that hold a value, or else the node inside which it is made."""
     return list(value.nodes) or ([] if value.op is None else [value.op.node])

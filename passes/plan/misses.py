@@ -1,4 +1,4 @@
-"""What belongs to streams and is in no site: where the reading of it ended."""
+"""Steps that belong to streams and are in no site, and how far the recognition of each got."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _STEPS = 20
 def misses(
     shadow: Shadow, findings: Findings, sites: list[Site], declined: list[Declined], views: dict[Value, StreamsView]
 ) -> Iterator[Declined]:
-    """What was seen of hyper-connections and is in no site, each with the reason of the furthest reading."""
+    """Steps of hyper-connections that are in no site, each with the reason of the reading that got furthest."""
     told = {value for site in sites for value in site.targets()}
     gates = {gate for site in sites if isinstance(site, WithGates) for gate in site.gates()}
     for value, found in findings.matrices.items():
@@ -61,7 +61,7 @@ def _unread(
     read = {gate for site in sites if isinstance(site, WithGates) for gate in site.gates()}
     read |= {site.aggregate.gate for site in sites if isinstance(site, MixSite) and site.aggregate is not None}
     told: set[Op] = set()
-    for role, gate, x in sorted(_known(sites), key=lambda known: known[0] == "h_post"):  # h_res tells more of a combine
+    for role, gate, x in sorted(_known(sites), key=lambda known: known[0] == "h_post"):  # h_res says more of it
         use = _wide_use(gate, read)
         if use is None:
             continue
@@ -104,9 +104,9 @@ def _known(sites: list[Site]) -> Iterator[tuple[str, Value, Value | None]]:
 
 
 def _furthest(role: str, gate: Value, sums: list[Op], findings: Findings, views: dict[Value, StreamsView]) -> str:
-    """Where the furthest reading with a gate ended."""
+    """The reason of the reading with this gate that got furthest."""
     if sums[-1].target is None:
-        return "is not looked into: it is a nested function, or writes into a tensor"
+        return "is not analysed: it is a nested function, or it writes into a tensor"
     found: list[tuple[int, int, str]] = []
     for at, op in enumerate(sums):
         for miss in _readings(role, op.out, findings.reader, views):
@@ -148,7 +148,7 @@ def _wide_use(gate: Value, read: set[Value]) -> Op | None:
 
 
 def _sums(use: Op, gate: Value, findings: Findings) -> Iterator[Op]:
-    """The operator that reads a gate, and those after it in which the product is still a term."""
+    """The operator that reads a gate, and later ones in whose sums the product with the gate is still a term."""
     if use.target is None:
         yield use
         return
@@ -164,7 +164,7 @@ def _sums(use: Op, gate: Value, findings: Findings) -> Iterator[Op]:
 
 
 def _unprojected(sites: list[Site], gates: set[Value], told: set[Value]) -> Iterator[Declined]:
-    """What makes the logits of a Sinkhorn projection that mixes streams, where that is no operator."""
+    """Code that makes the logits of a Sinkhorn projection that mixes streams, if no operator replaces it."""
     for site in sites:
         source = _wide_source(site.matrices.logits, told) if isinstance(site, SinkhornSite) else None
         if source is None or site.matrices.out not in gates:  # type: ignore[union-attr]

@@ -30,16 +30,16 @@ def mix_site(roles: Roles, findings: Findings, *, read: bool = True) -> MixSite:
     aggregate = aggregates[0] if read and not elsewhere and len({a.out for a in aggregates}) == 1 else None
     width = mixture.projection.width
     if width % n:
-        raise Decline(f"the projection reads {width} elements a token, which {n} streams do not divide")
+        raise Decline(f"the projection reads {width} elements a token, which is no multiple of {n} streams")
     const = aggregate.const if aggregate is not None else 1.0
     pre_kind = pre.kind if pre is not None and isinstance(pre.kind, Sigmoid) else Sigmoid(1.0, 1.0, 0.0)
     if abs(pre_kind.mult * const - 1.0) > 1e-12:
         raise Decline(f"the h_pre gate is {pre_kind.mult * const:g} * sigmoid; only sigmoid (+ eps) is supported")
     streams = aggregate.streams if aggregate is not None else _streams(mixture.projection, n, findings)
     if streams.n != n:
-        raise Decline("the gates are of different stream counts")
+        raise Decline("the gates are for different numbers of streams")
     if any(owners[g.value].projection.tokens_at != streams.tokens for g in gates):
-        raise Decline("the tokens of the projection are not those whose streams are read")
+        raise Decline("the projection and the read use different tokens")
     post_kind = post.kind if post is not None and isinstance(post.kind, Sigmoid) else Sigmoid(2.0, 1.0, 0.0)
     form = res.kind.form if res is not None and isinstance(res.kind, Mixing) else Sinkhorn()
     groups = [_rows(owners[g.value], g) for g in gates]
@@ -83,7 +83,7 @@ def _first_rows(group: Rows, n: int) -> Rows:
 
 
 def _streams(projection: Projection, n: int, findings: Findings) -> StreamsView:
-    """How streams lie that no aggregate shows: as a combine reads them, or [..., n, C]."""
+    """The layout of streams without an aggregate: as a combine reads them, or [..., n, C]."""
     views = [(c.x, c.streams) for c in findings.combines] + [(a.x, a.streams) for a in findings.aggregates]
     for x, streams in views:
         if x is projection.x and streams.n == n and streams.tokens == projection.tokens_at:

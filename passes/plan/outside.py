@@ -1,4 +1,4 @@
-"""Gates that leave one graph and come into another: a program that a graph break or a framework has cut.
+"""Gates that leave one graph and enter another, in a program that a graph break or a framework has cut.
 
 A read or a write whose gate comes in from outside could be that of experts or keys. It is that of streams if a gate of
 this shape, made from streams of this shape, left a graph which was compiled before.
@@ -56,7 +56,7 @@ def came_in(read: Aggregate) -> bool:
 def reads_of_torn(shadow: Shadow, findings: Findings, whole: Container[Value]) -> dict[Value, Value]:
     """The reads whose streams also make a gate that leaves the graph unread, as that of a write does; and the gate.
 
-    whole: the reads whose write is in this graph. A gate that leaves beside them is kept for something else.
+    whole: the reads whose write is in this graph. A gate that leaves the graph as well is kept for something else.
     Both gates come from a projection of the streams, from rows of their own. Other models that weigh what they project
     return at most the weights, or what these are made of.
     """
@@ -87,7 +87,7 @@ def _only_leaves(value: Value) -> bool:
 
 
 def remember_torn(read: Aggregate, gate: Value) -> None:
-    """Note a gate that leaves beside a read."""
+    """Note a gate that leaves the graph with a read."""
     _left.note(read.x, gate)
 
 

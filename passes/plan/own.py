@@ -12,7 +12,7 @@ from mhc_compile.passes.shadow import Value, spelled
 
 
 def name_own_gates(sites: list[Site], findings: Findings) -> None:
-    """Say of each site which of its gates no operator makes."""
+    """Note for each site which of its gates no operator makes."""
     made = {value for site in sites if isinstance(site, MixSite) for value in site.made()}
     made |= {site.matrices.out for site in sites if isinstance(site, SinkhornSite)}
     because = {miss.value: miss for miss in findings.misses}
@@ -45,12 +45,12 @@ def _roles(site: WithGates) -> Iterator[tuple[str, Value]]:
 
 
 def _reason(gate: Value, findings: Findings) -> str:
-    """Why a gate is none that an operator makes, as far as anything says so."""
+    """Why no operator makes a gate, if the reason is known."""
     found = findings.matrices.get(gate)
     if isinstance(found, str):
         return found
     if gate.op is None:
-        return "is given"
+        return "is an input of this graph"
     if gate.op.target is not None:
         return ""
     if is_under_vmap(gate.op.node):

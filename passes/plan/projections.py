@@ -1,4 +1,4 @@
-"""Projections whose logits go out: what is made of them stays the program's code.
+"""Projections as operators that return logits: the gates that the program makes of them stay its code.
 
     out = (product of the tokens' factors) * (phi . (x * weight)) + addend
 
@@ -106,7 +106,7 @@ def _goes_out_of_a_site(shadow: Shadow, findings: Findings, sites: list[Site], o
         )
         try:
             check_surroundings(shadow, larger)
-        except Decline:  # what is written behind the logits forbids this, and not the site as it is
+        except Decline:  # a write after the logits forbids this, but not the site as it is
             continue
         sites[at] = larger
         return True
@@ -143,12 +143,12 @@ def _is_read(out: Value, made: set[Value]) -> bool:
 
 
 def _preferred(readings: list[Projection], views: dict[Value, StreamsView]) -> list[Projection]:
-    """Those that read streams themselves before those that read what is made of them; the plainest first."""
+    """Readings of streams themselves come before readings of values made from streams; the simplest come first."""
     return sorted(readings, key=lambda reading: reading.x not in views)
 
 
 def _product(findings: Findings, reading: Projection) -> Product | None:
-    """What a reading computes, if the scalings in front of the product can be had behind it."""
+    """The product of a reading, if the scalings before it can be moved after it."""
     factors: list[tuple[Value, bool]] = []
     weight = None
     for scaling in reading.scalings:

@@ -58,9 +58,10 @@ class Rows:
 class MixSite:
     """projection + scale + sinkhorn, and aggregate where the weighted sum is in the graph.
 
-    groups are the rows for pre, post and res, as far as the form has them. Where one is not used by the program,
-    others stand in its place, because the operator wants it. norm is the one that reads the aggregate, norm_apart why
-    there is one that is not taken in. logits is the projection as a whole, if the program reads other rows of it.
+    groups are the rows for pre, post and res, as far as the form has them. If the program does not use one of them,
+    other rows take its place, because the operator needs them. norm is the RMS norm that reads the aggregate.
+    norm_apart says why such a norm is not part of the operator. logits is the whole projection, if the program reads
+    other rows of it.
     """
 
     op: str
@@ -112,7 +113,7 @@ class MixSite:
 
 @dataclass
 class CombineSite:
-    """expand_combine; post and res are the values whose gate outputs of a MixSite are used where there is one.
+    """expand_combine. For post and res, the gates of a MixSite are used if there is one for the value.
 
     own says which of its gates are the program's own, and why; it is empty where operators make all of them.
     """
@@ -255,14 +256,14 @@ class Declined:
 
 
 def surface(value: Value) -> Value:
-    """Where a computed value comes to the Dynamo graph's surface, past a cast that nothing but it uses."""
+    """The value that the Dynamo graph shows for a computed one: after a cast that is its only user."""
     while not value.nodes:
         if len(value.users) != 1 or value.is_output or not keeps_order(value.users[0]):
             raise Decline("its result is not a value of its own in the program")
         value = value.users[0].out
     if len(value.users) == 1 and not value.is_output:
         (user,) = value.users
-        # Operators return float64 beside float64 streams alone.
+        # Operators return float64 only with float64 streams.
         if user.name == "_to_copy" and keeps_order(user) and user.out.nodes and user.out.dtype != torch.float64:
             return user.out
     return value

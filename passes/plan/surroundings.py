@@ -1,4 +1,4 @@
-"""What around a site forbids to rewrite it: memory, grad mode, types.
+"""Surroundings that forbid the rewriting of a site: memory, grad mode, types.
 
 Not autocast: its casts are in the record as any other, and the operators compute in float32 whatever it says.
 """
@@ -25,9 +25,9 @@ def check_surroundings(shadow: Shadow, site: Site) -> None:
     sources = list(site.sources())
     for value in sources:
         if value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise Decline(f"a tensor of {value.dtype} takes part; the operators take float32, bfloat16 and float16")
+            raise Decline(f"an input has dtype {value.dtype}; the operators take float32, bfloat16 and float16")
         if type(value.meta).__name__ not in ("FakeTensor", "Parameter", "Tensor"):
-            raise Decline(f"a {type(value.meta).__name__} takes part, a tensor subclass")
+            raise Decline(f"an input is a tensor subclass, {type(value.meta).__name__}")
     nodes, showing = extent(site)
     doubles = sorted(nodes & shadow.doubles, key=shadow.position.__getitem__)
     if doubles:
@@ -39,9 +39,9 @@ def check_surroundings(shadow: Shadow, site: Site) -> None:
     first, last = min(shadow.position[n] for n in nodes), max(shadow.position[n] for n in nodes)
     read = _memory(node for value in sources if (held := visible(value)) is not None for node in held.nodes)
     touched = read | _memory(held for node in nodes for held in (node, *node.all_input_nodes))
-    _refuse_writes(shadow, touched, "a tensor that takes part", first, last)
+    _refuse_writes(shadow, touched, "a tensor that the site uses", first, last)
     # The backward pass needs them as they are; the program may have kept copies of its own.
-    _refuse_writes(shadow, read, "a tensor that a backward pass would read", first)
+    _refuse_writes(shadow, read, "a tensor that the backward pass needs", first)
     if isinstance(site, MixSite):
         # Autograd forbids writing into one of several results of an operator.
         results = _memory(node for value in site.targets() for node in value.nodes)
@@ -49,7 +49,7 @@ def check_surroundings(shadow: Shadow, site: Site) -> None:
 
 
 def _memory(nodes: Iterable[fx.Node]) -> set[Any]:
-    """The memory of nodes as Dynamo knows their tensors: only those share memory as the program's do."""
+    """The memory of nodes, by Dynamo's example tensors: only these share memory as the program's tensors do."""
     return {compat.storage_of(tensor) for node in nodes for tensor in tensors_of(node)}
 
 

@@ -54,7 +54,7 @@ _WIDE = {
     "split",
     "unbind",
 }
-# Of these, what holds a product only if what it reads does, and what may hold one.
+# The ones that hold a product only if their argument does, and others that may hold one.
 _OF_ONE = {"sum", "mean", "select", "slice", "split_with_sizes", "split", "unbind"}
 _READING = {"sum", "mean"}
 _ELEMENTWISE = {"add", "sub", "mul", "div"}
@@ -72,7 +72,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Normed:
-    """How the streams behind a projection are normalised: r, a constant beside it and the affine weight."""
+    """How the streams of a projection are normalised: r, a constant factor and the affine weight."""
 
     rms: Rms
     const: float
@@ -81,7 +81,7 @@ class Normed:
 
 @dataclass
 class Mixture:
-    """One projection with the gates that were identified behind it."""
+    """One projection with the gates that were identified after it."""
 
     projection: Projection
     normed: Normed
@@ -90,11 +90,10 @@ class Mixture:
 
 @dataclass
 class Findings:
-    """Everything recognised in one record, not yet composed: misses are values that resisted.
+    """Everything that was recognised in one record, not yet put together into sites.
 
-    readings are all products that may be projections of streams, whatever their rows make.
-
-    reader is what read the record, for who asks why something is not among the findings.
+    misses are values that are almost gates, with the reasons why they are not. readings are all products that may be
+    projections of streams, whatever their rows make. The planner asks reader why a step was not found.
     """
 
     mixtures: list[Mixture]
@@ -112,7 +111,7 @@ class Findings:
 def recognise(shadow: Shadow, errors: list[str] | None = None) -> Findings:
     """Everything in the record that may be part of a hyper-connection.
 
-    What cannot be looked into is not among the findings, all else is; why is added to `errors`.
+    Code that cannot be looked into is not among the findings, and the reason is added to `errors`.
     """
     errors = [] if errors is None else errors
     reader = Reader()
@@ -132,7 +131,7 @@ def recognise(shadow: Shadow, errors: list[str] | None = None) -> Findings:
     acted_on = {a.x for a in aggregates} | {c.x for c in combines}
     may_mix = single_sinkhorns.has_square_exponentials(shadow.ops)
     for found in readings.values():
-        # Of gates that act on nothing here, those of a Sinkhorn alone tell streams from what other models project.
+        # If gates act on nothing here, only those of a Sinkhorn show that streams are projected, as in no other model.
         acts = any(reading.x in acted_on for reading in found)
         if not (acts or may_mix or streams_by_rows(found[0]) is not None):
             continue
@@ -201,7 +200,7 @@ def _read_wide(
     if op.name == "add" and len(terms) == 1 and terms[0].summed:  # the sum of a list of streams
         others += aggregate.other_readings(reader, op.out)
     if op.name in TOGETHER or any(term.summed for term in terms):
-        # A part of a projection is one, too, but what its rows make is told of the whole.
+        # A part of a projection is one, too, but the gates of its rows are reported once, for the whole projection.
         part = is_movement(op) and origin(op.args[0], any_view)[0] in readings
         found = [] if part else projections(reader, op, readings)
         if found:
@@ -359,7 +358,7 @@ def _understand(
 
 
 def _before_factor(value: Value, cone: Container[Value]) -> Value | None:
-    """A gate before the program multiplies it by what has nothing to do with its projection."""
+    """A gate before the program multiplies it by a value that does not come from its projection."""
     op = value.op
     if op is None or op.name not in ("mul", "div") or len(op.sources) != 2:
         return None

@@ -76,7 +76,7 @@ class Affine(NamedTuple):
 
 
 class NotAffine(Exception):
-    """Why a value made of an affine one is not; its message begins with a verb."""
+    """Why a value made of an affine one is not affine itself; the message begins with a verb."""
 
 
 _Spreads = Callable[[Layout], Layout]
@@ -296,7 +296,7 @@ class AffineWalk:
         return found
 
     def _by_each(self, source: Affine, product: Param, divides: bool) -> Affine | None:
-        """As if the factors of a product came one by one: a scale may meet the RMS factor before the projection."""
+        """Apply the factors of a product one by one: the program may multiply a scale and the RMS factor first."""
         base = product.base
         if base.op is None or base.op.name not in ("mul", "div") or base.op.kwargs or base in self.cone:
             return None
@@ -364,7 +364,7 @@ def _swapped(op: Op) -> Op:
 def token_indices(rows: Layout, layout: Layout, row_count: int) -> list[int] | None:
     """Offsets of `layout` over the elements of one token; None if they depend on the token.
 
-    rows tells tokens from elements: steps of at least `row_count` go from token to token.
+    rows separates tokens from elements: steps of at least `row_count` go from token to token.
     """
     offsets = [layout.offset]
     for _, size, (own, stride) in refine(rows, layout):

@@ -107,7 +107,7 @@ def _read(c: Contraction) -> Aggregate | tuple[str, int]:
         return "is not the sum over i of h_pre[i] x[i] for streams [..., n, C]", 1
     stream = (summed[0].size, summed[0].right)
     if not is_stream_count(stream[0]) or any(a.right == 0 for a in c.axes):
-        return f"sums over {stream[0]} streams, or reads what has not a row for each token", 1
+        return f"sums {stream[0]} streams (the operators take at most 31), or reads streams that are broadcast", 1
     for tokens, channels in split([a for a in c.axes if not a.summed], c.right, stream):
         token, channel = (joined(by_stride(axes, "right")) for axes in (tokens, channels))
         streams = StreamsView(
@@ -118,4 +118,4 @@ def _read(c: Contraction) -> Aggregate | tuple[str, int]:
         gate = Layout((tidy([(a.size, a.left) for a in token]), ((stream[0], summed[0].left),)), c.left_offset)
         out = Layout((tidy([(a.size, a.out) for a in token]), tidy([(a.size, a.out) for a in channel])))
         return Aggregate(c.out, c.left, gate, c.right, streams, out, c.const)
-    return "reads streams whose channels do not lie side by side in memory", 2
+    return "reads streams whose channels are not adjacent in memory", 2

@@ -136,9 +136,9 @@ def _unmixed(terms: tuple[Term, ...], out: Value) -> Iterator[Miss]:
         if term.summed or len(term.factors) != 2:
             continue
         others = tuple(other for other in terms if other is not term)
-        reason = f"writes h_post f without adding the streams to that in one sum{_goes_into(out)}"
+        reason = f"writes h_post f without adding the streams in the same sum{_goes_into(out)}"
         if others:
-            reason = f"adds to h_post f what was not recognised as streams, mixed or as they are{_made_by(others)}"
+            reason = f"adds to h_post f something not recognised as streams, mixed or unmixed{_made_by(others)}"
         for base in dict.fromkeys(source.base for factor in term.factors for source in factor):
             yield Miss(out, base, reason, 1)
 
@@ -158,9 +158,9 @@ def _written_with(
     gate = mixes[0].res
     if not terms:
         last = seen(out)
-        reason = f"mixes the streams, but what h_post adds is not added to that in one sum{_goes_into(last)}"
+        reason = f"mixes the streams without adding a product with h_post in the same sum{_goes_into(last)}"
         if not last.users:
-            reason = "mixes the streams, and nothing is added to that"
+            reason = "mixes the streams and adds nothing to them"
         yield Miss(out, gate, reason, 2)
         return
     for i, term in enumerate(terms):
@@ -172,11 +172,11 @@ def _written_with(
         reason = f"adds {len(terms)} products to the mixed streams; the operator adds h_post f and h_post bias"
         yield Miss(out, gate, reason, 3)
         return
-    reason = f"adds something else to the mixed streams than h_post times one tensor [..., C]{_made_by(terms)}"
+    reason = f"adds to the mixed streams something other than h_post times one tensor [..., C]{_made_by(terms)}"
     for outer, bias in outer_sums(terms, out, written):
         if outer.f.numel == x.numel // streams.n:
             yield Combine(out, outer, mixes, x, streams, written, bias)
-        reason = "adds to the mixed streams what is not of one token's width"
+        reason = "adds something to the mixed streams that does not have the width of one stream"
     yield Miss(out, gate, reason, 3)
 
 
@@ -227,13 +227,13 @@ def _layout_of(c: Contraction, out: Value) -> Layout:
 
 
 def _goes_into(value: Value) -> str:
-    """What the program does with a value, to add to a reason."""
+    """The operations that use a value, to add to a reason."""
     names = dict.fromkeys(spelled(op.node) for op in value.users)
     return f" (it goes into {', '.join(names)})" if names else ""
 
 
 def _made_by(terms: tuple[Term, ...]) -> str:
-    """What made the factors of terms, to add to a reason."""
+    """The operations that made the factors of terms, to add to a reason."""
     ops = [factor[-1].base.op for term in terms for factor in term.factors]
     names = dict.fromkeys(spelled(op.node) for op in ops if op is not None)
     return f" (made by {' and '.join(names)})" if names else ""
@@ -260,7 +260,7 @@ def _read_mix(c: Contraction) -> tuple[Mix, StreamsView, StreamsView] | Miss:
         return Miss(c.out, c.left, "does not sum over the streams that it reads", 1)
     n = summed[0].size
     if c.right.numel != c.out.numel:
-        return Miss(c.out, c.left, "multiplies it by what has not as many elements as the streams that it writes", 1)
+        return Miss(c.out, c.left, "multiplies it by a tensor of another size than the streams that it writes", 1)
     if not is_stream_count(n) or c.left is c.right or not all((summed[0].left, summed[0].right, stream[0].left)):
         return Miss(c.out, c.left, f"does not multiply streams by a matrix of {n} times {n} numbers", 1)
     shared = [a for a in c.axes if not a.summed and a.right != 0]
@@ -274,7 +274,7 @@ def _read_mix(c: Contraction) -> tuple[Mix, StreamsView, StreamsView] | Miss:
         written = _view(token, (n, stream[0].out), channel)
         dims = (tidy([(a.size, a.left) for a in token]), ((n, summed[0].left),), ((n, stream[0].left),))
         return Mix(c.left, Layout(dims, c.left_offset), c.const), streams, written
-    reason = "multiplies it by streams whose channels do not lie side by side in memory, or not all of them"
+    reason = "multiplies it by a part of the streams, or by streams whose channels are not adjacent in memory"
     return Miss(c.out, c.left, reason, 2)
 
 

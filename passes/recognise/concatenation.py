@@ -38,7 +38,7 @@ def put_together(op: Op) -> Together | None:
     """The pieces of a `cat` or `stack`, or of a tensor that is written part by part until nothing is left of it."""
     rank = len(op.out.shape)
     if op.name in ("cat", "stack"):
-        # cat takes an empty vector beside pieces of any rank, as caches begin with one.
+        # cat takes an empty vector together with pieces of any rank, as caches begin with one.
         if len({len(piece.shape) for piece in op.args[0]}) > 1:
             return None
         return Together(tuple(op.args[0]), op.arg(1, "dim", 0) % rank, op.name == "stack")

@@ -93,7 +93,7 @@ def exact(factor: Factor) -> Iterator[Source]:
 
 
 def axes_of(term: Term, out: Value, source: Source) -> tuple[Axis, ...]:
-    """How one factor of a term is stepped through, beside the result; left is nothing."""
+    """How one factor of a term is stepped through, with the result; left has no step."""
     nothing = Layout(tuple(((size, 0),) if size > 1 else () for size in source.layout.shape))
     return _axes(term, out, Source(source.base, nothing), source)
 
@@ -144,7 +144,7 @@ def by_stride(axes: Sequence[Axis], side: str) -> list[Axis]:
 
 
 def joined(axes: Sequence[Axis]) -> list[Axis]:
-    """Axes in this order, neighbours that every tensor steps through evenly made one."""
+    """Axes in this order. Neighbours that every tensor steps through evenly are joined."""
     found: list[Axis] = []
     for axis in axes:
         last = found[-1] if found else None

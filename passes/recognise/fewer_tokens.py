@@ -1,8 +1,8 @@
-"""A region on fewer tokens: what it does to each token shows on a few dozen, and training has many thousands.
+"""A region on fewer tokens: a few dozen show what it does to each token, while training has many thousands.
 
-Sizes occur in a record as numbers. Those to which a reshape or an expand leads are written anew, and any other number
-as large as a number of tokens (the start of a slice, the size of a factory) leaves the region as it is. So does
-whatever does not treat each token alone: a count of tokens that is compared with a thousand is the same for all few.
+Sizes occur in a record as numbers. The sizes in a reshape or an expand are written anew. If any other number is as
+large as a number of tokens, such as the start of a slice or the size of a factory, the region runs on all its tokens.
+It also does if an operation does not treat each token alone: a program may compare the number of tokens with 1,000.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def on_few_tokens(found: Region) -> Region:
 
 
 def _backward(found: Region) -> None:
-    """Run what a user's backward does, which may be something else than to differentiate the forward."""
+    """Run the backward of a user's function, which may do more than differentiate the forward."""
     leaf = torch.zeros(found.shape, dtype=torch.float64).requires_grad_()
     with torch.enable_grad():
         out = found.run(leaf)

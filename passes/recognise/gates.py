@@ -25,7 +25,7 @@ from mhc_compile.passes.shadow import Op, Value
 
 # Region and candidate are float64 and at most a few operations long.
 _TOLERANCE = 1e-13
-# Values looked at behind a matrix: 40 half-steps of a handful of operators each.
+# Values looked at that make a matrix: 40 half-steps of a handful of operators each.
 _LIMIT = 600
 
 
@@ -49,7 +49,7 @@ class Mixing:
 
 @dataclass(frozen=True)
 class Gate:
-    """A value of `size` elements a token, made by ops. rows are the projection's rows behind them, in order."""
+    """A value of `size` elements a token, made by ops. rows are the projection's rows that they come from, in order."""
 
     value: Value
     logits: Affine
@@ -64,7 +64,7 @@ class Gate:
 
 @dataclass(frozen=True)
 class NotAGate:
-    """Why a value behind a projection was not understood; streams are what the projection may have read."""
+    """Why a value that comes from a projection was not understood; streams are what the projection may have read."""
 
     value: Value
     # Or what finds it out, where that takes long: most are never asked for.
@@ -187,7 +187,7 @@ def matrices(value: Value, known: Identified) -> Matrices | str | None:
 
 
 def _first_exponential(value: Value) -> Op | None:
-    """The exponential behind a value that has no other behind it."""
+    """The first exponential on the way to a value: no other is computed before it."""
     seen: set[Value] = set()
     stack: list[tuple[Value, bool]] = [(value, False)]
     while stack:
@@ -258,7 +258,7 @@ def _fit_sigmoid(found: Region) -> Sigmoid | str | None:
     if not same_beyond_numbers(sigmoid, found):
         return "equals a sigmoid gate, but not for logits that are NaN or infinite, which it replaces"
     if 0 < kind.eps <= tolerance:
-        # Of a clamp at -30, say, which is no eps: a gate in the tail would be twice what it is.
+        # It comes from a clamp at -30, say, and is no eps: as an eps, it would double a gate in the tail.
         return f"is a sigmoid gate that does not fall below {kind.eps:.2g}, as if its logits were clamped"
     return kind
 

@@ -14,7 +14,7 @@ from mhc_compile.passes.shadow import Op, Value
 
 # What is multiplied to u: the factor, the weight, and a number or two.
 _MAX_PRODUCTS = 4
-# Of a norm in any spelling; a weight is taken as it comes.
+# The most operators of a norm in any spelling; a weight is taken as it comes.
 _MAX_OPS = 60
 
 
@@ -57,7 +57,7 @@ def _products(u: Value) -> Iterator[Value]:
 
 
 def _read(reader: Reader, out: Value, u: Value, width: int) -> InputNorm | None:
-    """Whether a product is u normalised: looked at from behind, as are the streams in front of their projection."""
+    """Whether a product is u normalised: it is read as the normalised streams of a projection are."""
     tokens = tidy(((out.numel // width, width),))
     pending = [Projection(out, out, tokens, 1, width, (Part(out, 1, (), ((width, 1, 1),)),), ())]
     for reading in pending:

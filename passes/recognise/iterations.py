@@ -37,14 +37,14 @@ def is_under_vmap(node: fx.Node) -> bool:
 
 
 def broken(value: Value) -> Iterator[Miss]:
-    """Whether a Sinkhorn projection goes on behind its result, with something else between the steps."""
+    """Whether a Sinkhorn projection goes on after its result, with something else between the steps."""
     after = _as_large_behind(value)
     steps = [node for node in after if _normalises(node)]
     if len(steps) >= _HALF_STEPS // 2:
         between = next((node for node in after if spelled(node) in _SCALING), None)
         what = f"{spelled(between)} ({in_words(between)})" if between is not None else "something else"
-        reason = f"goes through {what} and is divided by its sums {len(steps)} times more"
-        yield Miss(value, None, f"the result of a Sinkhorn projection {reason}; what comes before that is rewritten", 1)
+        reason = f"goes through {what} and is then divided by its sums {len(steps)} more times"
+        yield Miss(value, None, f"the result of a Sinkhorn projection {reason}; only the part before is rewritten", 1)
 
 
 def _as_large_behind(value: Value) -> list[fx.Node]:

@@ -320,7 +320,7 @@ def is_shown(value: Value) -> bool:
 
 
 def seen(value: Value) -> Value:
-    """A value as the program has it: behind the movements within the node that makes it."""
+    """A value as the program has it: after the movements within the node that makes it."""
     while not value.nodes and len(value.users) == 1 and is_movement(value.users[0]) and len(value.users[0].outs) == 1:
         value = value.users[0].out
     return value

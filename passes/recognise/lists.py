@@ -67,7 +67,7 @@ def list_writes(ops: Iterable[Op]) -> tuple[list[ListWrite], list[ListRead]]:
             if write is not None:
                 writes.setdefault(write.new, write)
     known = {frozenset(write.old): write.old for write in writes.values()}
-    # Of n results that begin alike, structure alone does not tell that they are streams.
+    # If n results begin in the same way, structure alone does not show that they are streams.
     writes = {new: write for new, write in writes.items() if len(set(write.old)) > 1 or frozenset(new) in known}
     reads = []
     for found in sums:

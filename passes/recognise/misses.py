@@ -11,7 +11,7 @@ from mhc_compile.passes.shadow import Value
 class Miss:
     """Why a value is not what it was read as, in words that follow "this"; gate is what it would have been read with.
 
-    depth says how far the reading came: of several, the furthest is the one to tell.
+    depth says how far the reading got. If there are several misses, the report has the one that got furthest.
     """
 
     value: Value

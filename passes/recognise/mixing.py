@@ -1,7 +1,7 @@
 """Mixing the streams into several rows at once: out[o] = sum_i gate[i, o] * x[i].
 
 Frac-connections (arXiv 2503.14125) read m rows of the streams, put them side by side for the sublayer, and write the m
-parts of its result through a matrix. Structure alone does not tell this from a graph convolution or from attention.
+parts of its result through a matrix. Structure alone does not separate this from a graph convolution or attention.
 The rows count as streams if the program puts them side by side as the channels of what it writes back.
 """
 
@@ -115,7 +115,7 @@ def _steps(axes: list[Axis], side: str) -> Dim:
 
 
 def fractions(sums: Iterable[Value], reader: Reader, connections: Connections) -> list[Mixing]:
-    """The mixings behind sums of mixed streams and of a sublayer's parts, where the streams are connected."""
+    """The mixings that make sums of mixed streams and of a sublayer's parts, where the streams are connected."""
     found: dict[tuple[Value, Value], Mixing] = {}
     for out in sums:
         for x, f in _written(out, reader):

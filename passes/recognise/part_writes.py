@@ -2,7 +2,7 @@
 
     new = cat([(y[..., 0, :] + f).unsqueeze(-2), y[..., 1:, :]], -2)        y are the streams, mixed or as they are
 
-No operator does this without a post gate. It is looked for to be told.
+No operator does this without a post gate. It is recognised so that a report can name it.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class PartWrite:
         if self.to_all:
             return (
                 f"this adds the sublayer's output to the {n} streams one after the other; the operator writes all at "
-                "once: add h_post.unsqueeze(-1) * f.unsqueeze(-2) to them"
+                "once: add h_post.unsqueeze(-1) * f.unsqueeze(-2) to the streams"
             )
         return (
-            f"this adds the sublayer's output to some of the {n} streams; the operator adds h_post[i] times it to "
-            "stream i: multiply the output by an h_post that is 0 for the others"
+            f"this adds the sublayer's output f to some of the {n} streams; the operator adds h_post[i] f to each "
+            "stream i: multiply f by an h_post that is 0 for the other streams"
         )
 
 

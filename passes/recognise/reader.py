@@ -21,10 +21,10 @@ from mhc_compile.passes.recognise.layout import Layout, NotALayout, is_movement,
 from mhc_compile.passes.recognise.sums_of_products import Factor, Source, Term, Terms, collected
 from mhc_compile.passes.shadow import Op, Value
 
-# The sum behind one combine of 16 streams, written out, has 17 terms a stream.
+# The sum of one combine of 16 streams, written out, has 17 terms a stream.
 _MAX_TERMS = 24
 # Descriptions of one factor. Where halves of a tensor change places again and again, as in a chain of rotations, each
-# tensor would have twice as many as the one before it.
+# tensor would have twice as many as its source.
 _MAX_VIEWS = 64
 
 
@@ -53,7 +53,7 @@ class Reader:
         return found
 
     def is_plain(self, value: Value) -> bool:
-        """Whether nothing is known of how the value is computed but what it is a view of."""
+        """Whether nothing is known about the computation of a value, except its base if it is a view."""
         found = self._made_of(value)
         if found is None:
             return True
@@ -61,7 +61,7 @@ class Reader:
         return not more and first.const == 1.0 and len(first.factors) == 1 and not first.summed
 
     def _made_of(self, value: Value) -> Terms | None:
-        """The terms that the operator behind a value makes; None if there is more to it than that."""
+        """The terms of the operator that makes a value; None if it does more than add terms."""
         if value not in self._made:
             found = self._find_terms(value)
             self._made[value] = found and tuple([_trimmed(term, len(value.shape)) for term in found])
@@ -402,7 +402,7 @@ def _repeated(layout: Layout, shape: Sequence[int]) -> Layout:
 
 
 def _is_shared(value: Value) -> bool:
-    """Whether the sum behind a value, seen through views, serves anyone but this reader."""
+    """Whether the sum that makes a value, seen through views, has another reader."""
     while len(value.users) == 1 and not value.is_output:
         if value.op is None or not is_movement(value.op):
             return False
@@ -411,7 +411,7 @@ def _is_shared(value: Value) -> bool:
 
 
 def is_nought(value: Value) -> bool:
-    """Whether a value is made of zeros, as what a loop adds to begins with."""
+    """Whether a value consists of zeros, such as the start of a sum in a loop."""
     while value.op is not None and (is_movement(value.op) or value.op.name == "detach"):
         value = next(value.op.inputs())
     op = value.op

@@ -110,7 +110,7 @@ def _viewed(value: Value) -> Iterator[Value]:
 
 
 def _between(out: Value, is_leaf: Callable[[Value], bool]) -> tuple[dict[Op, None], set[Value]] | None:
-    """The operators behind `out`, in program order, and the leaves at which they begin."""
+    """The operators that compute `out`, in program order, and the leaves at which they begin."""
     ops: dict[Op, None] = {}
     leaves: set[Value] = set()
     stack: list[tuple[Value, bool]] = [(out, False)]
@@ -130,13 +130,13 @@ def _between(out: Value, is_leaf: Callable[[Value], bool]) -> tuple[dict[Op, Non
     return ops, leaves
 
 
-# What arrives from behind may be of any size. Torch's own backwards are linear in it, but one that a program brings
-# along may clip it, and is linear only as far as it does not.
+# Incoming gradients may be of any size. Torch's own backwards are linear in them. A program's own backward may clip
+# them, and is linear only for gradients that it does not clip.
 _COTANGENTS = (1.0, 1e-4, 1e4)
-# Both are float64, with a few hundred roundings. What a lost path changes may be as small as the eps beside it.
+# Both are float64, with a few hundred roundings. What a lost path changes may be as small as an eps of the program.
 _GRADIENT = 1e-11
-# Where a function has a kink, as abs has at zero and a maximum where two are equal, torch picks a gradient. Of a
-# maximum that is only taken off an exponent it changes no more than the eps does, which float32 may not even see.
+# At a kink, such as abs at zero or a maximum of two equal numbers, torch picks a gradient. If the maximum is only
+# subtracted in an exponent, this choice changes no more than the eps does, which float32 may not even see.
 AT_KINKS = 1e-6
 
 
@@ -178,7 +178,7 @@ def _gradients(
         with torch.enable_grad():
             out = function(leaf)
             # Rough: what hardly changes within a matrix has almost no gradient through a doubly stochastic projection.
-            # And none is nought: of one token there may be one number alone.
+            # None of them is zero: a token may have a single number.
             weights = (torch.arange(out.numel(), dtype=out.dtype) * 2.4 + 1.0).sin().view(out.shape)
             return [torch.autograd.grad(out, leaf, size * weights, retain_graph=True)[0] for size in sizes]
     except RuntimeError:

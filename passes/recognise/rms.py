@@ -1,7 +1,7 @@
 """The factor that normalises a token: r = c / sqrt(mean(x^2) + eps), or one of its other forms.
 
 The square sum is found by structure; what is made of it, by behaviour: in float64, at squares of
-all sizes that float32 knows, nought included.
+all sizes that float32 has, zero included.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mhc_compile.passes.shadow import Op, Value
 # far more than this where the squares are of that size.
 _TOLERANCE = 1e-13
 # Squares are lost below float32's smallest normal number, 1e-38, in eager code as well. An eps inside the root has to
-# be far above that, and any eps so large that r times the gradients of gates stays in range for a token of zeros.
+# be far above that. Any eps has to be so large that r times the gradients of gates stays in range for a token of zeros.
 _LEAST = {"inside": 1e-31, "outside": 1e-30, "clamp": 1e-30}
 
 
@@ -39,7 +39,7 @@ class RmsFactor:
 def identify(value: Value, projection: Projection, reader: Reader, *, divides: bool) -> RmsFactor | str | None:
     """Whether `value` [tokens] is the RMS factor (or, divided by, its reciprocal) of the projection's tokens.
 
-    Text says why one that is cannot be the operators'.
+    A text says why an RMS factor is none that the operators compute.
     """
     base, _ = walk(value, _broadcast_of_tokens)
     if base.numel != projection.tokens:

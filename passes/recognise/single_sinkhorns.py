@@ -1,4 +1,4 @@
-"""Sinkhorn projections that no projection of streams leads to, and what is one but for where its tokens lie."""
+"""Sinkhorn projections that do not come from a projection of streams, and iterations with the tokens last."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from mhc_compile.passes.recognise.region import AT_KINKS, Region, same_beyond_nu
 from mhc_compile.passes.shadow import Op
 
 _MATRICES = 48
-# Those on which most forms are told apart.
+# Those logits on which most forms differ.
 _FEW = 16
 # Below it an entry may have come through an underflow that the log domain does not have; its row has entries near 1.
 _NEGLIGIBLE = 1e-14
@@ -32,9 +32,9 @@ _TOLERANCE = 1e-11
 # undiminished at most: a logsumexp changes by no more than the largest change of what it is of.
 _LOG_ROUNDINGS = 4 * torch.finfo(torch.float64).eps
 _FAR_OFF = 1e-3
-# Of the numbers in a region those that may be an eps, the smallest, where two are tried together.
+# How many of the smallest numbers in a region are tried as an eps, if two are tried together.
 _EPS = 4
-# How reasons begin that tell of an iteration over both axes.
+# The beginning of reasons about an iteration over both axes.
 NEARLY = "is a Sinkhorn"
 
 
@@ -261,7 +261,7 @@ def _same_gradient(found: Region, ours: Callable[[torch.Tensor], torch.Tensor], 
 
 
 def _same_gradient_at_ties(found: Region, ours: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    """Where all logits are equal, as before a model is trained, and where some are."""
+    """Whether the gradients agree where all logits are equal, as in an untrained model, and where some are."""
     some = torch.randint(2, found.shape, generator=torch.Generator().manual_seed(2)).double()
     return same_gradient(ours, found, torch.zeros_like(some), some, relative=AT_KINKS)
 

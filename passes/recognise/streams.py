@@ -1,4 +1,4 @@
-"""What streams are: structure alone does not tell them from experts, heads or the nodes of a graph.
+"""What streams are: structure alone does not distinguish them from experts, heads or the nodes of a graph.
 
 A tensor counts as streams if it is connected:
 - it is x, or x', of a write whose f depends on a read of the same x, and is not that read itself;
@@ -90,13 +90,14 @@ def _is_each(dim: tuple[tuple[int, int], ...]) -> bool:
     return all(stride for _, stride in dim)
 
 
-# How many values, and how much larger than a gate, are looked at behind it: factors of a Kronecker product are smaller.
+# How many values that a gate is computed from are looked at, and how much larger than the gate they may be: factors of
+# a Kronecker product are smaller.
 _MOST = 2_000
 _LARGER = 64
 
 
 def behind(gates: Iterable[Value], known: Container[Value]) -> list[Value]:
-    """The known values that gates are computed from, the nearest on each way."""
+    """The nearest known values that gates are computed from."""
     found: dict[Value, None] = {}
     for gate in dict.fromkeys(gates):
         seen, pending = {gate}, [gate]

@@ -34,7 +34,7 @@ class TokensAlone(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises `MixesTokens` for calls not known to treat each token alone, those of a backward among them.
 
     Even a sum that shows in no value of a few tokens may do so in thousands: what it is compared with is reached.
-    Dimensions of tokens are told by their sizes, multiples of `counts`, which should be primes. If another dimension
+    Dimensions of tokens are known by their sizes, multiples of `counts`, which should be primes. If another dimension
     is such a multiple too, a call is refused without need.
     """
 

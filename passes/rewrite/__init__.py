@@ -72,7 +72,7 @@ class Rewriter(Vectors):
     def run(self, sites: Sequence[Site]) -> None:
         """Sites in program order, so that a later one finds the results of an earlier one in place.
 
-        Where something goes wrong at one, the others are tried as well: alike layers fail alike, and are told at once.
+        If one site fails, the others are tried as well: identical layers fail in the same way, and all are reported.
         """
         failures: dict[int, Exception] = {}
         for site in sorted(sites, key=lambda s: min(self.shadow.position[self._node(t)] for t in outputs(s))):
@@ -143,7 +143,7 @@ class Rewriter(Vectors):
             self._logits(site.logits, self._item(call, 3), self._item(call, 4))
 
     def _gate(self, value: Value, node: fx.Node, transposed: bool) -> None:
-        """Use an operator's gate output for the program's gate, wherever that is visible."""
+        """Use an operator's gate output in place of the program's gate, if the graph shows that gate."""
         if not any(map(self.aliases.is_written, value.nodes)):
             self.gates[value] = (node, transposed)
         if value.nodes:
@@ -219,7 +219,7 @@ class Rewriter(Vectors):
         self._replace(target, self._laid_out(new, dims, m.out_layout))
 
     def _projection(self, site: ProjectionSite) -> None:
-        """One operator call, and behind it for each product what the program has in front of it."""
+        """One operator call. After it, for each product, comes the scaling that the program has before the product."""
         targets = [*(surface(product.projection.out) for product in site.products), *site.squares]
         self.anchor = self.copies[min(map(self._node, targets), key=self.shadow.position.__getitem__)]
         x, _ = self._streams(site.x, site.streams)
@@ -232,7 +232,7 @@ class Rewriter(Vectors):
         self._logits(site, self._item(call, 0), self._item(call, 1))
 
     def _logits(self, site: ProjectionSite, h: fx.Node, ms: fx.Node) -> None:
-        """What an operator projects streams to, in the place of the program's products and squares."""
+        """Put an operator's logits and squares in the place of the program's products and squares."""
         for value, times in site.squares.items():
             self.anchor = self.copies[self._node(value)]
             self._replace(value, self._root(ms, site) if times is None else self._times(ms, times))
@@ -259,7 +259,7 @@ class Rewriter(Vectors):
         return self._call("clamp_min", ms, torch.finfo(torch.float32).tiny)
 
     def _scaled(self, product: Product, part: fx.Node, ms: fx.Node) -> fx.Node:
-        """A product of the operator with its tokens' factors and what is added to it."""
+        """A product of the operator, times the factors of its tokens, plus the program's addend."""
         shape = compat.example(part).shape
         if product.rms is not None:
             part = self._call("mul", part, self._call("unsqueeze", self._rms_factor(product.rms, ms), -1))

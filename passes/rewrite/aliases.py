@@ -40,7 +40,7 @@ class Aliases:
         return not self._shown.isdisjoint(memory_of(node))
 
     def parted(self, copies: Copies, made: list[tuple[fx.Node, Site]]) -> dict[int, Exception]:
-        """Why sites cannot stay, by their identities: they part what shares memory in the program, and that shows.
+        """Why sites cannot stay, by their identities: they separate tensors that share memory, and this is visible.
 
         made: the nodes of the program in whose places there are operators' results, and the sites of these.
         """
@@ -62,13 +62,13 @@ class Aliases:
                 here = places[key][old]
                 others = [node for node, place in places[key].items() if place != here]
                 if others and self._shows(key, places[key]):
-                    reason = f"its result shares memory with {in_words(others[0])} that is written or returned, too"
+                    reason = f"its result shares memory with {in_words(others[0])}, which is also written or returned"
                     failures[id(site)] = Decline(reason)
                     suspects.discard(key)
         return failures
 
     def _shows(self, key: Any, places: dict[fx.Node, int]) -> bool:
-        """Whether it can be seen that nodes of one storage of the program lie in several places now."""
+        """Whether it is visible that nodes with one storage in the program have several now."""
         shown = {place for node, place in places.items() if node in self._results}
         return key in self._written or len(shown) > 1 or (key in self._given and bool(shown))
 
@@ -78,7 +78,7 @@ def _keys(nodes: list[fx.Node]) -> Iterator[Any]:
 
 
 def memory_of(node: fx.Node) -> set[Any]:
-    """The memory of a node's tensors, as Dynamo knows them: only these share memory as the program's do."""
+    """The memory of a node's tensors, by Dynamo's examples: only these share memory as the program's tensors do."""
     return {key for tensor in tensors_of(node) if (key := compat.storage_of(tensor)) is not None}
 
 

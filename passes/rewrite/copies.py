@@ -1,4 +1,4 @@
-"""A copy of a graph, of the nodes alone that outlive their rewriting.
+"""A copy of the nodes of a graph that remain after the rewriting.
 
 Twenty iterations of Sinkhorn are a hundred nodes for which one operator call comes: copying them only to erase them
 would be most of the work.
@@ -16,7 +16,7 @@ from mhc_compile.passes.shadow import Shadow
 
 
 class Copies(dict[fx.Node, fx.Node]):
-    """Which new node stands for which old one; a node that was left out is copied when it is asked for.
+    """Maps old nodes to new ones; a node that was left out is copied when somebody asks for it.
 
     For an old node of `targets` there is one of the same kind without arguments, until it is replaced and erased.
     What computes `sources` is copied at once.
@@ -71,7 +71,7 @@ class Copies(dict[fx.Node, fx.Node]):
         return self[node]
 
     def current(self, old: fx.Node) -> fx.Node:
-        """What stands for an old node now: its copy, or what has come in the place of that."""
+        """The new node for an old one: its copy, or what has replaced the copy."""
         node = self[old]
         return self.replaced.get(node, node)
 
@@ -93,7 +93,7 @@ def _is_barrier(node: fx.Node) -> bool:
 
 
 def _only_for(nodes: set[fx.Node], kept: set[fx.Node]) -> set[fx.Node]:
-    """The nodes, and those whose results serve them alone."""
+    """The nodes, and other nodes whose results only these use."""
     found, pending = set(nodes), list(nodes)
     while pending:
         for source in pending.pop().all_input_nodes:

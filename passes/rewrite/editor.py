@@ -50,7 +50,7 @@ class Editor:
         return value, self._again(value)
 
     def _again(self, value: Value) -> fx.Node:
-        """A value that lives inside one node of the program, by the calls that the node makes for it."""
+        """A value inside one node of the program, computed again by the calls that the node makes for it."""
         if value.nodes:
             return self.copies.current(self._node(value))
         op = value.op
@@ -73,7 +73,7 @@ class Editor:
         return self._call("reshape", node, self._sizes(shape))
 
     def _sizes(self, shape: Sequence[Any]) -> list[Any]:
-        """A shape as arguments of a call: symbolic sizes by nodes, but for one at most, which is left to be found."""
+        """A shape as arguments of a call: nodes for symbolic sizes. One of them at most is -1, to be inferred."""
         symbolic = [d for d, size in enumerate(shape) if not isinstance(size, int)]
         # The one that is left is one that no input has: a product of symbolic sizes.
         left = next((d for d in symbolic if self._dimension(shape[d]) is None), symbolic[-1] if symbolic else None)
@@ -105,7 +105,7 @@ class Editor:
         return self._call(operator.getitem, call, index)
 
     def _operator(self, name: str, first: fx.Node, /, *others: fx.Node | None, **kwargs: Any) -> fx.Node:
-        """Call one of our operators. Checking its arguments takes long, so it is done once for all calls alike."""
+        """Call one of our operators. Checking arguments takes long, so it is done once for all equal calls."""
         target = getattr(torch.ops.mhc, name).default
         args = (first, *others)
         key = (name, str(kwargs), tuple(_kind(compat.example(arg)) if arg is not None else None for arg in args))
@@ -148,7 +148,7 @@ class Editor:
     def _replace(self, value: Value, new: fx.Node) -> None:
         """Put `new` in the place of the value, with that value's type, shape and strides.
 
-        All nodes that hold the value are one tensor, so one node comes in the place of all.
+        All nodes that hold the value are one tensor, so one node replaces them all.
         """
         old = self._node(value)
         example = compat.example(old)
@@ -169,7 +169,7 @@ class Editor:
             self.copies.replaced[node] = fitted
 
     def _owned(self, node: fx.Node) -> fx.Node:
-        """The same tensor as none that is a view, as far as autograd knows.
+        """The same tensor, but no view as far as autograd knows.
 
         AOTAutograd makes a view that leaves the graph anew from what it views, which fails where it is detached, too,
         and may give a dimension of size 1 another stride. A view that is written loses its strides there.

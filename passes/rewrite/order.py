@@ -1,4 +1,4 @@
-"""The new graph brought into order: what nobody reads is erased, and every node follows what it reads."""
+"""Sorts the new graph: unused nodes are erased, and every node follows its arguments."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def sort(copies: Copies, calls: Calls) -> None:
             _blame(
                 calls,
                 node,
-                f"an operand is computed at {in_words(node)} behind something that writes in place, sets global state "
-                "or draws random numbers",
+                f"an operand is computed at {in_words(node)}, after an operation that writes in place, sets global "
+                "state or draws random numbers",
             )
     previous = copies.graph._root
     for node in order:
@@ -73,7 +73,7 @@ def _blame(calls: Calls, node: fx.Node, reason: str) -> None:
 
 
 def erase_dead(copies: Copies) -> None:
-    """Remove what the replaced nodes alone needed; nothing that could have an effect of its own."""
+    """Remove nodes that only replaced nodes needed, except those that may have an effect of their own."""
     pending = [*copies.replaced, *copies.on_demand]
     while pending:
         node = pending.pop()

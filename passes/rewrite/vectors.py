@@ -73,7 +73,7 @@ class Vectors(Views):
         return parts[0] if len(parts) == 1 else self._call(torch.cat, parts, 0)
 
     def _norm_weight(self, weight: Weight, streams: StreamsView) -> fx.Node:
-        """One number an element of a token; what has one a channel or a stream is repeated."""
+        """The weight with one number for each element of a token; numbers for channels or streams are repeated."""
         n, channels = streams.n, streams.channels
         steps = Steps(weight.axes)
         stream = (streams.stream,) if n > 1 else ()
@@ -84,7 +84,7 @@ class Vectors(Views):
         return self._shaped(node, (n * channels,))
 
     def _vectors(self, site: MixSite) -> tuple[fx.Node, fx.Node]:
-        """scale, one number a group where the program has it so, and bias [K]."""
+        """scale, with one number for each group if the program has it so, and bias [K]."""
         sizes = [len(group.rows) for group in site.groups]
         scale = self._scalars(site.groups) or self._concatenated([[g.scale] for g in site.groups], sizes, 1.0)
         return scale, self._concatenated([list(g.bias) for g in site.groups], sizes, 0.0)
@@ -140,7 +140,7 @@ class Vectors(Views):
         return self._call("reciprocal", self._call("float", node)) if vector.inverse else node
 
     def _flat(self, value: Value) -> fx.Node:
-        """All elements of a parameter; how many these are may be open, though the rows that are used are known."""
+        """All elements of a parameter. Their number may be unknown, even if the rows that are used are known."""
         node = self._visible(value)
         example = compat.example(node)
         if all(isinstance(size, int) for size in example.shape):
@@ -154,7 +154,7 @@ class Vectors(Views):
 
 
 def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:
-    """A list of indices as runs (start, size) of such as follow one another."""
+    """A list of indices as runs (start, size) of consecutive ones."""
     runs: list[tuple[int, int]] = []
     for index in indices:
         if runs and index == sum(runs[-1]):

@@ -18,7 +18,7 @@ from mhc_compile.passes.rewrite.copies import Copies
 from mhc_compile.passes.rewrite.editor import Editor
 from mhc_compile.passes.shadow import Shadow, Value
 
-# Of a tensor: those that the record knows, where symbolic ones are primes, and the actual ones.
+# A tensor's sizes: those in the record, where symbolic ones are primes, and the actual ones.
 Sizes = tuple[Sequence[int], Sequence[Any]]
 
 
@@ -97,7 +97,7 @@ class Views(Editor):
     def _spread(self, value: Value, layout: Layout, tokens: Sequence[int], shape: Sequence[Any]) -> fx.Node:
         """A gate in this shape: the tokens, of these sizes, and then its own dimensions.
 
-        What it has in common for several tokens is repeated by a view, in float32: its gradient is a sum over them.
+        A gate that several tokens share is repeated by a view, in float32: its gradient is a sum over these tokens.
         """
         held, node = self._held(value)
         sizes, node, layout = self._block(held.shape, held.meta.shape, node, layout)
@@ -162,7 +162,7 @@ class Views(Editor):
         return node, [[sizes[i][0] for i in group] for group in groups]
 
     def _actual(self, size: Any, parts: list[int]) -> list[int]:
-        """Sizes of the parts of a dimension; of a symbolic one the first is left open."""
+        """Sizes of the parts of a dimension; if it is symbolic, the first size is inferred."""
         if isinstance(size, int):
             return parts
         rest = prod(parts[1:])
@@ -216,7 +216,7 @@ def _cut(step: tuple[int, int], bounds: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _follows(dim: Dim, tokens: Sequence[int]) -> list[bool]:
-    """Along which of the tokens' dimensions a gate has numbers of its own."""
+    """For each dimension of tokens, whether a gate differs along it."""
     rest = list(dim)[::-1]
     found = []
     for size in tokens:

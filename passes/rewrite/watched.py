@@ -1,4 +1,4 @@
-"""The program as it is, but that each of its sites is one call of a function that may look at what passes it."""
+"""The program as it is, but each of its sites is one call of a function, which can compare its inputs and outputs."""
 
 from __future__ import annotations
 

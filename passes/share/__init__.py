@@ -1,4 +1,4 @@
-"""Stage 7, share: sublayers that are alike become calls of one graph, which Inductor compiles once.
+"""Stage 7, share: identical sublayers become calls of one graph, which Inductor compiles once.
 
 A model's layers are the same program with other parameters. Inductor compiles each of them anew: the nodes, their
 schedule, the code that calls the kernels. It knows calls of a graph (`invoke_subgraph`, behind
@@ -22,13 +22,13 @@ log = logging.getLogger(__name__)
 
 
 def share(graph: fx.Graph, counts: Counter[str]) -> Iterator[fx.GraphModule]:
-    """Make calls of sublayers that are alike, in place; yields the graphs that are called, and counts the calls."""
+    """Make identical sublayers calls of one graph, in place; yields the called graphs, and counts the calls."""
     for sublayers in alike(graph):
         try:
             body = outline(graph, sublayers)
         except Unsuitable as reason:
             log.info(
-                "%d sublayers of %d nodes are alike, and each compiled: %s", len(sublayers), len(sublayers[0]), reason
+                "%d equal sublayers of %d nodes are compiled one by one: %s", len(sublayers), len(sublayers[0]), reason
             )
             continue
         log.info("%d sublayers of %d nodes are compiled once", len(sublayers), len(sublayers[0]))

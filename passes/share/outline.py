@@ -1,4 +1,4 @@
-"""Sublayers of nodes that are alike, put into a graph of their own that is called in place of each."""
+"""Identical sublayers become a graph of their own, which is called in place of each sublayer."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Unsuitable(Exception):
 
 
 def outline(graph: fx.Graph, sublayers: Sequence[Sequence[fx.Node]]) -> fx.GraphModule:
-    """Replace sublayers, which `sublayers.alike` says are alike, by calls of one graph; returns that.
+    """Replace sublayers that `sublayers.alike` found with calls of one graph; returns this graph.
 
-    What others read of a sublayer the call returns. A view is made again where it is read, so that no two results,
-    and no result and argument, share memory: who compiles the calling graph takes them for apart.
+    The call returns everything that other code reads of a sublayer. A view is made again where it is read. So no two
+    results, and no result and argument, share memory: the compiler of the calling graph assumes this.
     """
     places, given = _given(sublayers)
     returned = _returned(sublayers)
@@ -49,9 +49,9 @@ def _leaves(node: fx.Node) -> list[Any]:
 
 
 def _given(sublayers: Sequence[Sequence[fx.Node]]) -> tuple[dict[Place, int], list[list[fx.Node]]]:
-    """What sublayers read that is made elsewhere: which argument stands where, and what each sublayer is given.
+    """The inputs of sublayers: for each place the number of its argument, and for each sublayer the arguments.
 
-    Two places share an argument if they do in every sublayer.
+    Two places have one argument if they read the same node in every sublayer.
     """
     inside = [{node: i for i, node in enumerate(sublayer)} for sublayer in sublayers]
     places: dict[Place, int] = {}
@@ -71,7 +71,7 @@ def _given(sublayers: Sequence[Sequence[fx.Node]]) -> tuple[dict[Place, int], li
 
 
 def _returned(sublayers: Sequence[Sequence[fx.Node]]) -> list[int]:
-    """The numbers of the nodes that a call has to return: those of which others read the node, or a view of it."""
+    """The numbers of the nodes that a call has to return: other code reads the node, or a view of it."""
     found: set[int] = set()
     for sublayer in sublayers:
         inside = {node: i for i, node in enumerate(sublayer)}
@@ -87,7 +87,7 @@ def _returned(sublayers: Sequence[Sequence[fx.Node]]) -> list[int]:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether a node's result lies in the memory of an argument, or is one of several of which it does."""
+    """Whether a node's result, or one of its results, lies in the memory of an argument."""
     if node.target is operator.getitem:
         returns = node.args[0].target._schema.returns  # type: ignore[union-attr]
         return (returns[node.args[1]] if len(returns) > 1 else returns[0]).alias_info is not None
@@ -116,7 +116,7 @@ def _check_memory(
 
 
 def _sizes(graph: fx.Graph, sublayer: Sequence[fx.Node], arguments: Sequence[fx.Node]) -> list[fx.Node]:
-    """The graph's inputs that are the symbolic sizes of what a sublayer reads and makes: its code cannot see others."""
+    """The graph's inputs that are symbolic sizes in a sublayer: its code sees only the sizes that it is given."""
     values = (compat.example(node) for node in (*arguments, *sublayer))
     symbols = {symbol for value in values for symbol in compat.symbols(value)}
     inputs = {compat.symbolic_expression(compat.example(node)): node for node in graph.find_nodes(op="placeholder")}
@@ -135,7 +135,7 @@ def _body(
     graph = fx.Graph()
     inputs = []
     for number, argument in enumerate([*sizes, *arguments]):
-        # Of the first sublayer two arguments may be one node.
+        # Two arguments of the first sublayer may be one node.
         inputs.append(graph.placeholder(f"argument_{number}"))
         inputs[-1].meta["val"] = compat.example(argument)
     given = inputs[len(sizes) :]
@@ -151,7 +151,7 @@ def _body(
 
 
 def _try(body: fx.GraphModule, name: str, arguments: Sequence[fx.Node], results: Sequence[fx.Node]) -> None:
-    """Raise Unsuitable unless a call returns what the first sublayer makes, as far as fake tensors tell."""
+    """Raise Unsuitable unless a call returns what the first sublayer makes, as far as fake tensors show."""
     values = [compat.example(argument) for argument in arguments]
     try:
         with compat.quiet_fakes(values):
@@ -176,7 +176,7 @@ def _call(
             outside[sublayer[i]].meta = dict(sublayer[i].meta)
 
         def read(node: fx.Node) -> fx.Node:
-            """The node that others read in place of one of the sublayer's."""
+            """The node that other code reads in place of a node of the sublayer."""
             if node in inside and node not in outside:
                 sources = {source: read(source) for source in node.all_input_nodes}
                 outside[node] = graph.node_copy(node, lambda n: sources[n])

@@ -1,4 +1,4 @@
-"""What a graph computes between its hyper-connections, and which of that is the same."""
+"""The sublayers between the hyper-connections of a graph, and which of them are identical."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ Sublayer = list[fx.Node]
 
 
 def alike(graph: fx.Graph) -> list[list[Sublayer]]:
-    """Sublayers that are the same calls, of values that are laid out alike and of each other's results in one way.
+    """Groups of identical sublayers: the same calls, on values with the same layouts, connected in the same way.
 
-    Each is a row of nodes of the graph, in which nodes are moved: what several sublayers read of one, a table of
-    angles or a mask, is made before it. A graph without hyper-connections is not looked at.
+    Each sublayer is a list of nodes, in the order of the graph. The graph changes: a node of one sublayer that others
+    read, such as a table of angles or a mask, moves in front of the sublayer. A graph without hyper-connections is not
+    looked at.
     """
     if not any(calls(graph)):
         return []
@@ -57,13 +58,14 @@ def _groups(sublayers: Iterable[Sublayer]) -> dict[Any, list[Sublayer]]:
 
 
 def _saved(group: Sequence[Sublayer]) -> int:
-    """How many nodes need not be compiled."""
+    """The number of nodes that need not be compiled."""
     return (len(group) - 1) * len(group[0])
 
 
 def _part(sublayer: Sublayer, structure: Sequence[Any], dependent: set[fx.Node]) -> Sublayer | None:
-    """A part of this structure: the first and the last sublayer may have more around them, an embedding or a head, and
-    among their nodes some that make what others are given, a table that was not worth keeping."""
+    """A part of this structure. The first and the last sublayer may have more around them, such as an embedding or a
+    head. Among their nodes may be some that make an argument of the others, such as a table that was not worth
+    keeping."""
     for begin in range(len(sublayer) - len(structure) + 1):
         numbers: dict[fx.Node, int] = {}
         apart: set[fx.Node] = set()
@@ -95,7 +97,7 @@ def _on_a_cpu(graph: fx.Graph) -> list[Sublayer]:
 
 
 def _written(graph: fx.Graph) -> set[fx.Node]:
-    """What lies between an input that is written and its new value, made in place if nothing comes between the two."""
+    """The nodes between an input that is written and its new value. Without others in between, it is made in place."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if node.target is torch.ops.aten.copy_.default and node.args[0].op == "placeholder":
@@ -145,14 +147,14 @@ def _may_move(node: fx.Node) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is one that calls take and return: a size, or a tensor of which no operation is put off."""
+    """Whether calls can take and return a value: a size, or a tensor without pending operations."""
     if not isinstance(value, torch.Tensor):
         return isinstance(value, int | torch.SymInt)
     return value.layout is torch.strided and not value.is_complex() and not value.is_neg()
 
 
 def _behind(shared: set[fx.Node], sublayer: Sublayer) -> Sublayer:
-    """The sublayer without what is shared, which comes before it now."""
+    """The sublayer without shared nodes, which now come before it."""
     rest = [node for node in sublayer if node not in shared]
     for node in sublayer:
         if rest and node in shared:
@@ -161,7 +163,7 @@ def _behind(shared: set[fx.Node], sublayer: Sublayer) -> Sublayer:
 
 
 def _shared(sublayers: Sequence[Sublayer], dependent: set[fx.Node]) -> set[fx.Node]:
-    """What another sublayer reads of one, with what it is made of, unless it depends on the streams."""
+    """Nodes of a sublayer that another one reads, and their inputs, unless they depend on the streams."""
     home = {node: number for number, sublayer in enumerate(sublayers) for node in sublayer}
     found: set[fx.Node] = set()
     for node in reversed(list(home)):
@@ -173,7 +175,7 @@ def _shared(sublayers: Sequence[Sublayer], dependent: set[fx.Node]) -> set[fx.No
 
 
 def _dependent(graph: fx.Graph) -> set[fx.Node]:
-    """The hyper-connections, and all that is computed of their results."""
+    """The hyper-connections, and everything computed from their results."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if is_operator(node) or not found.isdisjoint(node.all_input_nodes):
@@ -182,7 +184,7 @@ def _dependent(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _structure(sublayer: Sublayer) -> Any:
-    """What is the same of sublayers that can be compiled once."""
+    """The structure that is equal for sublayers that can be compiled once."""
     numbers = {node: i for i, node in enumerate(sublayer)}
     return tuple(_call(node, numbers) for node in sublayer)
 

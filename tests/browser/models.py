@@ -41,7 +41,7 @@ def report(depth: int) -> Report:
         found.cut = [
             SiteReport(WRITE, _LINES[WRITE], "cut", BREAK, module="layers.2.attention"),
             SiteReport(
-                FUNCTION, Location("model.py", 80, "forward"), NOT_COMPILED, "Dynamo gives it up at model.py:82"
+                FUNCTION, Location("model.py", 80, "forward"), NOT_COMPILED, "Dynamo gives up on it at model.py:82"
             ),
         ]
         found.errors = ["an internal failure: ValueError: <planted>"]

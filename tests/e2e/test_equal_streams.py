@@ -1,4 +1,4 @@
-"""Streams that are equal, as behind an embedding that is expanded: h_res has no effect, and its logits no gradient."""
+"""Streams that are equal, as after an embedding that is expanded: h_res has no effect, and its logits no gradient."""
 
 from __future__ import annotations
 

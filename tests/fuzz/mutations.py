@@ -72,7 +72,7 @@ BLOCKS = (
 
 
 def mutate(pick: Pick, lines: list[Line], texts: list[list[str]], often: bool) -> None:
-    """Put in a few mutations behind the lines whose values they change."""
+    """Put in a few mutations after the lines whose values they change."""
     for _ in range(pick([0, 1, 0, 1, 1, 2, 2, 3] if often else [0, 0, 0, 1])):
         where = pick([index for index, line in enumerate(lines) if line.mutable])
         texts[where] += pick(MUTATIONS).format(v=lines[where].names).split("; ")

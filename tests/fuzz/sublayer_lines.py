@@ -104,7 +104,7 @@ LAYERS = (
     "u",
     "torch.tanh(u) + self.layer_bias.to(u.dtype)",
 )
-# Of a layer input u to v; those before the mark are RMS norms over its channels, in one call.
+# From a layer input u to v; those before the mark are RMS norms over its channels, in one call.
 NORMS = (
     "F.rms_norm(u, (C,), self.channel.to(u.dtype), {eps})",
     "F.rms_norm(u, (C,), None, {eps})",

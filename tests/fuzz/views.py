@@ -1,4 +1,4 @@
-"""Views of values: what is written through, and what is returned beside the values themselves."""
+"""Views of values: what is written through, and what is returned together with the values themselves."""
 
 from __future__ import annotations
 

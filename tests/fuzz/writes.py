@@ -59,7 +59,7 @@ def write(pick: Pick, value: str, plain: bool = False) -> list[str]:
 
 
 def put_writes(pick: Pick, lines: list[Line], texts: list[list[str]]) -> None:
-    """One or two writes: each behind the line that makes the value, or behind a later one."""
+    """One or two writes: each after the line that makes the value, or after a later one."""
     for _ in range(pick([1, 1, 2])):
         made = pick([index for index, line in enumerate(lines) if line.mutable])
         value = pick([lines[made].names] * 8 + ["xs", "x"])

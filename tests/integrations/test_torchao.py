@@ -49,8 +49,8 @@ def test_sublayers_that_are_trained_in_float8() -> None:
     outcome = compare(model, whole, exact=exact)
     assert outcome.exact is not None
     outcome.more = None  # the draws are judged as they are
-    # Of a router whose weights are normalised over its choice the exact gradient is zero. Of terms of size 1, float64
-    # leaves 1e-16 and float32 1e-7: no ratio of the two says anything.
+    # A router whose weights are normalised over its choice has an exact gradient of zero. Its terms are of size 1, so
+    # float64 leaves 1e-16 and float32 1e-7: no ratio of the two says anything.
     for name in [name for name, value in outcome.exact.items() if value.norm() < 1e-12]:
         assert outcome.rewritten[name].abs().max() < 1e-5, name
         for results in (outcome.exact, outcome.eager, outcome.rewritten):

@@ -94,7 +94,7 @@ def test_a_trainer_that_compiles(train: Callable[[nn.Module, bool, Path], list[f
     # TRL computes its loss in graphs of its own, and a model may be compiled again for a tensor of another kind.
     report = mhc_compile.report()
     assert report.declined == report.errors == []
-    # Dynamo gives up a function of that loss, and the report names it. No hyper-connection is cut.
+    # Dynamo gives up on a function of that loss, and the report names it. No hyper-connection is cut.
     assert [site for site in report.cut if site.op != "function"] == []
     assert all("trl/" in site.location.name for site in report.cut), str(report)
     counts = Counter(site.op for site in report.rewritten)

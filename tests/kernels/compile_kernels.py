@@ -161,7 +161,7 @@ def _eight(width: int, tokens: int) -> None:
 
 
 def _norm(n: int, width: int, tokens: int, dtype: torch.dtype) -> None:
-    """The kernels that take in the norm behind the aggregate."""
+    """The kernels that take in the norm after the aggregate."""
     rows = n * n + 2 * n
     x, phi = torch.empty(tokens, n, width, dtype=dtype), torch.empty(rows, n * width)
     alpha, bias, weight = torch.empty(3), torch.empty(rows), torch.empty(width)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 REPORTED = 99
-# The sanitizer slows launches, which processes beside one another make up for.
+# The sanitizer slows launches, which several processes at the same time make up for.
 SUITE = ["-m", "pytest", "-q", "-n", "auto", "--durations=10", "-p", "no:cacheprovider"]
 SUITE += ["-m", "gpu and not large", "tests/ops", "tests/kernels"]
 # In a child process, as those of the suite are.

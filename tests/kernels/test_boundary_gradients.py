@@ -123,7 +123,7 @@ def test_a_token_does_not_depend_on_the_batch(width: int, launched: list[str]) -
         return [back[0], back[2], back[3], back[4]]
 
     whole = run(slice(None))
-    # Of one token tile a program stores the sums of a block, of eight those of a chunk.
+    # A program stores the sums of a block with one tile of tokens, and those of a chunk with eight.
     for s in (slice(2999, 3000), slice(5, 69), slice(17, 529)):
         for a, b in zip(run(s), whole, strict=True):
             assert torch.equal(a, b[s])

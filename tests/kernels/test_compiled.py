@@ -23,9 +23,9 @@ SNAPSHOT = Path(__file__).parent / f"resources_sm90_triton{TRITON}.txt"
 REGISTER_STEP = 8
 # What a block may use of shared memory, in bytes, and the tensor core instruction, by compute capability.
 LIMITS = {80: (163 << 10, "mma.sync"), 90: (227 << 10, "wgmma.mma_async"), 100: (227 << 10, "tcgen05.mma")}
-# Bytes of local memory a thread may have, by Triton and compute capability; sm_80 and sm_100 are unmeasured. On sm_90
-# Triton 3.8 stores two registers before the loop over tokens, and loads them behind it; of a Sinkhorn's backward one,
-# before the loop over half-steps.
+# The most bytes of local memory a thread may use, by Triton and compute capability. sm_80 and sm_100 are unmeasured.
+# On sm_90, Triton 3.8 stores two registers before the loop over tokens, and loads them after it. In a Sinkhorn's
+# backward, it stores one before the loop over half-steps.
 SPILLS: dict[str, dict[int, dict[str, int]]] = {
     "3.7": {
         80: {"products_kernel": 32, "boundary_gradients_kernel": 40},
@@ -127,7 +127,7 @@ def test_few_tokens_need_no_other_kernels(compiled: tuple[int, list[dict[str, An
 def test_snapshot(compiled: tuple[int, list[dict[str, Any]]]) -> None:
     """Registers, spilled bytes and shared memory of each kernel on sm_90 are those of the file of this Triton.
 
-    EXPECTTEST_ACCEPT=1 writes the file anew, for a change that is meant (and measured). Better counts tell as well:
+    EXPECTTEST_ACCEPT=1 writes the file anew, for a change that is meant (and measured). Better counts fail as well:
     otherwise they could be lost again unseen.
     """
     arch, kernels = compiled

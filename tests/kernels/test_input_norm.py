@@ -1,4 +1,4 @@
-"""The kernels of the norm behind the aggregate, against the references of the operators in float64."""
+"""The kernels of the norm after the aggregate, against the references of the operators in float64."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def test_out_dtype(dtype: torch.dtype) -> None:
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
-    """The values of x [12, n, C] behind other strides and leading dimensions."""
+    """The values of x [12, n, C] with other strides and leading dimensions."""
     if layout == "channels_first":
         return x.transpose(-1, -2).contiguous().transpose(-1, -2)
     if layout == "sliced":

@@ -166,7 +166,7 @@ def _start(compiled: Any, cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> Start:
 def test_the_driver_gets_what_a_compiled_kernel_takes(
     cooperative: bool, compiled: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No argument that is None or was compiled in, and behind them what Triton keeps room for; each thread its own."""
+    """No argument that is None or was compiled in, and after them what Triton keeps room for; each thread its own."""
     compiled.metadata = compiled.metadata._replace(launch_cooperative_grid=cooperative)
     cuda = Cuda()
     start = _start(compiled, cuda, monkeypatch)

@@ -22,7 +22,7 @@ LONG = pytest.mark.thorough if INTERPRETED else ()
 NAMES = [pytest.param(name, marks=LONG if PROGRAMS[name].form["steps"] > 20 else ()) for name in PROGRAMS]
 
 
-# Gradients of what has underflowed beside an eps overflow, of which the interpreter's numpy warns.
+# Gradients of numbers that underflowed next to an eps overflow. The interpreter's numpy warns of this.
 @pytest.mark.filterwarnings("ignore:overflow encountered in (multiply|cast)")
 @pytest.mark.parametrize("draw", [gradients_of, nearly_equal])
 @pytest.mark.parametrize("n", STREAMS)

@@ -46,7 +46,7 @@ def _arguments(args: Before, h_pre: Tensor, case: MixCase) -> tuple[Tensor | Non
 
 
 def _draw_gradients(x_new: Tensor, case: MixCase) -> list[Tensor | None]:
-    """Of x', layer_input, the next h_pre, h_post and h_res, h and ms."""
+    """Gradients of x', layer_input, the next h_pre, h_post and h_res, h and ms."""
     d_layer_input, *others = case.grads
     return [draw(*x_new.shape, dtype=x_new.dtype), d_layer_input, draw(*x_new.shape[:-1]), *others]
 
@@ -54,7 +54,7 @@ def _draw_gradients(x_new: Tensor, case: MixCase) -> list[Tensor | None]:
 def _exact(
     arguments: tuple[Tensor | None, ...], x_new: Tensor, grads: list[Tensor | None], form: str
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The outputs behind x' and the gradients in float64, the read and the mix taken at the rounded x'."""
+    """The outputs after x' and the gradients in float64, the read and the mix taken at the rounded x'."""
     leaves = [None if t is None else t.double().requires_grad_() for t in arguments]
     new = combine(*leaves[:5])
     rounded = x_new.double() + (new - new.detach())

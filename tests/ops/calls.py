@@ -28,7 +28,7 @@ OTHER_SHAPES = {"head": {"phi": "n nC", "scale": "1", "bias": "n"}, "mix_streams
 PARAMETERS = frozenset(name for name, letters in SHAPES.items() if not letters.startswith("t"))
 # Optional arguments that models seldom give: some kernels run only without them.
 RARE = frozenset({"norm_weight", "input_norm_weight", "d_h", "d_ms", "d_x"})
-# Scalars without a default, beside the tensor that needs them.
+# Scalars without a default, by the tensor that needs them.
 SCALARS_BESIDE: dict[str, dict[str, Any]] = {"input_norm_weight": {"input_norm_eps": 1e-3}}
 
 OPERATORS = sorted(compat.registered_operators("mhc"))
@@ -132,7 +132,7 @@ def call(operator: str, given: Given, scalars: dict[str, Any] | None = None) -> 
 
 
 def keywords(operator: str, given: Given, scalars: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The scalars that `call` passes on: those given, and those that must stand beside a tensor."""
+    """The scalars that `call` passes on: those given, and those that a tensor needs."""
     beside = {k: v for name, more in SCALARS_BESIDE.items() if given.get(name) is not None for k, v in more.items()}
     return scalars_of(operator, beside | (scalars or {}))
 

@@ -28,7 +28,7 @@ N, TOKENS = 4, 256
 SIZES = [(1e-3, 0.0), (1.0, 0.0), (30.0, 0.0), (1e3, 0.0), (1e4, 0.0)]
 SIZES += [(1.0, middle) for middle in (-60.0, -30.0, -10.0, 10.0, 14.0)]
 GATES = [Gates(), Gates(1e-6, 1.5, 1e-3)]
-# Of so many roundings of one number the largest is next to the largest possible.
+# The largest of so many roundings of one number is close to the largest possible.
 _DRAWS = 8
 
 Gradients = tuple[Tensor, ...]
@@ -58,7 +58,7 @@ def _exact(inputs: list[Tensor], arriving: list[Tensor], gates: Gates) -> Gradie
 
 
 def _errors_of_eager(inputs: list[Tensor], arriving: list[Tensor], gates: Gates) -> list[float]:
-    """Of each gradient the largest, over inputs whose projections are moved by many of their roundings."""
+    """The largest error of each gradient, over inputs whose projections are moved by many of their roundings."""
     generator = torch.Generator().manual_seed(1)
     h, *rest = inputs
     errors = []

@@ -1,4 +1,4 @@
-"""Every operator's error against float64, outputs and gradients, beside that of the eager code.
+"""Every operator's error against float64, outputs and gradients, compared with that of eager code.
 
 docs/accuracy.md and docs/accuracy_cuda.md are the tables of a run on one machine:
 
@@ -275,19 +275,19 @@ def rows(lacking: Sequence[str] = ()) -> list[str]:
     return [f"| {name} | {dtype} | {key} |" for name in names for dtype in DTYPES for key in quantities(name)]
 
 
-_LACKS = "It has no digits of "
+_LACKS = "The table lacks "
 
 
 def lacking(text: str) -> list[str]:
-    """The operators that came after a table was written."""
+    """The operators that a table lacks because they are newer."""
     return [name for name in CASES if f"\n| {name} | " not in text]
 
 
 def with_what_it_lacks(text: str) -> str:
-    """The page of a GPU's run, with a line for each operator that came after the run."""
+    """The page of a GPU's run, with a line for each operator that is newer than the run."""
     lines = [line for line in text.split("\n") if not line.startswith(_LACKS)]
     place = lines.index("The operators run their kernels there.") + 1
-    lines[place:place] = [f"{_LACKS}`{name}`, which came after this run." for name in lacking(text)]
+    lines[place:place] = [f"{_LACKS}`{name}`, which was added after this run." for name in lacking(text)]
     return "\n".join(lines)
 
 
@@ -317,28 +317,31 @@ number of values.
 
 - **A tensor with N >= 1,000** may have 1.1 + 5 / sqrt(N) times eager's error. The same holds for all outputs
   together, and for all gradients together.
-- **A tensor with fewer values** may have 4 times eager's error there, or 4 times eager's usual error. All these tensors
-  together may have 1.1 + 5 / sqrt(N) times eager's error, and at least 1.25 times.
+- **A tensor with fewer values** may have 4 times eager's error of this tensor, or 4 times the median of eager's errors,
+  whichever is larger. All these tensors together may have 1.1 + 5 / sqrt(N) times eager's error, but at least 1.25
+  times.
 - **Gradients that vanish** may have 10 times eager's error, or 1e-12 of the root mean square of all gradients.
-- An error of 4 roundings always passes, except where gradients vanish.
+- An error of 4 roundings always passes, except for gradients that vanish.
 
 A gradient vanishes if it is below 1e-12 of its tensor's root mean square. All gradients of a tensor vanish if their
-root mean square is below a millionth of that of all gradients. Relative errors say nothing there, but Adam moves a
-parameter by such gradients as far as by others.
+root mean square is below a millionth of that of all gradients. Relative errors of such gradients mean little. But Adam
+moves a parameter by a tiny gradient as far as by a large one.
 
-If a result breaks the rule, `verify` runs eager code and mhc 8 times more, with parameters 1% beside the given ones.
-It judges all nine runs together, once. One unlucky run does not decide.
+If a result breaks the rule, `verify` makes 8 more runs of eager code and mhc, with parameters perturbed by 1%. It
+judges all nine runs together, once. One unlucky run does not decide.
 
 The operators have tests of their own with stricter rules:
 
 - `tests/ops/test_accuracy.py` compares the operators below with eager code, on a CPU and with `-m gpu` on a GPU.
 - `tests/ops/test_rounding.py` and `tests/kernels/test_rounding.py` compare Sinkhorn and gates for extreme logits: from
-  1e-6 to 1e4, equal, opposite, saturated and nearly tied. An error is at most 1.1 + 5 / sqrt(tokens) times eager's, or
-  4 roundings of the exact values. Only tokens that eager's error is spread over count. Where the exact gradient
-  vanishes, it is at most 10 times eager's. Otherwise only 1e-12 of the gradient that arrives passes. Eager's error of
-  the gates is the largest of eight inputs that are nearly the same.
+  1e-6 to 1e4, equal, opposite, saturated and nearly tied. An error may reach the largest of these limits:
+    - 1.1 + 5 / sqrt(N) times eager's error. For Sinkhorn, N counts the tokens that make up most of eager's error. For
+      gates, N is the number of values, and eager's error is the largest of eight nearly equal inputs.
+    - 10 times eager's error, for gradients of Sinkhorn whose exact values vanish; 4 times, for scale and bias.
+    - 4 roundings of the exact values.
+    - 1e-12 of the incoming gradient.
 
-[Accuracy on a GPU](accuracy_cuda.md) has the digits of the kernels. [Measurements](measurements.md#a-whole-model) has
+[Accuracy on a GPU](accuracy_cuda.md) has the errors of the kernels. [Measurements](measurements.md#a-whole-model) has
 the errors of a whole model.
 
 ## The operators on a CPU

@@ -76,7 +76,7 @@ def test_tensors(name: str) -> None:
             operator.refuses({tensor: None}, TypeError, f"{tensor} is None; expected a tensor")
         if tensor == main:
             continue
-        wide = f"{tensor} is float64, but {main} is torch.float32; expected float64 only beside float64 {main}"
+        wide = f"{tensor} is float64, but {main} is torch.float32; expected float64 only with float64 {main}"
         operator.refuses({tensor: torch.zeros(shape, dtype=torch.float64)}, TypeError, wide)
         # Real tensors of a device without data would choose that device's implementation.
         elsewhere = f"^mhc::{name}: {tensor} is on meta, but {main} is on cpu; expected the same device"

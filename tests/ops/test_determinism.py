@@ -33,7 +33,7 @@ SLICES = [
 LOG = {"sinkhorn_eps": 0.0, "sinkhorn_start_eps": 0.0, "sinkhorn_start": "exp", "sinkhorn_first": "rows"}
 WITH_PHI = [operator for operator in OPERATORS if "phi" in tensor_names(operator)]
 
-# What is told of a run, the operator with its scalars, and its arguments.
+# A name for a run, the operator with its scalars, and its arguments.
 Run = tuple[str, Callable[[Given], Any], Given]
 
 

@@ -104,7 +104,7 @@ CASES: dict[str, tuple[Call, type[Exception], str]] = {
     "phi float64": (
         lambda make: _mix(make, phi=make(8, 6, dtype=torch.float64)),
         TypeError,
-        "phi is float64, but x is torch.float32; expected float64 only beside float64 x",
+        "phi is float64, but x is torch.float32; expected float64 only with float64 x",
     ),
     "phi elsewhere": (
         lambda make: _mix(make, phi=make(8, 6, device="meta")),
@@ -199,7 +199,7 @@ CASES: dict[str, tuple[Call, type[Exception], str]] = {
     "h in float64 alone": (
         lambda make: ops.mix_streams(make(5, 2, 3), make(5, 2, 2, dtype=torch.float64)),
         TypeError,
-        "mhc::mix_streams: h is float64, but x is torch.float32; expected float64 only beside float64 x",
+        "mhc::mix_streams: h is float64, but x is torch.float32; expected float64 only with float64 x",
     ),
     "mixed streams without columns": (
         lambda make: ops.mix_streams(make(5, 2, 0), make(5, 2, 2)),
@@ -327,7 +327,7 @@ CASES: dict[str, tuple[Call, type[Exception], str]] = {
     "shifted_boundary with gates of the read in float64": (
         lambda make: _shifted(make, h_pre=make(5, 2, dtype=torch.float64)),
         TypeError,
-        "mhc::shifted_boundary: h_pre is float64, but x is torch.float32; expected float64 only beside float64 x",
+        "mhc::shifted_boundary: h_pre is float64, but x is torch.float32; expected float64 only with float64 x",
     ),
     "shifted_boundary without gates of the read": (
         lambda make: _shifted(make, h_pre=None),
@@ -382,7 +382,7 @@ CASES: dict[str, tuple[Call, type[Exception], str]] = {
 def test_message(case: tuple[Call, type[Exception], str], fake: bool) -> None:
     call, error, message = case
     if not fake:
-        # Meta tensors beside CPU tensors do not reach the CPU's implementation.
+        # Meta tensors together with CPU tensors do not reach the CPU's implementation.
         if "device" in message:
             pytest.skip("a CPU-only machine has no second device with a real implementation")
         with pytest.raises(error, match=re.escape(message)):

@@ -1,4 +1,4 @@
-"""The RMS norm behind the aggregate, as an argument of the operators: against its definition, and its gradients."""
+"""The RMS norm after the aggregate, as an argument of the operators: against its definition, and its gradients."""
 
 from __future__ import annotations
 

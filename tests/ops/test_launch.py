@@ -30,7 +30,7 @@ OPERATOR = "torch.ops.mhc._launch.default"
 
 @pytest.fixture(autouse=True)
 def variables() -> Iterator[None]:
-    """Those of the process: where Triton keeps kernels, and what it assembles them with, is told by variables."""
+    """Those of the process: where Triton keeps kernels, and what it assembles them with, is set by variables."""
     from triton.backends.nvidia.compiler import get_ptxas_version
 
     with mock.patch.dict(os.environ), mock.patch.object(opaque_kernels, "_assembler", "another"):

@@ -40,7 +40,7 @@ def _permuted(*order: int) -> Callable[[Tensor], Tensor]:
     return lambda t: t.permute(order).contiguous().permute(inverse)
 
 
-# Of streams x [b, s, n, C]; the tokens of the last two do not collapse into one dimension.
+# Layouts of streams x [b, s, n, C]; the tokens of the last two do not collapse into one dimension.
 STREAMS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda t: t.contiguous(),
     "channels first": _permuted(0, 1, 3, 2),
@@ -52,14 +52,14 @@ STREAMS: dict[str, Callable[[Tensor], Tensor]] = {
     "sliced and channels first": lambda t: _wider(t.mT).mT,
     "streams in the batch": _permuted(0, 2, 1, 3),
 }
-# Of f [b, s, C] and of gates.
+# Layouts of f [b, s, C] and of gates.
 ROWS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda t: t.contiguous(),
     "tokens swapped": _permuted(1, 0, 2),
     "columns first": _permuted(0, 2, 1),
     "sliced": _wider,
 }
-# Of every tensor, by its number of dimensions.
+# Layouts of every tensor, by its number of dimensions.
 LAYOUTS: dict[int, list[Callable[[Tensor], Tensor]]] = {
     4: [*STREAMS.values()],
     3: [*ROWS.values()],
@@ -106,7 +106,7 @@ def check(operator: str, plain: Given, given: Given, scalars: dict[str, Any] | N
 
 
 def check_all(operator: str, sizes: Sizes, dtype: torch.dtype | None, device: str = "cpu") -> None:
-    """Every layout of the streams beside every layout of the rest. Then, in dtype, every argument in one of its own."""
+    """Every layout of the streams with every layout of the rest. Then, in dtype, every argument in one of its own."""
     for without, own in ((RARE, torch.float32), (frozenset[str](), dtype)):
         if own is None:
             continue

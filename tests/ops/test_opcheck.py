@@ -42,7 +42,7 @@ class Variant:
     without: Collection[str] = ()
     scalars: dict[str, Any] = field(default_factory=lambda: _FEW)
     only: str = ""
-    """Of a backward: the gradients that it makes, x's or those of parameters, from those that have a part in them."""
+    """For a backward: the gradients that it makes, of x or of parameters, from the gradients that go into them."""
     transposed: bool = False
 
 

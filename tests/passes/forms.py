@@ -46,6 +46,7 @@ table says what becomes of the gates:
 - **own gates**: the gates stay the program's code. Inductor compiles them between the operators. The report names these
   gates, and says why.
 - **left**: at least one of the steps stays the program's code. The report has a line for it with the reason.
+- **not reported**: the program is not a hyper-connection. Nothing is rewritten, and the report has no line for it.
 
 [Operators](operators.md) says what each operator computes.
 """
@@ -183,7 +184,7 @@ GROUPS: dict[str, list[Form]] = {
         Form("three norms", norms.ThreeNorms, _streams, (READ, WRITE, PROJECT, "sinkhorn"), "own gates"),
     ],
     "What is left": [
-        _own("one stream", OneStream, state="not told"),
+        _own("one stream", OneStream, state="not reported"),
         _own(
             "a read with a gate for each channel", GateOfChannels, WRITE, PROJECT, state="left", reason="each channel"
         ),
@@ -204,7 +205,7 @@ GROUPS: dict[str, list[Form]] = {
             lambda: (torch.randn(2, 3, 4, 32),),
             ("generate_mix", PROJECT),
             "left",
-            "one by one",
+            "as separate tensors",
         ),
     ],
 }

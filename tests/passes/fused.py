@@ -1,4 +1,4 @@
-"""Runs a model with its joint graphs fused, or not, and without Inductor; beside it eager code and float64."""
+"""Runs a model with its joint graphs fused, or not, and without Inductor; for comparison, eager code and float64."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def sublayer_calls(module: fx.GraphModule) -> list[fx.Node]:
 
 
 def _check_memory(body: fx.GraphModule) -> None:
-    """Of results and arguments each has memory of its own, for all that Inductor can tell."""
+    """Each result and argument has its own memory, as far as Inductor can see."""
     (output,) = body.graph.find_nodes(op="output")
     results = [compat.storage_of(node.meta["val"]) for node in output.args[0]]
     arguments = {compat.storage_of(node.meta["val"]) for node in body.graph.find_nodes(op="placeholder")}

@@ -1,4 +1,4 @@
-"""Models whose reads are one sublayer behind their gates: a sublayer reads with h_pre of the sublayer before."""
+"""Models whose reads come one sublayer after their gates: a sublayer reads with the previous sublayer's h_pre."""
 
 from __future__ import annotations
 

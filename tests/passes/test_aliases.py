@@ -284,7 +284,7 @@ def test_what_recognition_takes_for_two_values(monkeypatch: pytest.MonkeyPatch) 
 
 
 class PartsOfOneTensor(Sublayer):
-    """h_pre and h_post are parts of one tensor, which is returned beside a detached part."""
+    """h_pre and h_post are parts of one tensor, which is returned together with a detached part."""
 
     def gates(self, mix: Tensor) -> tuple[Tensor, Tensor]:
         self.both = torch.sigmoid(mix[..., : 2 * N])

@@ -50,7 +50,7 @@ def _thorough(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.thorough)
 
 
-# Of five inner streams those behind every k-th layer are kept.
+# The streams after every k-th layer are kept, of five inner ones.
 KEPT = {1: 5, 2: 2, 3: 1, 4: 1, 5: 1, 6: 0, 100: 0}
 
 

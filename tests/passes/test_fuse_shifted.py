@@ -1,4 +1,4 @@
-"""Reads that are one sublayer behind their gates: each boundary is one operator forward and one backward."""
+"""Reads that come one sublayer after their gates: each boundary is one operator forward and one backward."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_checkpointed_steps_are_as_accurate_as_eager(where: str | None) -> None:
 @pytest.mark.parametrize("names", [NAMES, ()])
 @pytest.mark.parametrize(("layers", "kept"), [(2, 2), (3, 1), (6, 0)])
 def test_recompute(layers: int, kept: int, names: tuple[str, ...]) -> None:
-    """Of the five inner streams those behind every k-th layer are kept, and nothing comes in place of the others."""
+    """The streams after every k-th layer are kept, of five inner ones, and nothing replaces the others."""
     model, x = Stack(6), streams()
     blocks, whole = program(model, names, layers), program(model, names)
     fewer, saved = _saved(blocks.call, model, x), _saved(whole.call, model, x)
@@ -236,7 +236,7 @@ def _from_the_read(t: dict[str, Tensor]) -> list[Tensor]:
 
 
 def _in_a_row(t: dict[str, Tensor]) -> list[Tensor]:
-    """What the second mix is given comes from the first, which comes behind the second combine."""
+    """What the second mix is given comes from the first, which comes after the second combine."""
     first = combine(t, t["x"])
     u = read(t, first)
     second = mhc.expand_combine(u, None, t["post"], first, t["res"])

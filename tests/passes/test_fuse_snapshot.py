@@ -53,7 +53,7 @@ return %2, %5.1, %5.2, %5.3, %5.0, %4.0, %0.0, %4.1, %4.5, %4.6, %4.7, %3.0, %1.
 
 
 def test_nothing_stands_between_the_gradients_of_the_streams() -> None:
-    """From the gradient of the output's streams to that of the input's each reads the one before, and nothing else."""
+    """Between the gradients of the output's streams and the input's, each one reads the previous one alone."""
     graph = _fused()
     *_, output = graph.nodes
     (gradient,) = [n for n in output.all_input_nodes if n.meta["val"].dim() == 4 and is_backward(n.args[0])]

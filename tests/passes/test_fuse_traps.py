@@ -1,4 +1,4 @@
-"""Graphs in which a careless fusion would change a result: each is traced, fused and run beside itself."""
+"""Graphs in which a careless fusion would change a result: each is traced, fused and compared with itself before."""
 
 from __future__ import annotations
 

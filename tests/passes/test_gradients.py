@@ -148,7 +148,7 @@ def test_derivatives_within_a_program(take: str, come_back: bool) -> None:
 
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_a_scale_that_is_made_within_torch_func() -> None:
-    """The tensors there are wrapped, and what is made beside them is fake as they are."""
+    """The tensors there are wrapped, and tensors that are made there are fake as well."""
     model = Sublayer("nothing", False, False)
     del model.scales
     model.scales = [1.0] * 3  # type: ignore[assignment]

@@ -55,7 +55,7 @@ def test_a_detached_shift_counts_where_an_eps_is_added(kind: type[_Shifted], rew
 
 
 class _Guarded(Sublayer):
-    """A guard of next to nothing, beside which the squares of a small token count."""
+    """An eps of next to nothing, so that the squares of a small token count."""
 
     def __init__(self, mode: str, eps: float) -> None:
         super().__init__(N, WIDTH, 3, 2)
@@ -106,7 +106,7 @@ class _Divided(Sublayer):
 
 @pytest.mark.parametrize("size", [1e19, 1e25])
 def test_tokens_whose_squares_overflow(size: float) -> None:
-    """Their gates are those of nought, and their gradients are numbers."""
+    """Their gates are those of zero, and their gradients are numbers."""
     x = torch.randn(2, 3, N, WIDTH)
     x[0, 0] *= size
     outcome = check.run(_Divided(N, WIDTH, 3, 2), (x,), repeats=1)
@@ -289,7 +289,7 @@ def test_exponentials_whose_shift_does_not_cancel(kind: type[_Exponential], told
 
 
 class _Scaled(Sublayer):
-    """A constant beside the norm, in one place or another: it belongs to the scale."""
+    """A constant factor of the norm, in one place or another: it belongs to the scale."""
 
     place = ""
 
@@ -560,7 +560,7 @@ class _ShiftedByAll(_ShiftedByOne):
         (_BySign, "where logits are zero"),
         (_BySoftplus, "where logits are zero"),
         (_WithoutKink, "where logits are zero" if _CLAMP_HAS_A_KINK else ""),
-        (_ShiftedByOne, ""),  # the Sinkhorn begins behind the shift
+        (_ShiftedByOne, ""),  # the Sinkhorn begins after the shift
         (_ShiftedByAll, ""),
     ],
 )

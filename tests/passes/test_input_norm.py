@@ -202,7 +202,7 @@ def test_left_alone(name: str) -> None:
     torch.manual_seed(0)
     outcome = check.run(Sublayer((NEAR | WITHOUT_WEIGHT)[name]), [torch.randn(2, 5, N, WIDTH)])
     (detail,) = _details(outcome)
-    # Of a weight of tokens, the norm in front of it is one.
+    # The norm in front of a weight of tokens is one.
     assert ("input norm" in detail) == (name in WITHOUT_WEIGHT)
     assert ("stays apart: something else reads the layer input" in detail) == name.endswith("is read again")
     assert outcome.operators == ["expand_combine", "generate_mix_and_aggregate"]

@@ -46,7 +46,7 @@ class Listed(nn.Module):
         return sum(xs)
 
     def gates(self, k: int, xs: Streams) -> tuple[Any, Any, Any]:
-        """Of the token's streams side by side."""
+        """Gates from the token's streams side by side."""
         logits = F.linear(F.rms_norm(torch.cat(xs, -1), (self.n * WIDTH,)), self.phi[k])
         a, p, r = logits.split((self.n, self.n, self.n**2), -1)
         return torch.sigmoid(a), 1 + torch.tanh(p), r.unflatten(-1, (self.n, self.n)).softmax(-1)
@@ -284,9 +284,9 @@ class InPlace(Static):
 
 
 TOLD: list[tuple[type[Listed], str, int]] = [
-    (Returned, "leave the graph one by one", LAYERS - 1),
-    (Given, "come from elsewhere one by one", LAYERS - 1),
-    (Same, "n times one tensor", LAYERS - 1),
+    (Returned, "leave the graph as separate tensors", LAYERS - 1),
+    (Given, "enter the graph as separate tensors", LAYERS - 1),
+    (Same, "all streams in the list are one tensor", LAYERS - 1),
     (StaticDiagonal, "along a diagonal", 0),
     (InPlace, "writes in place into one of the streams", 0),
 ]
@@ -341,7 +341,7 @@ def _compiled_strictly(model: nn.Module) -> Any:
 
 
 def test_strict_options_look_at_lists() -> None:
-    with pytest.raises(mhc_compile.StrictError, match="leave the graph one by one"):
+    with pytest.raises(mhc_compile.StrictError, match="leave the graph as separate tensors"):
         _compiled_strictly(Returned())(torch.randn(2, 3, 4, WIDTH))
 
 
@@ -371,7 +371,7 @@ def test_streams_that_leave_detached_keep_their_strides() -> None:
     outcome = check.run(Detached(), (torch.randn(2, 3, 4, WIDTH),))
     check.assert_as_accurate(outcome)
     assert not outcome.strides, outcome.strides
-    assert any("leave the graph one by one" in str(site.reason) for site in outcome.report.declined)
+    assert any("leave the graph as separate tensors" in str(site.reason) for site in outcome.report.declined)
 
 
 class Heads(Listed):

@@ -76,7 +76,7 @@ def test_mixed_streams_become_launches(fakes: FakeTensorMode) -> None:
 
 
 def test_no_copies_are_left(fakes: FakeTensorMode) -> None:
-    """Of contiguous arguments: memory, launches, and nothing beside them."""
+    """With contiguous arguments, there are memory, launches, and nothing else."""
     graph = graph_of(step, arguments(fakes))
     passes.lower(graph)
     targets = {str(node.target) for node in graph.nodes if node.op == "call_function"}
@@ -170,7 +170,7 @@ def test_launches_get_the_strides_that_they_were_given(fakes: FakeTensorMode) ->
 
 
 def test_tokens_that_do_not_collapse(fakes: FakeTensorMode) -> None:
-    """Of streams between two dimensions of tokens there is no view, which fake tensors say by another error."""
+    """Streams between two dimensions of tokens have no view, for which fake tensors raise another error."""
     with fakes:
         streams = torch.empty(3, 4, 7, 8).transpose(1, 2)
         whole, rows = importlib.import_module("mhc_compile.kernels.common").room_like(streams, 2)
@@ -232,7 +232,7 @@ def test_gradients_of_streams_take_over_memory(fakes: FakeTensorMode) -> None:
 def test_gradients_that_are_read_again_keep_their_memory(
     fakes: FakeTensorMode, observe: Callable[[Tensor], list[Tensor]]
 ) -> None:
-    """The gradient behind the second layer is read after the third: the third may not write over it."""
+    """The gradient after the second layer is read after the third: the third may not write over it."""
     kept: list[Tensor] = []
 
     def function(**values: Tensor) -> Any:
@@ -453,7 +453,7 @@ def test_option() -> None:
 
 @pytest.mark.parametrize("aware", [False, True])
 def test_a_users_own_pass_comes_first(aware: bool) -> None:
-    """Also one that Inductor tells whether the graph is for inference, where there are such."""
+    """Also one that learns from Inductor whether the graph is for inference, where there are such."""
     from torch._inductor import custom_graph_pass
 
     kind = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", None)

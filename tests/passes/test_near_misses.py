@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 ORDINARY = (2, 3, 4, 6)
-# Batch, length and width all equal the number of streams: only where a dimension comes from tells what it is.
+# Batch, length and width all equal the number of streams: only the origin of a dimension shows what it is.
 ALL_EQUAL = (4, 4, 4, 4)
 # As in decoding: a factor of the token is one number, and a sum over tokens has one summand.
 ONE_TOKEN = (1, 1, 4, 6)

@@ -1,4 +1,4 @@
-"""A failure at one site costs that site: the others of the graph are rewritten, and the failure is told in one line."""
+"""A failure at one site costs that site: the others are rewritten, and the failure is reported in one line."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ CANDIDATES = {
 
 @pytest.mark.parametrize("name", CANDIDATES)
 def test_one_look_that_fails_costs_what_it_looks_at(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Of two sublayers that differ, one is looked into as ever."""
+    """One of two different sublayers is looked into as usual."""
     model = nn.Sequential(Sublayer(N, C, LENGTH, BATCH), Sublayer(N, C, LENGTH, BATCH))
     count = len(program_report(model).rewritten)
     assert count == 4

@@ -233,7 +233,7 @@ def test_streams_that_a_known_gate_reads() -> None:
 
 
 class _Layer(Own):
-    """Biases that Dynamo's node adds inside, behind the product."""
+    """Biases that Dynamo's node adds inside, after the product."""
 
     def __init__(self) -> None:
         super().__init__()

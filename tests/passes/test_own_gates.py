@@ -249,7 +249,7 @@ def test_rewritten_with_its_own_gates(kind: type[Own], operators: list[str]) -> 
 
 
 class LowRank(Softmax):
-    """phi and a low-rank matrix beside it, as LoRA adds one: both read the streams."""
+    """phi and an added low-rank matrix, as in LoRA: both read the streams."""
 
     def __init__(self) -> None:
         super().__init__()

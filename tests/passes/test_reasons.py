@@ -1,4 +1,4 @@
-"""What is not rewritten is told with the line of the program, and with the numbers that stand in the way."""
+"""What is not rewritten is reported with the line of the program, and with the numbers that stand in the way."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ REASONS: list[tuple[type[Sublayer], str, str]] = [
     (DetachedSinkhorn, "its gradient does not", "columns"),
     (LogarithmsWithEps, "equals a Sinkhorn projection at moderate logits, but not at large ones", "res"),
     (ProjectionInFloat64, "computes in float64; the operators would compute that in float32", ""),
-    (GatesInFloat64, "a tensor of torch.float64 takes part", ""),
+    (GatesInFloat64, "an input has dtype torch.float64", ""),
     (StreamsWritten, "x.mul_(1.5)", ""),
     (NoNorm, "not normalised by an RMS norm of the streams", ""),
     (NormedAfterBias, "is normalised after a bias is added", ""),
@@ -384,13 +384,13 @@ class ReadOfSquares(Sublayer):
 
 NEIGHBOURS: list[tuple[type[Sublayer], str, str, str]] = [
     (Convolution, "generate_mix", "not recognised as the projection of a token's streams", "project"),
-    (ChannelsApart, "expand_combine", "channels do not lie side by side", "write"),
-    (SquashedBeforeAdded, "expand_combine", "what h_post adds is not added to that in one sum", "write"),
-    (DropoutOfMixed, "expand_combine", "not added to that in one sum (it goes into dropout)", "write"),
+    (ChannelsApart, "expand_combine", "channels are not adjacent in memory", "write"),
+    (SquashedBeforeAdded, "expand_combine", "without adding a product with h_post in the same sum", "write"),
+    (DropoutOfMixed, "expand_combine", "with h_post in the same sum (it goes into dropout)", "write"),
     (DropoutOfWritten, "expand_combine", "than h_post times one tensor [..., C] (made by mul and dropout)", "write"),
-    (MultipliedStreams, "expand_combine", "what h_post adds is not added to that in one sum", "write"),
-    (GateOfChannels, "expand_combine", "something else to the mixed streams than h_post times one tensor", "write"),
-    (MaskedBetweenSteps, "sinkhorn", "and is divided by its sums 4 times more", ""),
+    (MultipliedStreams, "expand_combine", "without adding a product with h_post in the same sum", "write"),
+    (GateOfChannels, "expand_combine", "to the mixed streams something other than h_post times one tensor", "write"),
+    (MaskedBetweenSteps, "sinkhorn", "and is then divided by its sums 4 more times", ""),
     (FourTerms, "expand_combine", "adds 3 products to the mixed streams", "write"),
     (MixedMaximum, "expand_combine", "does not sum over the streams", "write"),
     (ReadOfSquares, "aggregate", "does not sum over the streams", "read"),
@@ -447,7 +447,7 @@ def test_streams_that_are_a_list() -> None:
     outcome = check.run(ListOfStreams(4, 32, 3, 2), (torch.randn(2, 3, 4, 32),))
     check.assert_as_accurate(outcome)
     (told,) = outcome.report.declined
-    assert "the new streams leave the graph one by one" in str(told.reason)
+    assert "the new streams leave the graph as separate tensors" in str(told.reason)
 
 
 @pytest.mark.parametrize("kind", [DropoutOfMixed, DropoutOfWritten, SquashedBeforeAdded])

@@ -86,7 +86,7 @@ def test_what_all_layers_read_is_made_before_them() -> None:
 
 @pytest.mark.parametrize("where", ["before", "behind"])
 def test_layers_with_something_beside_them(where: str) -> None:
-    """As an embedding is beside the first, and what all layers have in common beside the last to be differentiated."""
+    """As an embedding is for the first, and what all layers have in common for the last to be differentiated."""
 
     def layer(u: Tensor, w: Tensor, number: int) -> Any:
         if number != 2:
@@ -100,7 +100,7 @@ def test_layers_with_something_beside_them(where: str) -> None:
 
 
 def test_a_layer_that_makes_what_others_are_given() -> None:
-    """Of what was too cheap to be kept for the backward pass in one layer alone."""
+    """It is too cheap to be kept for the backward pass, in one layer alone."""
 
     def program(x: Tensor, post: Tensor, *weights: Tensor) -> list[Tensor]:
         def layer(u: Tensor, w: Tensor, number: int) -> Tensor:
@@ -157,7 +157,7 @@ def test_addresses_tell_layers_apart() -> None:
 
 @pytest.mark.parametrize("tied", range(LAYERS))
 def test_one_weight_in_two_places(tied: int) -> None:
-    """Of one layer alone, the first or another: others have two."""
+    """One layer alone has one, the first or another: the others have two."""
     inputs = make_inputs()
     more = [torch.randn(WIDTH, WIDTH) for _ in range(LAYERS)]
 

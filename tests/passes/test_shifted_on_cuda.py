@@ -1,4 +1,4 @@
-"""Reads that are one sublayer behind their gates on a GPU, through Inductor: lowered and whole, and against float64."""
+"""Reads that come one sublayer after their gates on a GPU, through Inductor: lowered, whole and against float64."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 FULL = ["expand_combine", "generate_mix_and_aggregate"]
 DRAWS = 40
-# So many that every choice is drawn beside others; each alone is tested as well.
+# So many that every choice is drawn together with others; each alone is tested as well.
 FEW = 20
 
 

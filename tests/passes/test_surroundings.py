@@ -67,7 +67,7 @@ class Layer(nn.Module):
 
 
 class WriteBetween(Layer):
-    """An operand of h_post is computed behind a write into the buffer that it reads."""
+    """An operand of h_post is computed after a write into the buffer that it reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -260,7 +260,7 @@ def test_no_tokens() -> None:
 
 
 class _KeepsTheRest(Sublayer):
-    """What is left of the tokens behind whole chunks is returned: logits, gates and matrices without elements."""
+    """What is left of the tokens after whole chunks is returned: logits, gates and matrices without elements."""
 
     def forward(self, x: Tensor) -> Any:
         logits = self.logits(self.split(self.mixes(x)))
@@ -305,7 +305,7 @@ class _WidensTheSum(Sublayer):
 def test_streams_that_are_written_to_later_stay_eager() -> None:
     outcome = check.run(_WritesLater(N, C, 3, 2), (torch.randn(2, N, 3, C),))
     check.assert_as_accurate(outcome)
-    assert any("a backward pass would read" in str(site.reason) for site in outcome.report.declined), str(
+    assert any("that the backward pass needs" in str(site.reason) for site in outcome.report.declined), str(
         outcome.report
     )
 

@@ -1,4 +1,4 @@
-"""Connections of gates that no operator makes, torn by a graph break: both halves are rewritten, and told as cut."""
+"""Connections of gates that no operator makes, torn by a graph break: both halves are rewritten and reported as cut."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class OtherSpelling(Torn):
 
 
 class Streams(nn.Module):
-    """A frame of its own for each connection, behind another one."""
+    """A frame of its own for each connection, after another one."""
 
     def __init__(self, *parts: nn.Module) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ def test_a_torn_connection_is_not_strict() -> None:
 
 
 def test_a_region_that_returns_gates_is_not_cut() -> None:
-    """The calling graph reads them, whatever Dynamo breaks beside it."""
+    """The calling graph reads them, whatever else Dynamo breaks."""
 
     class Region(Torn):
         def half(self, x: Tensor) -> Any:

@@ -76,7 +76,7 @@ class Independent(nn.Module):
 
 
 class Gated(nn.Module):
-    """Qwen's: gates of low rank for every channel, behind a norm of each stream. Not this family."""
+    """Qwen's: gates of low rank for every channel, after a norm of each stream. Not this family."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -122,7 +122,7 @@ class MixedByTheTranspose(Sublayer):
 
 
 class OneTokenShifted(Sublayer):
-    """Of one token, as in decoding: the maximum of its logits is a number a column, as a bias is."""
+    """One token, as in decoding: the maximum of its logits is a number a column, as a bias is."""
 
     def start(self, logits: Tensor) -> Tensor:
         return (logits - logits.amax(-2, keepdim=True)).exp()
@@ -172,7 +172,7 @@ class ReadAlone(nn.Module):
 
 @pytest.mark.parametrize("pooled", ["", "mean", "sum", "scaled"])
 def test_a_head_pooled_over_tokens(pooled: str) -> None:
-    """The sum over tokens behind the sum over streams is not a sum over more streams."""
+    """The sum over tokens after the sum over streams is not a sum over more streams."""
     outcome = check.run(ReadAlone(pooled), (torch.randn(BATCH, LENGTH, N, WIDTH),))
     assert outcome.operators == ["head"]
     check.assert_as_accurate(outcome)

@@ -133,7 +133,7 @@ def test_under_autocast(name: str) -> None:
 
 
 class _Checkpointed(nn.Module):
-    """The second half of the zoo's models under activation checkpointing: everything behind the entry."""
+    """The second half of the zoo's models under activation checkpointing: everything after the entry."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

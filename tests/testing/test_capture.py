@@ -60,7 +60,7 @@ def test_operators_that_the_program_calls(how: Callable[..., Tensor], grad: Call
 
 
 def test_called_operators_beside_recognised_code() -> None:
-    """The text tells no difference between the two, and neither do the fusions."""
+    """The text of the two is the same, and so are the fusions."""
     width, x = 24, streams()
     model = nn.Sequential(HyperConnection(nn.Linear(width, width), dim=width), Called(_wrappers))
     graphs = capture(model, x)
@@ -176,8 +176,8 @@ def test_where_nothing_is_found_it_is_said_what_was_looked_for(build: Callable[[
     with pytest.raises(EmptyCaptureError) as caught:
         capture(*build())
     text = str(caught.value)
-    assert "  no hyper-connection code was found. It has n >= 2 streams, x[..., n, C] or a list of tensors." in text
-    assert "Not looked for are models with\n  n = 1, and reads with a gate for each channel" in text
+    assert "  no hyper-connection code was found. Searched: code with n >= 2 streams, x[..., n, C] or a list of" in text
+    assert "\n  Not searched: n = 1, and reads with a gate for each channel" in text
     assert text.endswith(str(mhc_compile.explain(*build())).partition("\n")[2])
 
 

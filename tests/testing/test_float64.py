@@ -32,7 +32,7 @@ CASTS = {
 
 @pytest.mark.parametrize("ends", [[3, 3, 8], [2, 5, 6]])
 def test_grouped_products(ends: list[int]) -> None:
-    """Of rows by matrices of their own, such as experts: torch has them for lower precision alone."""
+    """Rows times matrices of their own, such as experts: torch has them for lower precision alone."""
     rows, matrices = torch.randn(8, 16, requires_grad=True), torch.randn(3, 16, 32, requires_grad=True)
     offs = torch.tensor(ends, dtype=torch.int32)
     lower = F.grouped_mm(rows, matrices, offs=offs)[: ends[-1]]
@@ -47,7 +47,7 @@ def test_grouped_products(ends: list[int]) -> None:
     torch.testing.assert_close(lower.double(), exact, rtol=1e-5, atol=1e-5)
     found = torch.autograd.grad(lower.square().sum(), (rows, matrices))
     wanted = torch.autograd.grad(exact.square().sum(), wide)
-    # torch writes nothing behind the last group.
+    # torch writes nothing after the last group.
     torch.testing.assert_close(found[0][: ends[-1]].double(), wanted[0][: ends[-1]], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found[1].double(), wanted[1], rtol=1e-4, atol=1e-4)
 

@@ -194,7 +194,7 @@ def error(value: Tensor, exact: Tensor) -> float:
 def assert_as_accurate(outcome: Outcome) -> None:
     """The rewritten program's error against float64 is no larger than the eager program's, result by result.
 
-    The rounding error of a single number can be nought by luck, so that of eager counts as at least the median over
+    The rounding error of a single number can be zero by chance, so that of eager counts as at least the median over
     all results of the model.
     """
     assert not outcome.report.errors, outcome.report.errors

@@ -227,7 +227,7 @@ def added_in_place_under_autocast_of_bfloat16(
 
 @miss("read")
 def begins_with_zeros_that_are_written(self: Sublayer, x: Tensor, h_pre: Tensor) -> Any:
-    """A write through a function of lists, whose name alone tells it."""
+    """A write through a function of lists, known by its name alone."""
     total = torch.zeros_like(x[:, :, 0])
     torch._foreach_add_([total], [1.0])
     return total + (h_pre.unsqueeze(-1) * x).sum(2)
