@@ -19,7 +19,7 @@ from typing import Any
 
 from mhc_compile import compat, guard
 from mhc_compile.passes.cut import MADE_ELSEWHERE, can_hold
-from mhc_compile.passes.report import FUNCTION, NOT_COMPILED, WITHOUT_STREAMS, Location, Report, SiteReport
+from mhc_compile.passes.report import FUNCTION, NOT_COMPILED, WITHOUT_STEPS, Location, Report, SiteReport
 
 log = logging.getLogger(__name__)
 
@@ -299,8 +299,11 @@ def _unknown(function: compat.GivenUp) -> SiteReport:
     )
     if can_hold(function.reached):
         return SiteReport(FUNCTION, place(function), NOT_COMPILED, words)
-    words += ". Strict options accept it: it reaches neither numbers that make gates nor streams with their gates"
-    return SiteReport(FUNCTION, place(function), WITHOUT_STREAMS, words)
+    words += (
+        ". Strict options accept it: it reaches neither numbers that make gates nor streams with their gates. Nothing is "
+        "fused across it"
+    )
+    return SiteReport(FUNCTION, place(function), WITHOUT_STEPS, words)
 
 
 def _left_eager(limit: compat.RecompileLimit) -> SiteReport:

@@ -109,7 +109,7 @@ class Fused:
 
 
 # What stands for the operator, and for the detail, of a function that Dynamo gives up on.
-FUNCTION, NOT_COMPILED, WITHOUT_STREAMS = "function", "not compiled", "not compiled, without streams"
+FUNCTION, NOT_COMPILED, WITHOUT_STEPS = "function", "not compiled", "not compiled, without a step"
 _SITES = ("sites", "called", "cut", "unchecked")
 _COUNTS = ("checked", "fusions", "shared", "lowered")
 
@@ -238,12 +238,12 @@ class Report:
     @property
     def unknown(self) -> list[SiteReport]:
         """The functions that Dynamo did not compile. They were not searched for sites."""
-        return [site for site in self.cut if site.op == FUNCTION and site.detail in (NOT_COMPILED, WITHOUT_STREAMS)]
+        return [site for site in self.cut if site.op == FUNCTION and site.detail in (NOT_COMPILED, WITHOUT_STEPS)]
 
     @property
     def torn(self) -> list[SiteReport]:
         """`cut` without functions that cannot hold a hyper-connection. Strict mode raises for these entries."""
-        return [site for site in self.cut if site.detail != WITHOUT_STREAMS]
+        return [site for site in self.cut if site.detail != WITHOUT_STEPS]
 
     def details(self) -> str:
         """Everything: each line of the program, and each detail."""

@@ -110,7 +110,7 @@ def check_accumulated(d_x: Tensor | None, x: Tensor, needed: bool) -> None:
 
 def check_streams(n: int, source: str) -> None:
     if n < 1 or n * n + 2 * n > MAX_K:
-        raise ValueError(f"{source} gives n = {n} streams; expected 1 to 31, so that phi has at most {MAX_K} rows (n*n + 2*n)")
+        raise ValueError(f"{source} gives n = {n} streams; expected 1 to 31, so that phi has at most {MAX_K} rows")
 
 
 def check_mixed(n: int, m: int, source: str) -> None:

@@ -25,7 +25,7 @@ def check_surroundings(shadow: Shadow, site: Site) -> None:
     sources = list(site.sources())
     for value in sources:
         if value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise Decline(f"an input has dtype {value.dtype}; the operators take float32, bfloat16 and float16")
+            raise Decline(f"an input has dtype {value.dtype}; only float32, bfloat16 and float16 are rewritten")
         if type(value.meta).__name__ not in ("FakeTensor", "Parameter", "Tensor"):
             raise Decline(f"an input is a tensor subclass, {type(value.meta).__name__}")
     nodes, showing = extent(site)

@@ -224,7 +224,7 @@ CASES: dict[str, tuple[Call, type[Exception], str]] = {
     "expand to no streams": (
         lambda make: ops.expand(make(5, 3), 0),
         ValueError,
-        "mhc::expand: the argument n gives n = 0 streams; expected n >= 1",
+        "mhc::expand: the argument n gives n = 0 streams; expected 1 to 31",
     ),
     "contract of a vector": (
         lambda make: ops.contract(make(3)),
