@@ -72,9 +72,9 @@ class Sinkhorn:
         P = P / (P.sum(axis) + eps), or with clamp P = P / max(P.sum(axis), eps)
 
     With eps = start_eps = 0, logits of any size neither overflow nor underflow to 0 / 0: each exponential is kept as a
-    mantissa and an integer exponent until both axes have been normalised. "plain_exp" and "global_exp" are computed from the
-    shifted exponential of "exp", with start_eps and the first half-step's eps scaled to match. The result equals plain
-    exp's, and the shift prevents overflow and underflow.
+    mantissa and an integer exponent until both axes have been normalised. "plain_exp" and "global_exp" are computed
+    from the shifted exponential of "exp", with start_eps and the first half-step's eps scaled to match. The result
+    equals plain exp's, and the shift prevents overflow and underflow.
     The paper's T iterations after a row softmax, columns last, are 2 T - 1 half-steps.
     """
 

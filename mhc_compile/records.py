@@ -300,8 +300,8 @@ def _unknown(function: compat.GivenUp) -> SiteReport:
     if can_hold(function.reached):
         return SiteReport(FUNCTION, place(function), NOT_COMPILED, words)
     words += (
-        ". Strict options accept it: it reaches neither numbers that make gates nor streams with their gates. Nothing is "
-        "fused across it"
+        ". Strict options accept it: it reaches neither numbers that make gates nor streams with their gates. Nothing "
+        "is fused across it"
     )
     return SiteReport(FUNCTION, place(function), WITHOUT_STEPS, words)
 

@@ -20,7 +20,6 @@ from torch import fx
 from mhc_compile import compat
 from mhc_compile.agreement import attempt
 from mhc_compile.budget import Steps
-from mhc_compile.forms import Sinkhorn
 from mhc_compile.guard import guard, told
 from mhc_compile.passes import fuse as fusing
 from mhc_compile.passes import lower as lowering
@@ -36,15 +35,11 @@ from mhc_compile.passes.fuse.joint import is_operator, noted_parts, operator_nam
 from mhc_compile.passes.lists import Lists
 from mhc_compile.passes.plan import (
     INTERNAL,
-    AggregateSite,
-    CombineSite,
     Decline,
     Declined,
-    MixingSite,
     MixSite,
     Plan,
     ProjectionSite,
-    SinkhornSite,
     Site,
     WithGates,
     outputs,
@@ -53,6 +48,7 @@ from mhc_compile.passes.recognise import recognise
 from mhc_compile.passes.report import Fused, Location, Report, SiteReport, location, module_path
 from mhc_compile.passes.rewrite import SitesFailed, rewrite
 from mhc_compile.passes.rewrite.watched import watched
+from mhc_compile.passes.site_forms import form_of
 from mhc_compile.passes.site_modules import Alone, alone
 from mhc_compile.passes.stages import Stages
 
@@ -446,7 +442,7 @@ def _sites(shadow: shadowing.Shadow, plan: Plan, shown: Mapping[int, BeforeAfter
     for site in plan.sites:
         node = _node(site)
         own = site.own if isinstance(site, (WithGates, ProjectionSite)) else ""
-        entry = SiteReport(site.op, location(node), _detail(site), own=own, module=module_path(node))
+        entry = SiteReport(site.op, location(node), form_of(site), own=own, module=module_path(node))
         if (one := shown.get(id(site))) is not None:
             entry = replace(entry, before=one.before, after=one.after, excerpt=one.excerpt)
         entries.append((shadow.position[node], entry))
@@ -460,46 +456,6 @@ def _sites(shadow: shadowing.Shadow, plan: Plan, shown: Mapping[int, BeforeAfter
 def _node(site: Site) -> fx.Node:
     # A norm is often in a module of its own, which says less about where a site is.
     return outputs(replace(site, norm=None) if isinstance(site, MixSite) else site)[0].nodes[0]
-
-
-def _detail(site: Site) -> str:
-    if isinstance(site, CombineSite):
-        c = site.combine
-        kind = "x" if c.mix is None else "h_res^T x" if c.mix.is_transposed else "h_res x"
-        if not c.is_plain and (c.mix is None or len(c.mixes) > 1):
-            kind = "a diagonal h_res x" if c.mix is None else f"{kind} + a diagonal h_res x"
-        return (
-            f"n = {c.streams.n}, C = {c.streams.channels}, {str(c.x.dtype).removeprefix('torch.')}, h_post f + {kind}"
-        )
-    if isinstance(site, MixingSite):
-        n, m, channels = site.mixing.sizes
-        return f"n = {n}, {m} rows, C = {channels}"
-    if isinstance(site, AggregateSite):
-        return f"n = {site.aggregate.streams.n}, C = {site.aggregate.streams.channels}"
-    if isinstance(site, SinkhornSite):
-        return _sinkhorn(site.matrices.kind.form)
-    if isinstance(site, ProjectionSite):
-        rows = sum(product.projection.rows for product in site.products)
-        return f"n = {site.streams.n}, C = {site.streams.channels}, {rows} logits"
-    parts = [f"n = {site.streams.n}, C = {site.streams.channels}, {str(site.x.dtype).removeprefix('torch.')}"]
-    parts.append(f"rms eps {site.normed.rms.eps:g} {site.normed.rms.mode}")
-    if site.res is not None:
-        parts.append(_sinkhorn(site.sinkhorn))
-    if site.logits is not None:
-        parts.append("all its logits go out")
-    if site.norm is not None:
-        parts.append(f"input norm eps {site.norm.eps:g}")
-    if site.norm_apart:
-        parts.append(f"the RMS norm after it stays apart: {site.norm_apart}")
-    return ", ".join(parts)
-
-
-def _sinkhorn(form: Sinkhorn) -> str:
-    steps = f"sinkhorn {form.start}, {form.first} first, {form.steps} half-steps"
-    if form.without_eps:
-        return f"{steps}, no eps"
-    apart = "" if form.start_eps in (0.0, form.eps) else f" ({form.start_eps:g} at the start)"
-    return f"{steps}, eps {form.eps:g}{' clamped' if form.clamp else ''}{apart}"
 
 
 __all__ = ["Location", "Report", "SiteReport", "fuse", "lower", "run", "run_recursively", "share"]

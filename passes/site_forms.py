@@ -1,0 +1,49 @@
+"""The form of a site in words: its sizes, its norm and its Sinkhorn."""
+
+from __future__ import annotations
+
+from mhc_compile.forms import Sinkhorn
+from mhc_compile.passes.plan import AggregateSite, CombineSite, MixingSite, ProjectionSite, SinkhornSite, Site
+
+
+def form_of(site: Site) -> str:
+    """The form of a site, for the line below it in a report."""
+    if isinstance(site, CombineSite):
+        c = site.combine
+        kind = "x" if c.mix is None else "h_res^T x" if c.mix.is_transposed else "h_res x"
+        if not c.is_plain and (c.mix is None or len(c.mixes) > 1):
+            kind = "a diagonal h_res x" if c.mix is None else f"{kind} + a diagonal h_res x"
+        return (
+            f"n = {c.streams.n}, C = {c.streams.channels}, {str(c.x.dtype).removeprefix('torch.')}, h_post f + {kind}"
+        )
+    if isinstance(site, MixingSite):
+        n, m, channels = site.mixing.sizes
+        return f"n = {n}, {m} rows, C = {channels}"
+    if isinstance(site, AggregateSite):
+        return f"n = {site.aggregate.streams.n}, C = {site.aggregate.streams.channels}"
+    if isinstance(site, SinkhornSite):
+        return _half_steps(site.matrices.kind.form)
+    if isinstance(site, ProjectionSite):
+        rows = sum(product.projection.rows for product in site.products)
+        if site.streams.n == 1:  # of something that is made of the streams, such as a dropout
+            return f"{site.streams.channels} values a token, {rows} logits"
+        return f"n = {site.streams.n}, C = {site.streams.channels}, {rows} logits"
+    parts = [f"n = {site.streams.n}, C = {site.streams.channels}, {str(site.x.dtype).removeprefix('torch.')}"]
+    parts.append(f"rms eps {site.normed.rms.eps:g} {site.normed.rms.mode}")
+    if site.res is not None:
+        parts.append(_half_steps(site.sinkhorn))
+    if site.logits is not None:
+        parts.append("all its logits go out")
+    if site.norm is not None:
+        parts.append(f"input norm eps {site.norm.eps:g}")
+    if site.norm_apart:
+        parts.append(f"the RMS norm after it stays apart: {site.norm_apart}")
+    return ", ".join(parts)
+
+
+def _half_steps(form: Sinkhorn) -> str:
+    steps = f"sinkhorn {form.start}, {form.first} first, {form.steps} half-steps"
+    if form.without_eps:
+        return f"{steps}, no eps"
+    apart = "" if form.start_eps in (0.0, form.eps) else f" ({form.start_eps:g} at the start)"
+    return f"{steps}, eps {form.eps:g}{' clamped' if form.clamp else ''}{apart}"
