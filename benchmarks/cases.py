@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks import own_gates
 from mhc_compile.testing.float64 import Float64Reference
 
 EPS = 1e-6
@@ -28,7 +29,8 @@ Call = Callable[..., Tensor]
 class Case:
     """One program at one size.
 
-    name: "sublayer", "chain" or "long" for `Chain`, "block" and "plain" for `Block`, "model" for `Model`. modes:
+    name: "sublayer", "chain" or "long" for `Chain`, "block" and "plain" for `Block`, "model" for `Model`, and the names
+    of `own_gates.KINDS` for `OwnGates`. modes:
     "forward" (no_grad), "step" (forward and backward), "graph" (forward inside a CUDA graph), "launches" (how many
     kernels a forward is), or "first" alone (a first step in a fresh process). options are the backend's, for the
     providers that take any. No providers: all.
@@ -270,7 +272,18 @@ class _Layer(nn.Module):
         return x + f
 
 
+class OwnGates(Workload):
+    """A chain of connections with gates that no operator makes."""
+
+    def make(self) -> tuple[nn.Module, tuple[Tensor, ...]]:
+        case = self.case
+        _, arguments = super().make()
+        kind = own_gates.KINDS[case.name]
+        return nn.Sequential(*(kind(case.streams, case.width) for _ in range(case.depth))), arguments
+
+
 WORKLOADS: dict[str, type[Workload]] = {"model": Model, "block": Block, "plain": Block}
+WORKLOADS |= dict.fromkeys(own_gates.KINDS, OwnGates)
 
 
 def workload(case: Case, device: torch.device) -> Workload:
