@@ -44,6 +44,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def _thin_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     if (most := config.getoption("--thin")) is None:
         return
+    if most < 1:
+        raise pytest.UsageError(f"--thin {most}: expected a number of cases, 1 or more")
     tables: dict[str, list[pytest.Item]] = {}
     for item in sorted(items, key=lambda item: zlib.crc32(item.nodeid.encode())):
         tables.setdefault(item.nodeid.partition("[")[0], []).append(item)

@@ -20,8 +20,6 @@ from mhc_compile.passes.shadow import Op, Shadow, Value
 
 # How far the use of a gate, and the source of logits, are followed through small values.
 _LIMIT = 200
-# And how many operators after a part of a write.
-_STEPS = 20
 
 
 def misses(
@@ -61,46 +59,38 @@ def _unread(
     read = {gate for site in sites if isinstance(site, WithGates) for gate in site.gates()}
     read |= {site.aggregate.gate for site in sites if isinstance(site, MixSite) and site.aggregate is not None}
     told: set[Op] = set()
-    for role, gate, x in sorted(_known(sites), key=lambda known: known[0] == "h_post"):  # h_res says more of it
+    unwritten: set[int] = set()
+    for role, gate, site in sorted(_known(sites), key=lambda known: known[0] == "h_post"):  # h_res says more of it
         use = _wide_use(gate, read)
-        if use is None:
+        if use is None or _is_ours(use) or (role == "h_post" and id(site) in unwritten):
             continue
         sums = list(_sums(use, gate, findings))
-        if use.node in refused or any(op.node in refused for op in sums):
+        if use.node in refused or told.intersection(sums) or any(op.node in refused for op in sums):
             continue
-        write = {*sums, *_up_to_the_sum(sums[-1])}
-        if told.intersection(write):
-            continue
-        told |= write
+        told.update(sums)
         what = "aggregate" if role == "h_pre" else "expand_combine"
+        if role != "h_pre":
+            unwritten.add(id(site))
+        x = site.x if isinstance(site, MixSite) else None
         reason = f"this reads {role}, but {_furthest(role, gate, sums, findings, views)}"
         if x is not None and x.op is not None and x.op.name in TOGETHER:
             reason += "; the streams are a list that is put together for the projection alone: keep them as one tensor"
         yield Declined(what, reason, use.node)
 
 
-def _up_to_the_sum(op: Op) -> Iterator[Op]:
-    """What is made of a part of a write, up to the sum of both parts: the two parts are one write."""
-    size = op.out.numel if op.outs else 0
-    pending = list(op.out.users) if size else []
-    for index, made in enumerate(pending):
-        if index == _STEPS:
-            return
-        if made.target is None or not made.outs or made.out.numel != size:
-            continue
-        yield made
-        if not (made.name in ("add", "sub") and [source.numel for source in made.sources] == [size, size]):
-            pending += [user for user in made.out.users if user not in pending]
+def _is_ours(op: Op) -> bool:
+    """Whether the program calls an operator of ours."""
+    return getattr(op.target, "namespace", "") == "mhc"
 
 
-def _known(sites: list[Site]) -> Iterator[tuple[str, Value, Value | None]]:
-    """The gates that operators make, with their roles, and the streams that they are made from."""
+def _known(sites: list[Site]) -> Iterator[tuple[str, Value, Site]]:
+    """The gates that operators make, with their roles and their site, of which all gates are of one write."""
     for site in sites:
         if isinstance(site, MixSite):
             roles = {"h_pre": site.pre, "h_post": site.post, "h_res": site.res}
-            yield from ((role, gate.value, site.x) for role, gate in roles.items() if gate is not None)
+            yield from ((role, gate.value, site) for role, gate in roles.items() if gate is not None)
         elif isinstance(site, SinkhornSite):
-            yield "h_res", site.matrices.out, None
+            yield "h_res", site.matrices.out, site
 
 
 def _furthest(role: str, gate: Value, sums: list[Op], findings: Findings, views: dict[Value, StreamsView]) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from mhc_compile.passes.plan.sites import AggregateSite, CombineSite, Declined, MixSite, Site
 from mhc_compile.passes.recognise import Findings
 from mhc_compile.passes.recognise.aggregate import Aggregate
@@ -23,19 +25,17 @@ def unwritten(shadow: Shadow, findings: Findings, sites: list[Site], declined: l
         if isinstance(site, CombineSite)
         for read in findings.connections.reads_before(site.combine)
     }
+    streams = {read.x for read in findings.aggregates} | {projected[0].x for projected in findings.readings.values()}
     refused = {shadow.position[entry.node] for entry in declined if entry.node in shadow.position}
     told: set[Op] = set()
     for read in _reads(sites):
-        if read.out in written:
-            continue
-        met = _first_meeting(shadow, read)
+        met = _first_meeting(shadow, read, streams) if read.out not in written else None
         if met is None or met in told:
             continue
-        first, last = shadow.position[read.op.node], shadow.position[met.node]
-        if any(first < position <= last for position in refused):
-            continue
-        told.add(met)
-        yield Declined("expand_combine", _REASON, met.node)
+        first = shadow.position[read.x.op.node] if read.x.op is not None else -1
+        if not any(first < position <= shadow.position[met.node] for position in refused):
+            told.add(met)
+            yield Declined("expand_combine", _REASON, met.node)
 
 
 def _reads(sites: list[Site]) -> Iterator[Aggregate]:
@@ -44,20 +44,40 @@ def _reads(sites: list[Site]) -> Iterator[Aggregate]:
             yield site.aggregate
 
 
-def _first_meeting(shadow: Shadow, read: Aggregate) -> Op | None:
-    """The first operator that reads the streams, or others made of them, together with what is made of the read.
+def _first_meeting(shadow: Shadow, read: Aggregate, streams: set[Value]) -> Op | None:
+    """The first operator that reads the streams together with what is made of the read, if new streams come of that.
 
-    None if there is none, or if the program calls an operator of ours there, or something that is not looked into.
+    None also if the program calls an operator of ours there, or something that is not looked into. What is made of the
+    read counts while it has all channels: a gate that is computed from it, or a loss, is no sublayer's output.
     """
-    streams: set[Value] = {read.x}
+    x, channels = read.x, read.streams.channels
+    old: set[Value] = {x}
     made: set[Value] = {read.out}
+    new: dict[Value, Op] = {}
     for op in shadow.ops:
         if not op.outs or read.out in op.outs:
             continue
-        if not made.isdisjoint(op.sources):
-            if any(source in streams and source.numel == read.x.numel for source in op.sources):
-                return op if op.target is not None and getattr(op.target, "namespace", "") != "mhc" else None
-            made.update(op.outs)
-        elif not streams.isdisjoint(op.sources):
-            streams.update(op.outs)
+        met = next((new[source] for source in op.sources if source in new), None)
+        with_streams = any(source in old and source.numel == x.numel for source in op.sources)
+        if with_streams and any(source in made and channels in source.shape for source in op.sources):
+            met = met or op
+        if met is not None:
+            if op.target is None or getattr(op.target, "namespace", "") == "mhc":
+                return None
+            for out in op.outs:
+                new[out] = met
+                if out.shape == x.shape and (out in streams or out.is_output):
+                    return met
+        elif not with_streams and not made.isdisjoint(op.sources) and not _is_scaled(op, made):
+            made.update(out for out in op.outs if out.dtype.is_floating_point)
+        elif with_streams or not old.isdisjoint(op.sources):
+            old.update(op.outs)
     return None
+
+
+def _is_scaled(op: Op, made: set[Value]) -> bool:
+    """Whether an operator only scales something larger by what was made."""
+    if torch.Tag.pointwise not in getattr(op.target, "tags", ()):
+        return False
+    largest = max(source.numel for source in op.sources if source in made)
+    return any(source.numel > largest for source in op.sources if source not in made)

@@ -297,3 +297,30 @@ def test_what_is_no_write_is_not_told() -> None:
     outcome = check.run(type("Model", (KnownGateAlone,), {"body": body})(4, 6, 3, 2), (torch.randn(SHAPE),))
     assert outcome.operators == ["head"], str(outcome.report)
     assert not outcome.report.declined, str(outcome.report)
+
+
+MEETINGS: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
+    "similarity": lambda m, x, h: (x, torch.cosine_similarity(x, h.unsqueeze(-2), dim=-1)),
+    "beside the streams": lambda m, x, h: torch.cat((x, h.unsqueeze(-2)), -2).sin(),
+    "variance": lambda m, x, h: (x - h.unsqueeze(-2)).square().mean((-1, -2)),
+    "halting": lambda m, x, h: x * h.mean(-1).sigmoid()[..., None, None],
+    "early exit": lambda m, x, h: torch.where((h.mean(-1) > 0)[..., None, None], x, x.tanh()),
+    "depth router": lambda m, x, h: x + h.mean(-1).sigmoid()[..., None, None] * (x.tanh() - x),
+    "two depths": lambda m, x, h: (g := h.mean(-1).sigmoid()[..., None, None]) * x + (1 - g) * x.detach().sin(),
+    "drafted token": lambda m, x, h: x + m.table[h.argmax(-1) % 4].unsqueeze(-2),
+    "second read": lambda m, x, h: ((h @ m.table.mT).softmax(-1).unsqueeze(-1) * x).sum(-2),
+}
+
+
+@pytest.mark.parametrize("name", MEETINGS)
+def test_what_meets_the_streams_and_is_no_write_is_not_told(name: str) -> None:
+    def body(self: Any, x: Tensor) -> Any:
+        pre, _, _ = self.gates(x)
+        return MEETINGS[name](self, x, (pre.unsqueeze(-1) * x).sum(-2))
+
+    model = type("Model", (KnownGateAlone,), {"body": body})(4, 6, 3, 2)
+    model.table = random_parameter(4, 6)
+    outcome = check.run(model, (torch.randn(SHAPE),))
+    check.assert_as_accurate(outcome)
+    assert outcome.report.rewritten, str(outcome.report)
+    assert not outcome.report.declined, str(outcome.report)
