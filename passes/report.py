@@ -125,7 +125,6 @@ class Report:
     - checked: for each operator, the number of sites that `mhc.check` compared with the program. `unchecked` lists the
       sites that it could not compare;
     - advice: what the user can do about graphs that Dynamo may give up on;
-    - skipped: the places that `mhc.skip` names;
     - graphs: the number of graphs that were looked at. compiled counts a graph again for each recompilation, such as
       for other shapes. cached counts those from a cache, packaged those from packages of AOTInductor;
     - unreported: the number of loaded packages without a report;
@@ -133,7 +132,8 @@ class Report:
     - fusions: the number of fusions in joint graphs, by name. shared: the number of calls of graphs that are compiled
       once. lowered: the number of operators that Inductor compiled as parts of a graph;
     - fused: the operators of forward passes that fusions made, each with the sites that it replaces;
-    - excerpts: by name, the lines of a graph for a site, before and after the rewriting. Identical sites share one.
+    - excerpts: by name, the lines of a graph for a site, before and after the rewriting. Identical sites share one;
+    - skipped: the places that `mhc.skip` names.
 
     `str(report)` is for people and has at most one screen; `details()` has everything, and `html()` is a page.
     """
@@ -142,7 +142,6 @@ class Report:
     called: list[SiteReport] = field(default_factory=list)
     cut: list[SiteReport] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
     graphs: int = 0
     compiled: int = 0
     cached: int = 0
@@ -157,6 +156,7 @@ class Report:
     lowered: Counter[str] = field(default_factory=Counter)
     fused: list[Fused] = field(default_factory=list)
     excerpts: dict[str, list[str]] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
 
     @property
     def rewritten(self) -> list[SiteReport]:

@@ -46,7 +46,7 @@ HOOKS = (
         "passes:_rewritten",
         "passes:_rewrite",
     ),
-    *("passes:_sites", "passes:_node", "passes:form_of", "passes:_in_place", "passes.functional:functional"),
+    *("passes:_sites", "passes:_node", "passes.site_forms:form_of", "passes:_in_place", "passes.functional:functional"),
     *("passes.sizes:from_inputs", "passes.shadow:trace", "passes.shadow:Shadow.release", "passes.aten_calls:record"),
     *("passes.recognise:recognise", "passes.recognise:_final", "passes.plan:plan", "passes.plan:_derivatives_beyond"),
     *("passes.rewrite:rewrite", "passes.rewrite.order:sort", "passes.rewrite.editor:Editor._call"),

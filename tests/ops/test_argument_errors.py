@@ -97,7 +97,7 @@ def test_scalars(name: str) -> None:
                 text = "d_x was given, but needs says that x needs no gradient; expected None"
                 operator.refuses({"needs": needs}, ValueError, text)
         elif argument.name == "n":
-            text = "the argument n? ?gives n = 0 streams; expected n >= 1"
+            text = "the argument n? ?gives n = 0 streams; expected 1 to 31"
             operator.refuses({"n": 0}, ValueError, text)
         elif argument.kwarg_only and str(argument.type) != "bool":
             kind = "Optional[ScalarType]" if argument.name.endswith("_dtype") else str(argument.type)
