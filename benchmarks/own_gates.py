@@ -47,6 +47,7 @@ class _Projected(nn.Module):
         return post.to(x.dtype).unsqueeze(-1) * f.unsqueeze(-2) + matrix.to(x.dtype).mT @ x
 
     def mixing(self, logits: Tensor) -> Tensor:
+        """H of a token's logits [..., rows], [..., n, n]: what the kinds differ in."""
         raise NotImplementedError
 
 

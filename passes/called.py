@@ -19,6 +19,12 @@ def called(graph: fx.Graph) -> list[SiteReport]:
     found = []
     for node in graph.nodes:
         operator = compat.called_operator(node)
-        if operator is not None and operator.namespace == "mhc" and INSERTED not in node.meta:
+        if operator is not None and calls_ours(node) and INSERTED not in node.meta:
             found.append(SiteReport(operator._opname, location(node), "", module=module_path(node)))
     return found
+
+
+def calls_ours(node: fx.Node) -> bool:
+    """Whether a node calls one of this package's operators."""
+    operator = compat.called_operator(node)
+    return operator is not None and operator.namespace == "mhc"

@@ -13,9 +13,9 @@ from typing import TypeVar
 
 from torch import fx
 
-from mhc_compile import compat
 from mhc_compile.forms import Rms
 from mhc_compile.guard import guard, told
+from mhc_compile.passes.called import calls_ours
 from mhc_compile.passes.plan.gradients import (
     check_gradients,
     derives_again,
@@ -145,7 +145,7 @@ class _Planner:
         """Values that are certainly gates: an operator makes them, or they are Sinkhorn projections."""
         known = {value for site in self.sites if isinstance(site, MixSite) for value in site.made()}
         known |= {value for value, found in self.findings.matrices.items() if isinstance(found, Matrices)}
-        return known | {out for op in self.shadow.ops if _is_ours(op.node) for out in op.outs}
+        return known | {out for op in self.shadow.ops if calls_ours(op.node) for out in op.outs}
 
     def writes(self) -> None:
         """Writes with a gate that is known, or of a connection."""
@@ -314,12 +314,6 @@ def _is_view(read: Aggregate, views: dict[Value, StreamsView]) -> bool:
     """Whether a read is of streams that are known, stream by stream."""
     view = views.get(read.x)
     return view is not None and (read.streams.n, read.streams.stream) == (view.n, view.stream)
-
-
-def _is_ours(node: fx.Node) -> bool:
-    """Whether the program calls one of our operators itself."""
-    operator = compat.called_operator(node)
-    return operator is not None and operator.namespace == "mhc"
 
 
 def _views(sites: list[Site]) -> dict[Value, StreamsView]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
+from mhc_compile.passes.called import calls_ours
 from mhc_compile.passes.plan.sites import CombineSite, Declined, MixSite, SinkhornSite, Site, WithGates
 from mhc_compile.passes.recognise import Findings
 from mhc_compile.passes.recognise.aggregate import aggregates
@@ -62,7 +63,7 @@ def _unread(
     unwritten: set[int] = set()
     for role, gate, site in sorted(_known(sites), key=lambda known: known[0] == "h_post"):  # h_res says more of it
         use = _wide_use(gate, read)
-        if use is None or _is_ours(use) or (role == "h_post" and id(site) in unwritten):
+        if use is None or calls_ours(use.node) or (role == "h_post" and id(site) in unwritten):
             continue
         sums = list(_sums(use, gate, findings))
         if use.node in refused or told.intersection(sums) or any(op.node in refused for op in sums):
@@ -76,11 +77,6 @@ def _unread(
         if x is not None and x.op is not None and x.op.name in TOGETHER:
             reason += "; the streams are a list that is put together for the projection alone: keep them as one tensor"
         yield Declined(what, reason, use.node)
-
-
-def _is_ours(op: Op) -> bool:
-    """Whether the program calls an operator of ours."""
-    return getattr(op.target, "namespace", "") == "mhc"
 
 
 def _known(sites: list[Site]) -> Iterator[tuple[str, Value, Site]]:

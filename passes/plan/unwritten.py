@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
+from mhc_compile.passes.called import calls_ours
 from mhc_compile.passes.plan.sites import AggregateSite, CombineSite, Declined, MixSite, Site
 from mhc_compile.passes.recognise import Findings
 from mhc_compile.passes.recognise.aggregate import Aggregate
@@ -25,11 +26,16 @@ def unwritten(shadow: Shadow, findings: Findings, sites: list[Site], declined: l
         if isinstance(site, CombineSite)
         for read in findings.connections.reads_before(site.combine)
     }
+    left = [read for read in _reads(sites) if read.out not in written]
+    if not left:
+        return
+    place = {op: i for i, op in enumerate(shadow.ops)}
     streams = {read.x for read in findings.aggregates} | {projected[0].x for projected in findings.readings.values()}
     refused = {shadow.position[entry.node] for entry in declined if entry.node in shadow.position}
     told: set[Op] = set()
-    for read in _reads(sites):
-        met = _first_meeting(shadow, read, streams) if read.out not in written else None
+    for read in left:
+        start = place[read.x.op] + 1 if read.x.op is not None else 0
+        met = _first_meeting(shadow.ops[start:], read, streams)
         if met is None or met in told:
             continue
         first = shadow.position[read.x.op.node] if read.x.op is not None else -1
@@ -44,17 +50,18 @@ def _reads(sites: list[Site]) -> Iterator[Aggregate]:
             yield site.aggregate
 
 
-def _first_meeting(shadow: Shadow, read: Aggregate, streams: set[Value]) -> Op | None:
+def _first_meeting(ops: Iterable[Op], read: Aggregate, streams: set[Value]) -> Op | None:
     """The first operator that reads the streams together with what is made of the read, if new streams come of that.
 
-    None also if the program calls an operator of ours there, or something that is not looked into. What is made of the
-    read counts while it has all channels: a gate that is computed from it, or a loss, is no sublayer's output.
+    ops are those after the streams. None also if the program calls an operator of ours there, or something that is not
+    looked into. What is made of the read counts while it has all channels: a gate that is computed from it, or a loss,
+    is no sublayer's output.
     """
     x, channels = read.x, read.streams.channels
     old: set[Value] = {x}
     made: set[Value] = {read.out}
     new: dict[Value, Op] = {}
-    for op in shadow.ops:
+    for op in ops:
         if not op.outs or read.out in op.outs:
             continue
         met = next((new[source] for source in op.sources if source in new), None)
@@ -62,7 +69,7 @@ def _first_meeting(shadow: Shadow, read: Aggregate, streams: set[Value]) -> Op |
         if with_streams and any(source in made and channels in source.shape for source in op.sources):
             met = met or op
         if met is not None:
-            if op.target is None or getattr(op.target, "namespace", "") == "mhc":
+            if op.target is None or calls_ours(op.node):
                 return None
             for out in op.outs:
                 new[out] = met
@@ -70,7 +77,7 @@ def _first_meeting(shadow: Shadow, read: Aggregate, streams: set[Value]) -> Op |
                     return met
         elif not with_streams and not made.isdisjoint(op.sources) and not _is_scaled(op, made):
             made.update(out for out in op.outs if out.dtype.is_floating_point)
-        elif with_streams or not old.isdisjoint(op.sources):
+        elif not old.isdisjoint(op.sources):
             old.update(op.outs)
     return None
 

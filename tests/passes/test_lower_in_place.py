@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,16 +11,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mhc_compile import passes
-from tests.passes.lowering import (
-    arguments,
-    graph_of,
-    launches,
-)
+from tests.passes.lowering import arguments, graph_of, launches
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "fresh_cache")
 
 mhc = torch.ops.mhc
-ROOT = Path(__file__).parents[2]
 
 
 def _gradients(layers: int, observe: Callable[[int, Tensor], list[Tensor]]) -> Callable[..., Any]:
