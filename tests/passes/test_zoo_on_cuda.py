@@ -40,7 +40,6 @@ def test_a_real_width(name: str) -> None:
     assert "expand_combine" in outcome.operators
 
 
-@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 @pytest.mark.parametrize("name", ["deepseek", "transformer-engine", "megatron-dev"])
 def test_through_inductor(name: str) -> None:
     """The whole backend, fused, against eager: differences of float32 rounding, amplified by a few layers."""
