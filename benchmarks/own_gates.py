@@ -4,6 +4,8 @@
 "lite"    H is a weighted mean of all n! permutations, with weights by softmax
 "tanh"    the original Hyper-Connections, dynamic (arXiv 2409.19606): tanh gates, one [n, n + 1] product
 "static"  all gates are parameters, the same for all tokens
+
+The sublayer is an RMS norm without a weight: where it is nothing at all, a read and a write are one product.
 """
 
 from __future__ import annotations
@@ -20,6 +22,10 @@ EPS = 1e-6
 
 def _normed(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
+
+
+def _sublayer(x: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], eps=EPS)
 
 
 class _Projected(nn.Module):
@@ -43,7 +49,7 @@ class _Projected(nn.Module):
         pre = torch.sigmoid(pre * self.scale[0] + pre_bias)
         post = 2 * torch.sigmoid(post * self.scale[1] + post_bias)
         matrix = self.mixing(res * self.scale[2] + res_bias)
-        f = (pre.unsqueeze(-1) * x).sum(2).to(x.dtype)
+        f = _sublayer((pre.unsqueeze(-1) * x).sum(2).to(x.dtype))
         return post.to(x.dtype).unsqueeze(-1) * f.unsqueeze(-2) + matrix.to(x.dtype).mT @ x
 
     def mixing(self, logits: Tensor) -> Tensor:
@@ -84,7 +90,7 @@ class Tanh(nn.Module):
         alpha = torch.tanh(normed @ self.alpha) * self.scale[0] + self.static_alpha
         beta = torch.tanh(normed @ self.beta) * self.scale[1] + self.static_beta
         mixed = alpha.to(x.dtype).mT @ x
-        return mixed[..., 1:, :] + beta.to(x.dtype).unsqueeze(-1) * mixed[..., :1, :]
+        return mixed[..., 1:, :] + beta.to(x.dtype).unsqueeze(-1) * _sublayer(mixed[..., :1, :])
 
 
 class Static(nn.Module):
@@ -95,7 +101,7 @@ class Static(nn.Module):
         self.res = nn.Parameter(torch.eye(streams) + torch.randn(streams, streams) * 0.1)
 
     def forward(self, x: Tensor) -> Tensor:
-        f = torch.einsum("n,btnc->btc", self.pre.to(x.dtype), x)
+        f = _sublayer(torch.einsum("n,btnc->btc", self.pre.to(x.dtype), x))
         return self.post.to(x.dtype).unsqueeze(-1) * f.unsqueeze(-2) + self.res.to(x.dtype).mT @ x
 
 

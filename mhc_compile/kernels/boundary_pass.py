@@ -265,6 +265,7 @@ def _add_up(parts, gates, counts, scale, bias, h, ms, next_post, next_res, team,
     group = gl.arange(0, GROUPS, gl.SliceLayout(1, SUMS))[:, None]
     column = gl.arange(0, ROWS, gl.SliceLayout(0, SUMS))[None, :]
     k = gl.arange(0, ROWS, gl.SliceLayout(0, WHOLE))
+    of_group = gl.arange(0, GROUPS, gl.SliceLayout(1, WHOLE))[:, None]
     gate_scale, gate_bias = affine(scale, bias, k, k < N, 0, GROUPED)
     # A tile's tokens are dealt out; where there are more programs than these, they take turns.
     rounds = gl.maximum(ranks // BLOCK_M, 1)
@@ -293,7 +294,11 @@ def _add_up(parts, gates, counts, scale, bias, h, ms, next_post, next_res, team,
                     for block in gl.static_range(1, CHUNK):
                         of_chunk += blocks[chunk * CHUNK + block]
                     of_groups += of_chunk
-                total = gl.sum(gl.convert_layout(of_groups, WHOLE), axis=0)
+                of_groups = gl.convert_layout(of_groups, WHOLE)
+                total = gl.zeros_like(k).to(gl.float32)
+                # One after the other, as in `partial_sum`: in which order a sum over an axis adds depends on Triton.
+                for one in gl.static_range(GROUPS):
+                    total += gl.sum(gl.where(of_group == one, of_groups, 0.0), axis=0)
                 mean = gl.sum(gl.where(k == K, total, 0.0), axis=0) * inverse_columns
                 r = rms_factor(mean, rms_eps, RMS_MODE)
                 # As in `mix`, to the bit.
