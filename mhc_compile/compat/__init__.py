@@ -141,6 +141,7 @@ from mhc_compile.compat.values import (
     storage_of,
     symbolic_expression,
     symbols,
+    with_known_sizes,
     without_fake_tracebacks,
     without_guards,
 )
@@ -284,6 +285,7 @@ __all__ = [
     "watch_packages",
     "watched",
     "whole_for",
+    "with_known_sizes",
     "without_fake_tracebacks",
     "without_guards",
     "without_tracebacks",

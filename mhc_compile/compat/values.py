@@ -268,6 +268,20 @@ def as_number(size: Any) -> Any:
     return size if number is None else number
 
 
+def with_known_sizes(tensor: torch.Tensor) -> torch.Tensor:
+    """A fake tensor like this one whose sizes and strides are numbers, where guards leave them only one value.
+
+    torch 2.14 keeps symbols in strides that guards have made numbers.
+    """
+    sizes = *tensor.shape, *tensor.stride()
+    known = [as_number(size) for size in sizes]
+    if all(isinstance(number, int) is isinstance(size, int) for number, size in zip(known, sizes, strict=True)):
+        return tensor
+    with fake_mode_of(tensor):
+        shape, strides = known[: tensor.dim()], known[tensor.dim() :]
+        return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
+
+
 def same_size(left: Any, right: Any) -> bool:
     """Whether two sizes are known to be equal, without a guard."""
     if isinstance(left, int) and isinstance(right, int):

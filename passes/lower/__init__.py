@@ -113,6 +113,7 @@ def _body(node: fx.Node, name: str, bodies: Bodies, in_place: bool) -> fx.GraphM
     values = [compat.example(leaves[i]) for i in at]
     if not all(isinstance(value, torch.Tensor) and not _is_empty(value) for value in values):
         return None
+    values = [compat.with_known_sizes(value) for value in values]
     scalars = tuple(None if isinstance(leaf, fx.Node) else leaf for leaf in leaves)
     key = (name, in_place, tuple(map(_layout, values)), scalars, str(spec))
     if key not in bodies:

@@ -71,7 +71,8 @@ def shifted_backward(x: Tensor, f: Tensor, phi: Tensor, scale: Tensor, bias: Ten
     return mhc.shifted_boundary_backward(*gradients, *given, None, new, h, ms, needs)
 
 
-def any_number(shape_env: ShapeEnv) -> Any:
-    """A symbolic size, 64 when the graph was made."""
-    symbol = shape_env.create_symbol(64, source=ConstantSource("tokens"), dynamic_dim=DimDynamic.DYNAMIC)
-    return shape_env.create_symintnode(symbol, hint=64)
+def any_number(shape_env: ShapeEnv, now: int = 64) -> Any:
+    """A symbolic size, `now` when the graph was made."""
+    source = ConstantSource(f"size_{len(shape_env.var_to_range)}")
+    symbol = shape_env.create_symbol(now, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+    return shape_env.create_symintnode(symbol, hint=now)

@@ -117,6 +117,25 @@ def test_one_pass_for_any_number_of_tokens(fakes: FakeTensorMode) -> None:
     assert len(shape_env.guards) == guards
 
 
+@pytest.mark.parametrize("width", [64, 4096])
+def test_a_width_that_was_symbolic(width: int, fakes: FakeTensorMode) -> None:
+    """With dynamic=True a width is a symbol until it meets a parameter's. torch 2.14 keeps the symbol in strides."""
+    shape_env = ShapeEnv()
+    tokens, columns = any_number(shape_env), any_number(shape_env, width)
+    values = arguments(FakeTensorMode(shape_env=shape_env), tokens, width=width)
+    with compat.fake_mode_of(values["f"]):
+        values["x"] = torch.empty((tokens, STREAMS, columns), dtype=torch.bfloat16, device="cuda:0")
+        values["f"] = torch.empty((tokens, columns), dtype=torch.bfloat16, device="cuda:0")
+    assert columns == width  # a guard, by which the symbol is known
+    assert not isinstance(columns, int)
+    graph = graph_of(_two_sublayers, values)
+    guards = len(shape_env.guards)
+    assert passes.lower(graph).lowered.total() == 2
+    launched = [str(node.args[0]) for node in graph.nodes if str(node.target) == "mhc._launch.default"]
+    assert any("boundary_pass_kernel" in launch for launch in launched) == (width == 4096)
+    assert len(shape_env.guards) == guards
+
+
 def test_what_needs_a_guard_stays(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     aggregate = cpu.aggregate
 
