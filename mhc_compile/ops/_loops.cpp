@@ -444,54 +444,62 @@ static inline const float* widened(const BFloat16* block, float* room, long colu
     return room;
 }
 
-// T tokens and R rows at once, to load less than is multiplied. The order of a sum is the same wherever in a tile it lies.
+// Tokens [first, first + T), R rows at once, to load less than is multiplied. The order of a sum is the same wherever in a
+// tile it lies. h [tokens, stride] gets `rows` <= K columns; ms may be null.
+template <int T, int R, typename X>
+static void project_tile(const X* x, const float* phi, float* h, float* ms, long rows, long stride, long width, long first,
+                         long tokens) {
+    float room[T][BLOCK], squares[T] = {};
+    const float* token[T];
+    const float* row[R];
+    V total[K + R][T] = {};
+    float rest[K][T] = {};
+    for (long begin = 0; begin < width; begin += BLOCK) {
+        long columns = begin + BLOCK < width ? BLOCK : width - begin, whole = columns - columns % LANES;
+        for (int t = 0; t < T; t++) {
+            // Past the end the last one again, and so for rows.
+            long m = first + t < tokens ? first + t : tokens - 1;
+            token[t] = widened(x + width * m + begin, room[t], columns);
+            if (ms) squares[t] += product(token[t], token[t], columns);
+        }
+        for (long k = 0; k < rows; k += R) {
+            for (int r = 0; r < R; r++) row[r] = phi + width * (k + r < rows ? k + r : rows - 1) + begin;
+            V sums[T * R] = {};
+            multiply(sums, token, row, whole, std::make_integer_sequence<int, T>(),
+                     std::make_integer_sequence<int, R>(), std::make_integer_sequence<int, T * R>());
+            for (int pair = 0; pair < T * R; pair++) total[k + pair % R][pair / R] += sums[pair];
+        }
+        for (long k = 0; k < rows && whole < columns; k++)
+            for (int t = 0; t < T; t++)
+                for (long c = whole; c < columns; c++) rest[k][t] += token[t][c] * phi[width * k + begin + c];
+    }
+    for (int t = 0; t < T && first + t < tokens; t++) {
+        for (long k = 0; k < rows; k++) {
+            float sum = 0;
+            for (int lane = 0; lane < LANES; lane++) sum += total[k][t][lane];
+            h[stride * (first + t) + k] = sum + rest[k][t];
+        }
+        if (ms) ms[first + t] = squares[t] / width;
+    }
+}
+
 template <int T, int R, typename X>
 static void project_of(const X* x, const float* phi, float* h, float* ms, long rows, long width, long tokens,
                        long threads) {
     #pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (long first = 0; first < tokens; first += T) {
-        float room[T][BLOCK], squares[T] = {};
-        const float* token[T];
-        const float* row[R];
-        V total[K + R][T] = {};
-        float rest[K][T] = {};
-        for (long begin = 0; begin < width; begin += BLOCK) {
-            long columns = begin + BLOCK < width ? BLOCK : width - begin, whole = columns - columns % LANES;
-            for (int t = 0; t < T; t++) {
-                // Past the end the last one again, and so for rows.
-                long m = first + t < tokens ? first + t : tokens - 1;
-                token[t] = widened(x + width * m + begin, room[t], columns);
-                squares[t] += product(token[t], token[t], columns);
-            }
-            for (long k = 0; k < rows; k += R) {
-                for (int r = 0; r < R; r++) row[r] = phi + width * (k + r < rows ? k + r : rows - 1) + begin;
-                V sums[T * R] = {};
-                multiply(sums, token, row, whole, std::make_integer_sequence<int, T>(),
-                         std::make_integer_sequence<int, R>(), std::make_integer_sequence<int, T * R>());
-                for (int pair = 0; pair < T * R; pair++) total[k + pair % R][pair / R] += sums[pair];
-            }
-            for (long k = 0; k < rows && whole < columns; k++)
-                for (int t = 0; t < T; t++)
-                    for (long c = whole; c < columns; c++) rest[k][t] += token[t][c] * phi[width * k + begin + c];
-        }
-        for (int t = 0; t < T && first + t < tokens; t++) {
-            for (long k = 0; k < rows; k++) {
-                float sum = 0;
-                for (int lane = 0; lane < LANES; lane++) sum += total[k][t][lane];
-                h[rows * (first + t) + k] = sum + rest[k][t];
-            }
-            ms[first + t] = squares[t] / width;
-        }
-    }
+    for (long first = 0; first < tokens; first += T)
+        for (long k = 0; k < rows; k += K)
+            project_tile<T, R>(x, phi + width * k, h + k, k ? nullptr : ms, k + K < rows ? K : rows - k, rows, width,
+                               first, tokens);
 }
 
-// h[m, k] = <x[m], phi[k]> and ms[m] = mean(x[m]^2) of [tokens, width] and [rows, width], rows <= K; whether x is
+// h[m, k] = <x[m], phi[k]> and ms[m] = mean(x[m]^2) of x [tokens, N, width] and phi [rows, N * width]; whether x is
 // bfloat16.
-static void project(const void* x, const float* phi, float* h, float* ms, int bf16_x, long rows, long width, long tokens,
-                    long threads) {
+extern "C" void project(long rows, long bf16_x, const void* x, const float* phi, float* h, float* ms, long width,
+                        long tokens, long threads) {
     auto run = [&](auto* of_x) {
-        if (tokens == 1) project_of<1, 12>(of_x, phi, h, ms, rows, width, tokens, threads);
-        else project_of<4, 3>(of_x, phi, h, ms, rows, width, tokens, threads);
+        if (tokens == 1) project_of<1, 12>(of_x, phi, h, ms, rows, N * width, tokens, threads);
+        else project_of<4, 3>(of_x, phi, h, ms, rows, N * width, tokens, threads);
     };
     bf16_x ? run((const BFloat16*)x) : run((const float*)x);
 }
@@ -507,8 +515,10 @@ static inline void spread(V* sums, float const* const* given, const float* row, 
     ((sums[pair] += left[pair / VECTORS] * right[pair % VECTORS]), ...);
 }
 
-// d_x[m, c] = sum over k of d_h[m, k] * phi[k, c], in this order, of [tokens, rows] and [rows, width].
-static void unproject(const float* d_h, const float* phi, float* d_x, long rows, long width, long tokens, long threads) {
+// d_x[m, c] = sum over k of d_h[m, k] * phi[k, c], in this order, of d_h [tokens, rows] and phi [rows, N * columns].
+extern "C" void unproject(long rows, const float* d_h, const float* phi, float* d_x, long columns, long tokens,
+                          long threads) {
+    const long width = N * columns;
     constexpr long STEP = VECTORS * LANES;
     #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (long group = 0; group < tokens; group += GROUP)
@@ -540,7 +550,7 @@ static void unproject(const float* d_h, const float* phi, float* d_x, long rows,
 extern "C" void mix(const Form* form, long k, long grouped, long bf16_x, const void* x, const float* phi,
                     const float* scale, const float* bias, float* h, float* ms, float* pre, float* post, float* res,
                     long width, long tokens, long threads) {
-    project(x, phi, h, ms, bf16_x, k, N * width, tokens, threads);
+    project(k, bf16_x, x, phi, h, ms, width, tokens, threads);
     if (form) forward(*form, h, ms, scale, bias, pre, post, res, k, grouped, tokens, threads);
 }
 
@@ -564,5 +574,5 @@ extern "C" void mix_backward(const Form* form, long k, long grouped, long bf16_x
         for (long i = 0; more_h && i < tokens * k; i++) d_h[i] += more_h[i];
         for (long m = 0; more_ms && m < tokens; m++) d_ms[m] += more_ms[m];
     }
-    if (phi) unproject(d_h, phi, d_x, k, N * width, tokens, threads);
+    if (phi) unproject(k, d_h, phi, d_x, width, tokens, threads);
 }

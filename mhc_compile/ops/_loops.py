@@ -94,7 +94,9 @@ def _library(n: int) -> Any:
     compiled.mix.argtypes = [form, *[whole] * 3, *[address] * 9, *[whole] * 3]
     compiled.mix_backward.argtypes = [form, *[whole] * 4, *[address] * 18, *[whole] * 3]
     compiled.products.argtypes = [*[whole] * 4, *[address] * 3, *[whole] * 3]
-    for function in (compiled.mix, compiled.mix_backward, compiled.products):
+    compiled.project.argtypes = [*[whole] * 2, *[address] * 4, *[whole] * 3]
+    compiled.unproject.argtypes = [whole, *[address] * 3, *[whole] * 3]
+    for function in (compiled.mix, compiled.mix_backward, compiled.products, compiled.project, compiled.unproject):
         function.restype = None
     return compiled
 
@@ -164,6 +166,16 @@ def _mix_backward_by_references(loop: _Loop, written: Tensors, read: Given, size
         _fill([dx], [matmul_rows(rows_of(dh), phi)])
 
 
+def _project_by_references(loop: _Loop, written: Tensors, read: Given, sizes: Sequence[int]) -> None:
+    x, phi = read
+    _fill(written, projection_reference(x, phi, None))
+
+
+def _unproject_by_references(loop: _Loop, written: Tensors, read: Given, sizes: Sequence[int]) -> None:
+    dh, phi = read
+    _fill(written, [matmul_rows(rows_of(dh), phi)])
+
+
 def _products_by_references(loop: _Loop, written: Tensors, read: Given, sizes: Sequence[int]) -> None:
     a, b = read
     _fill(written, [stream_products(tokens_of(a), tokens_of(b))])
@@ -187,6 +199,8 @@ _REFERENCES = {
     "mix": _mix_by_references,
     "mix_backward": _mix_backward_by_references,
     "products": _products_by_references,
+    "project": _project_by_references,
+    "unproject": _unproject_by_references,
     "phi_gradient": _phi_gradient,
 }
 
@@ -209,9 +223,14 @@ library.impl("_loop", run, "CPU")  # type: ignore[no-untyped-call]
 torch.library.register_fake("mhc::_loop", lambda loop, read, sizes, *, written: None, lib=library)
 
 
-def _call(name: str, n: int, scalars: dict[str, Any], constants: Sequence[int], written: Tensors, read: Given) -> None:
-    """Constants, what is read and what is written are in the order of the source; what is read first are streams."""
-    x = read[0]
+def _call(
+    name: str, x: Tensor, scalars: dict[str, Any], constants: Sequence[int], written: Tensors, read: Given, n: int = 0
+) -> None:
+    """Constants, what is read and what is written are in the order of the source.
+
+    x: streams, of which the loop has tokens, columns and dtype; and the number of streams, if n does not say it.
+    """
+    n = n or x.shape[-2]
     # Sizes that guards have settled are numbers; of one that is open, int asks for a guard.
     numbers = [int(value) for value in (n, *constants)]
     loop = to_text([name, str(accumulation_dtype(x)).removeprefix("torch."), numbers[0], scalars, *numbers[1:]])
@@ -239,7 +258,7 @@ def mix(
     *gates, h, ms = fake_forward(x, phi)
     constants = (k, int(scale.numel() != k), _is_bf16(x))
     read = (x, weighted_phi(phi, norm_weight, dtype).contiguous(), _plain(scale, dtype), _plain(bias, dtype))
-    _call("mix", x.shape[-2], _DEFAULTS | scalars, constants, (h, ms, *gates), read)
+    _call("mix", x, _DEFAULTS | scalars, constants, (h, ms, *gates), read)
     return *gates, h, ms
 
 
@@ -267,8 +286,26 @@ def mix_backward(
     written = [x.new_empty(shape, dtype=dtype) for shape in shapes]
     constants = (k, int(scale.numel() != k), _is_bf16(x), _is_bf16(d_layer_input))
     read = (x, d_layer_input, *saved, *narrow, weight)
-    _call("mix_backward", x.shape[-2], _DEFAULTS | scalars, constants, written, read)
+    _call("mix_backward", x, _DEFAULTS | scalars, constants, written, read)
     return written
+
+
+def project(x: Tensor, phi: Tensor, norm_weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """h and ms of `projection`."""
+    x, dtype = _streams(x), accumulation_dtype(x)
+    h, ms = x.new_empty((*x.shape[:-2], phi.shape[0]), dtype=dtype), x.new_empty(x.shape[:-2], dtype=dtype)
+    weight = weighted_phi(phi, norm_weight, dtype).contiguous()
+    _call("project", x, {}, (phi.shape[0], _is_bf16(x)), (h, ms), (x, weight))
+    return h, ms
+
+
+def unproject(dh: Tensor, x: Tensor, phi: Tensor, norm_weight: Tensor | None = None) -> Tensor:
+    """dh @ (phi * norm_weight) as streams like x, in the accumulation dtype."""
+    dtype = accumulation_dtype(x)
+    out = x.new_empty(x.shape, dtype=dtype)
+    weight = weighted_phi(phi, norm_weight, dtype).contiguous()
+    _call("unproject", x, {}, (phi.shape[0],), [out], (_plain(dh, dtype), weight))
+    return out
 
 
 def products(a: Tensor, b: Tensor, n: int | None = None) -> Tensor:
@@ -276,12 +313,12 @@ def products(a: Tensor, b: Tensor, n: int | None = None) -> Tensor:
     a, b = _streams(a), _streams(b)
     rows, others = a.shape[-2], b.shape[-2]
     out = a.new_empty((*a.shape[:-1], others), dtype=accumulation_dtype(a))
-    _call("products", n or rows, {}, (rows, others, _is_bf16(a), _is_bf16(b)), [out], (a, b))
+    _call("products", a, {}, (rows, others, _is_bf16(a), _is_bf16(b)), [out], (a, b), n or rows)
     return out
 
 
 def phi_gradient(dh: Tensor, x: Tensor) -> Tensor:
     """dh^T @ x [K, n*C] in the dtype of dh [..., K]."""
     product = dh.new_empty((dh.shape[-1], x.shape[-2] * x.shape[-1]))
-    _call("phi_gradient", x.shape[-2], {}, (), [product], (x.contiguous(), dh))
+    _call("phi_gradient", x, {}, (), [product], (x.contiguous(), dh))
     return product

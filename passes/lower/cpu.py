@@ -97,6 +97,35 @@ def expand_combine_backward(
     return df, d_bias, d_post, dx, d_res
 
 
+def projection(x: Tensor, phi: Tensor, norm_weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """All of it by a loop."""
+    return _loops.project(x, phi, norm_weight)
+
+
+def projection_backward(
+    d_h: Tensor,
+    d_ms: Tensor | None,
+    x: Tensor,
+    phi: Tensor,
+    norm_weight: Tensor | None,
+    needs: Sequence[bool],
+    d_x: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """dx = d_h @ phi + 2 / nC * d_ms * x + d_x."""
+    dtype = accumulation_dtype(x)
+    dx, dh = x.new_empty(0), d_h.to(dtype)
+    if needs[0]:
+        wide = _loops.unproject(dh, x, phi, norm_weight)
+        if d_ms is not None:
+            wide = wide + x.to(dtype) * (d_ms.to(dtype) * (2.0 / phi.shape[1]))[..., None, None]
+        if d_x is not None:
+            wide = wide + d_x.to(dtype)
+        dx = wide.to(x.dtype)
+    product = _loops.phi_gradient(dh, x) if needs[1] or needs[2] else None
+    dphi, dnorm_weight = parameter_gradients(product, phi, norm_weight, needs[1:])
+    return dx, settle_gradient(dphi, phi, x), settle_gradient(dnorm_weight, norm_weight, x)
+
+
 def generate_mix(x: Tensor, *parameters: Any, **scalars: Any) -> tuple[Tensor, ...]:
     """All of it by a loop."""
     return _loops.mix(x, *parameters, **scalars)
@@ -316,6 +345,8 @@ _PARTS: dict[str, Callable[..., Any]] = {
     "mix_streams": mix_streams,
     "expand_combine": expand_combine,
     "expand_combine_backward": expand_combine_backward,
+    "projection": projection,
+    "projection_backward": projection_backward,
     "generate_mix": generate_mix,
     "generate_mix_backward": generate_mix_backward,
     "generate_mix_and_aggregate": generate_mix_and_aggregate,
@@ -352,4 +383,8 @@ def parts(name: str, x: Tensor, given: dict[str, Any]) -> Callable[..., Any] | N
         return None
     if name == "generate_mix_and_aggregate_backward" and _has_norm(given):
         return None
+    if name == "projection_backward" and given["d_h"] is None:
+        return None
+    if name in ("projection", "projection_backward") and x.dtype == torch.float16:
+        return None  # the loops would get a copy of all streams
     return _PARTS.get(name)

@@ -88,6 +88,8 @@ def test_tokens_do_not_depend_on_each_other(threads: int) -> None:
             *_loops.mix(t["x"], *parameters),
             *(back[i] for i in (0, 1, 2, 5)),
             _loops.products(t["x"], t["x"]),
+            *_loops.project(t["x"], phi),
+            _loops.unproject(t["h"], t["x"], phi),
         ]
 
     before = torch.get_num_threads()
@@ -117,6 +119,21 @@ def test_products_with_phi(n: int, width: int, tokens: int) -> None:
     exact = [flat @ phi.double().t(), flat.square().mean(-1), (d_h.double() @ phi.double()).view(x.shape)]
     for error in _error([h, ms, dx], exact):
         assert error < 3e-7
+    assert all(map(torch.equal, _loops.project(x, phi), (h, ms)))
+    assert torch.equal(_loops.unproject(d_h, x, phi), dx)
+
+
+@pytest.mark.parametrize(("n", "width", "tokens", "rows"), [(4, 40, 37, 10), (4, 40, 9, 61), (2, 7, 1, 20)])
+def test_any_number_of_logits(n: int, width: int, tokens: int, rows: int) -> None:
+    """Also more than gates have; a row's sum is that of this row alone."""
+    torch.manual_seed(0)
+    x, phi, weight = torch.randn(tokens, n, width), torch.randn(rows, n * width), torch.randn(n * width)
+    (h, ms), d_h = _loops.project(x, phi, weight), torch.randn(tokens, rows)
+    flat, wide = x.flatten(1).double(), phi.double() * weight.double()
+    exact = [flat @ wide.t(), flat.square().mean(-1), (d_h.double() @ wide).view(x.shape)]
+    for error in _error([h, ms, _loops.unproject(d_h, x, phi, weight)], exact):
+        assert error < 3e-7
+    assert torch.equal(h[:, -1:], _loops.project(x, phi[-1:], weight)[0])
 
 
 @pytest.mark.parametrize(("n", "width", "tokens"), [(4, 40, 37), (3, 7, 5), (2, 300, 26), (8, 129, 3)])
@@ -145,7 +162,8 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
     def evaluate() -> list[Tensor]:
         forward = _loops.mix(t["x"], *parameters)
         backward = _loops.mix_backward(gradients, t["x"], *parameters, t["h"], t["ms"], True)
-        return [*forward, *backward, _loops.products(t["x"], t["x"])]
+        apart = (*_loops.project(t["x"], phi), _loops.unproject(t["h"], t["x"], phi))
+        return [*forward, *backward, _loops.products(t["x"], t["x"]), *apart]
 
     def forget() -> None:
         _loops._library.cache_clear()

@@ -303,6 +303,37 @@ def test_operators_left_on_cpu(dtype: torch.dtype) -> None:
     assert lowered["expand_combine_backward"] == apart
 
 
+class _Logits(torch.nn.Module):
+    """A projection of more logits than gates have, which are returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phi = torch.nn.Parameter(torch.randn(40, STREAMS * WIDTH) * 0.1)
+        self.weight = torch.nn.Parameter(torch.randn(STREAMS * WIDTH))
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        h, ms = mhc.projection(x, self.phi, self.weight)
+        return (torch.cat([h, ms.unsqueeze(-1)], -1),)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_projections_on_cpu(dtype: torch.dtype) -> None:
+    """Results and gradients are as near to float64 as the operator's, and a token's bits are its own."""
+    model, x = _Logits(), torch.randn(2, 9, STREAMS, WIDTH).to(dtype)
+    reference = Float64Reference(model)
+    exact = evaluate(reference, reference.module, x.double())
+    whole = evaluate(model, model, x)
+    compiled = torch.compile(model, backend="mhc", dynamic=False)
+    values = evaluate(compiled, model, x)
+    assert records.last().lowered == ({} if dtype == torch.float16 else {"projection": 1, "projection_backward": 1})
+    for name, value in exact.items():
+        limit = 2 * check.error(whole[name], value) + 8 * torch.finfo(torch.float32).eps
+        assert check.error(values[name], value) <= limit, name
+        assert values[name].dtype == whole[name].dtype
+    with torch.no_grad():
+        assert torch.equal(compiled(x[:1, :3].clone())[0], compiled(x)[0][:1, :3])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, *(pytest.param(tokens, marks=pytest.mark.thorough) for tokens in (2, 7))])
 def test_tokens_on_cpu_do_not_depend_on_each_other(tokens: int, dtype: torch.dtype) -> None:
