@@ -4,7 +4,8 @@
 
 This is done if all of these hold:
 
-- The memory was made inside the graph, and no other view of it is read afterwards.
+- The memory was made inside the graph, and no other view of it is read afterwards. Nothing is written through `.data`:
+  autograd does not see that, and the backward pass may read what was written.
 - Grad mode, inference mode and autocast are as when the memory was made. Under no_grad, a write keeps the gradient of
   the tensor that it writes into, but a new tensor has none. Autocast chooses types for new tensors only.
 
@@ -88,6 +89,8 @@ class _Functional:
             return False
         for holder in self.holders[key]:
             if holder.op not in ("call_function", "call_method") or compat.is_higher_order(holder):
+                return False
+            if compat.is_data(holder):
                 return False
             if holder in (target, node) or self.position[holder] > here:
                 continue

@@ -54,7 +54,15 @@ def state_change(node: fx.Node) -> str:
 
 def is_composite(overload: Any) -> bool:
     """Whether an ATen operator is defined by others and can be taken apart."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CompositeImplicitAutograd"))
+    try:
+        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CompositeImplicitAutograd"))
+    except RuntimeError:  # the dispatcher of torch 2.11 does not know those of TorchScript alone, such as aten::size
+        return False
+
+
+def is_data(node: fx.Node) -> bool:
+    """Whether the node is `x.data`, which shares x's memory, but not its version: autograd sees no write into it."""
+    return node.op == "call_function" and node.target is torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
 
 
 def is_higher_order(node: fx.Node) -> bool:

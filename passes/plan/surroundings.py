@@ -42,9 +42,11 @@ def check_surroundings(shadow: Shadow, site: Site) -> None:
     _refuse_writes(shadow, touched, "a tensor that the site uses", first, last)
     # The backward pass needs them as they are; the program may have kept copies of its own.
     _refuse_writes(shadow, read, "a tensor that the backward pass needs", first)
+    results = _memory(node for value in site.targets() for node in value.nodes)
+    # Autograd refuses a program whose backward pass needs a copy that was written, unless the write is into `.data`.
+    _refuse_writes(shadow, touched - results, "a tensor that the backward pass reads", first, unseen=True)
     if isinstance(site, MixSite):
         # Autograd forbids writing into one of several results of an operator.
-        results = _memory(node for value in site.targets() for node in value.nodes)
         _refuse_writes(shadow, results, "one of its results", first)
 
 
@@ -53,11 +55,25 @@ def _memory(nodes: Iterable[fx.Node]) -> set[Any]:
     return {compat.storage_of(tensor) for node in nodes for tensor in tensors_of(node)}
 
 
-def _refuse_writes(shadow: Shadow, memory: set[Any], what: str, after: int, before: float = inf) -> None:
-    """Refuse a site if the program writes into some memory between two places."""
+def _refuse_writes(
+    shadow: Shadow, memory: set[Any], what: str, after: int, before: float = inf, *, unseen: bool = False
+) -> None:
+    """Refuse a site if the program writes into some memory between two places; unseen: without autograd's knowledge."""
     for node, written in shadow.writes:
-        if after < shadow.position[node] < before and written & memory:
+        if after < shadow.position[node] < before and written & memory and (not unseen or _is_unseen(node, written)):
             raise Decline(f"{in_words(node)} writes in place into {what}")
+
+
+def _is_unseen(write: fx.Node, written: frozenset[Any]) -> bool:
+    """Whether a write may be into the `.data` of a tensor."""
+    seen, pending = {write}, [write]
+    while pending:
+        fresh = [node for node in pending.pop().all_input_nodes if node not in seen and _memory([node]) & written]
+        if any(map(compat.is_data, fresh)):
+            return True
+        seen.update(fresh)
+        pending += fresh
+    return False
 
 
 def extent(site: Site) -> tuple[set[fx.Node], set[fx.Node]]:

@@ -241,6 +241,56 @@ def test_writes(value: str, name: str, tokens: int, dynamic: bool, mode: str) ->
     assert_as_eager(model, tokens, mode, dynamic=dynamic)
 
 
+class Copied(Sublayer):
+    """A sublayer of a copy of the streams, into which `write` writes when all is computed."""
+
+    def __init__(self, copy: Callable[[Tensor], Tensor], write: Use) -> None:
+        super().__init__({})
+        self.copy, self.write = copy, write
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+        x = self.copy(x)
+        y = self.sublayer(x, {}, [])
+        self.write(x)
+        return y, []
+
+
+COPIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "clone": lambda x: x.clone(),
+    "multiple": lambda x: x * 1.5,
+    "sum": lambda x: x + 0.0,
+    "cast": lambda x: x.double().float(),
+    "permuted copy": lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
+    "expanded": lambda x: x[..., :1, :].expand_as(x).clone(),
+    "stacked": lambda x: torch.stack(x.unbind(-2), -2),
+}
+UNSEEN: dict[str, Use] = {
+    "all": lambda x: x.data.mul_(2.0),
+    "one token": lambda x: x.select(1, -1).data.add_(0.5),
+    "a view of it": lambda x: x.data[0, :2, 1].fill_(1.0),
+    "of its detached": lambda x: x.detach().data.add_(0.5),
+}
+
+
+@pytest.mark.parametrize("write", UNSEEN)
+@pytest.mark.parametrize("copy", COPIES)
+def test_writes_that_autograd_does_not_see(copy: str, write: str) -> None:
+    """The backward pass of eager code reads what was written into the copy."""
+    model = Copied(COPIES[copy], UNSEEN[write])
+    x = torch.randn(2, 3, N, C, generator=torch.Generator().manual_seed(1))
+    _, changed = _results(model, model, x, "train")
+    other = Copied(COPIES[copy], lambda x: None)
+    _, before = _results(other, other, x, "train")
+    assert not torch.allclose(changed[1], before[1])
+    assert_as_eager(model, 3, "train")
+
+
+def test_unseen_writes_into_results() -> None:
+    """No gradient of the site needs these."""
+    report = assert_as_eager(Sublayer({"y": lambda y: y.data.mul_(2.0)}), 3, "train")
+    assert len(report.rewritten) == 4
+
+
 @pytest.mark.parametrize("index", [0, (0, -1), slice(None, None, 2)], ids=["one", "two axes", "a step"])
 @pytest.mark.parametrize("operation", [operator.iadd, operator.isub, operator.imul, operator.itruediv])
 def test_parts_that_change_by_something_with_a_gradient(operation: Callable[[Any, Any], Any], index: Any) -> None:

@@ -46,6 +46,17 @@ def test_composites_are_taken_apart() -> None:
     assert names == ["t", "view", "mm", "_unsafe_view"]
 
 
+def test_operators_that_the_dispatcher_does_not_know_are_no_composites() -> None:
+    """As aten::size is for torch 2.11."""
+
+    class Overload:
+        def name(self) -> str:
+            return "mhc_test::no_such_operator"
+
+    assert not compat.is_composite(Overload())
+    assert compat.is_composite(torch.ops.aten.linear.default)
+
+
 def test_equal_calls_on_different_values_are_kept_apart() -> None:
     """Calls are run once for all that look alike; what they make must not be taken for one value."""
 
