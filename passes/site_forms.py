@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mhc_compile.forms import Sinkhorn
 from mhc_compile.passes.plan import AggregateSite, CombineSite, MixingSite, ProjectionSite, SinkhornSite, Site
 
@@ -24,7 +26,9 @@ def form_of(site: Site) -> str:
     if isinstance(site, SinkhornSite):
         return _half_steps(site.matrices.kind.form)
     if isinstance(site, ProjectionSite):
-        rows = sum(product.projection.rows for product in site.products)
+        rows: Any = sum(product.projection.rows for product in site.products)
+        if site.rows_read not in (None, rows):
+            rows = f"{site.rows_read} of {rows}"
         if site.streams.n == 1:  # of something that is made of the streams, such as a dropout
             return f"{site.streams.channels} values a token, {rows} logits"
         return f"n = {site.streams.n}, C = {site.streams.channels}, {rows} logits"

@@ -217,6 +217,7 @@ class ProjectionSite:
     """projection, of which the logits go out: products of one tensor, and the squares that it is normalised by.
 
     squares are the program's sums of squares, each with what the mean square is times, or None for the root of the sum.
+    rows_read says how many logits the rewritten program reads, and so the operator makes; None until that is known.
     """
 
     x: Value
@@ -225,6 +226,7 @@ class ProjectionSite:
     squares: dict[Value, float | None]
     own: str = "what is made of the logits"
     op: str = "projection"
+    rows_read: int | None = None
 
     def targets(self) -> Iterator[Value]:
         yield from (product.projection.out for product in self.products)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -31,6 +31,7 @@ from mhc_compile.passes.recognise.layout import Layout, NotALayout, tiles
 from mhc_compile.passes.recognise.outer import Outer
 from mhc_compile.passes.rewrite.copies import Copies
 from mhc_compile.passes.rewrite.order import erase_dead, sort
+from mhc_compile.passes.rewrite.unread_rows import rows_read
 from mhc_compile.passes.rewrite.vectors import Vectors
 from mhc_compile.passes.shadow import Shadow, Value
 
@@ -86,6 +87,9 @@ class Rewriter(Vectors):
         if failures:
             raise SitesFailed(failures)
         erase_dead(self.copies)
+        for at, (call, site) in enumerate(self.calls):
+            if isinstance(site, ProjectionSite) and call.target is torch.ops.mhc.projection.default:
+                self.calls[at] = (self._with_rows_read(call, site), site)
         sort(self.copies, self.calls)
         failures = self.aliases.parted(self.copies, self.made)
         if failures:
@@ -244,6 +248,27 @@ class Rewriter(Vectors):
             part = h if len(site.products) == 1 else self._call("narrow", h, -1, start, rows)
             start += rows
             self._replace(target, self._scaled(product, part, ms))
+
+    def _with_rows_read(self, call: fx.Node, site: ProjectionSite) -> fx.Node:
+        """A projection of the rows whose logits are read: what read the others may have been replaced."""
+        items: dict[Any, fx.Node] = {user.args[1]: user for user in call.users}
+        x, phi, norm = cast(tuple[fx.Node, fx.Node, fx.Node | None], call.args)
+        count = compat.example(phi).shape[0]
+        rows = rows_read(items[0]) if 0 in items else range(count)
+        site.rows_read = len(rows)
+        if len(rows) == count:
+            return call
+        self.site, self.anchor = site, call
+        new = self._operator(site.op, x, self._call("narrow", phi, 0, rows.start, len(rows)), norm)
+        for index, item in items.items():
+            made = self._item(new, index)
+            if index == 0:
+                made = self._call(torch.nn.functional.pad, made, (rows.start, count - rows.stop))
+            item.replace_all_uses_with(made)
+            self.graph.erase_node(item)
+            self.copies.replaced.update((old, made) for old, now in self.copies.replaced.items() if now is item)
+        self.graph.erase_node(call)
+        return new
 
     def _weighted_phi(self, product: Product, streams: StreamsView, *, own: bool) -> fx.Node:
         phi = self._phi_of(product.projection, streams)
