@@ -128,7 +128,7 @@ def split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     own = {key: value for key, value in options.items() if str(key).startswith(PREFIX)}
     for key in options:
         if key not in OPTIONS and (key in own or _looks_like_ours(str(key))):
-            (near,) = difflib.get_close_matches(str(key).removeprefix(PREFIX), _NAMES, 1) or [""]
+            (near,) = difflib.get_close_matches(str(key).lower().removeprefix(PREFIX), _NAMES, 1) or [""]
             meant = f"did you mean {PREFIX + near!r}? " if near else ""
             known = ", ".join(sorted(OPTIONS))
             raise ValueError(f"options: unknown option {key!r}; {meant}expected one of {known}")
@@ -145,7 +145,7 @@ def split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _looks_like_ours(key: str) -> bool:
     """Whether an option of another name was to be one of ours: Inductor would list all of its own."""
-    return key.startswith("mhc") or PREFIX + key in OPTIONS
+    return key.lower().startswith("mhc") or PREFIX + key.lower() in OPTIONS
 
 
 def _places(given: Any) -> tuple[str, ...]:

@@ -62,6 +62,8 @@ def test_modes_and_options(stack: Stack, kwargs: dict[str, Any]) -> None:
             r"unknown option 'mhc.no_such'; expected one of mhc.check, mhc.fuse.accumulate, .*mhc.strict",
         ),
         ({"options": {"mhc.strct": 1}}, "did you mean 'mhc.strict'"),
+        ({"options": {"MHC.Strict": 1}}, "unknown option 'MHC.Strict'; did you mean 'mhc.strict'"),
+        ({"options": {"Share_Layers": 1}}, "unknown option 'Share_Layers'; did you mean 'mhc.share_layers'"),
         ({"options": {"mhc.strict": 1}}, "'mhc.strict' is 1; expected True or False"),
         ({"options": {"mhc.fuse.input_norm": "yes"}}, "'mhc.fuse.input_norm' is 'yes'; expected True, False or None"),
         ({"options": {"mhc.recompute": "most"}}, "mhc.recompute"),

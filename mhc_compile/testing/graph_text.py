@@ -113,7 +113,12 @@ def graph_text(graph: fx.Graph) -> str:
         %2 = region(%1):
             %3 = head(x=bf16[2, 8, 4, 64], phi=f32[4, 256], scale=f32[1], bias=f32[4])
             return %3
+
+    Raises TypeError for anything but a graph, such as what `capture` returns: `str` makes the text of that.
     """
+    if not isinstance(graph, fx.Graph):
+        hint = "; str(...) is the text of what capture returns" if isinstance(graph, Graphs) else ""
+        raise TypeError(f"graph: expected a torch.fx.Graph, got {type(graph).__name__}{hint}")
     return "\n".join(_Text().lines(graph))
 
 

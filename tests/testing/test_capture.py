@@ -196,3 +196,12 @@ def test_a_capture_without_any_graph() -> None:
 def test_a_module_that_is_compiled_already() -> None:
     assert str(capture(torch.compile(Called(_wrappers)), streams())) == SUBLAYER
     assert len(mhc_compile.explain(torch.compile(Called(_wrappers)), streams()).called) == 2
+
+
+def test_the_text_of_what_is_no_graph() -> None:
+    graphs = capture(Called(_wrappers), streams())
+    assert graph_text(graphs.dynamo[0]) == str(graphs)
+    with pytest.raises(TypeError, match=r"graph: expected a torch.fx.Graph, got Graphs; str\(\.\.\.\) is the text"):
+        graph_text(graphs)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"graph: expected a torch.fx.Graph, got GraphModule$"):
+        graph_text(graphs.dynamo[0].owning_module)  # type: ignore[arg-type]
