@@ -2,6 +2,7 @@
 // N, the number of streams, is defined above. A lane is a token, and nothing mixes lanes: a token's bits depend on no
 // other token.
 
+#include <algorithm>
 #include <cfloat>
 #include <cmath>
 #include <cstdint>
@@ -504,8 +505,9 @@ extern "C" void project(long rows, long bf16_x, const void* x, const float* phi,
     bf16_x ? run((const BFloat16*)x) : run((const float*)x);
 }
 
-// Tokens and vectors of columns at once, and the columns and tokens that go together through memory.
-constexpr int TOKENS = 3, VECTORS = 4, COLUMNS = 512, GROUP = 8 * TOKENS;
+// Tokens and vectors of columns at once; the tokens that go together through memory, and how much of phi is copied to
+// one place for them: its rows are often a power of two apart, and would push each other out of the cache.
+constexpr int TOKENS = 3, VECTORS = 4, GROUP = 32 * TOKENS, COPIED = 6144;
 
 template <int... pair>
 static inline void spread(V* sums, float const* const* given, const float* row, long k,
@@ -518,32 +520,37 @@ static inline void spread(V* sums, float const* const* given, const float* row, 
 // d_x[m, c] = sum over k of d_h[m, k] * phi[k, c], in this order, of d_h [tokens, rows] and phi [rows, N * columns].
 extern "C" void unproject(long rows, const float* d_h, const float* phi, float* d_x, long columns, long tokens,
                           long threads) {
-    const long width = N * columns;
     constexpr long STEP = VECTORS * LANES;
+    const long width = N * columns, most = std::max(STEP, COPIED / rows / STEP * STEP);
     #pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (long group = 0; group < tokens; group += GROUP)
-        for (long block = 0; block < width; block += COLUMNS)
+    for (long group = 0; group < tokens; group += GROUP) {
+        std::vector<float> copied(rows * most);
+        for (long block = 0; block < width; block += most) {
+            const long size = std::min(most, width - block);
+            for (long k = 0; k < rows; k++) std::copy_n(phi + width * k + block, size, &copied[most * k]);
             for (long first = group; first < group + GROUP && first < tokens; first += TOKENS) {
                 const float* given[TOKENS];
                 // Past the end the last one again.
                 for (int t = 0; t < TOKENS; t++) given[t] = d_h + rows * (first + t < tokens ? first + t : tokens - 1);
-                const long end = block + COLUMNS < width ? block + COLUMNS : width;
-                long c = block;
-                for (; c + STEP <= end; c += STEP) {
+                float* out = d_x + width * first + block;
+                long c = 0;
+                for (; c + STEP <= size; c += STEP) {
                     V sums[TOKENS * VECTORS] = {};
                     for (long k = 0; k < rows; k++)
-                        spread(sums, given, phi + width * k + c, k,
+                        spread(sums, given, &copied[most * k + c], k,
                                std::make_integer_sequence<int, TOKENS * VECTORS>());
                     for (int t = 0; t < TOKENS && first + t < tokens; t++)
-                        std::memcpy(d_x + width * (first + t) + c, sums + VECTORS * t, STEP * sizeof(float));
+                        std::memcpy(out + width * t + c, sums + VECTORS * t, STEP * sizeof(float));
                 }
-                for (; c < end; c++)
+                for (; c < size; c++)
                     for (int t = 0; t < TOKENS && first + t < tokens; t++) {
                         float sum = 0;
-                        for (long k = 0; k < rows; k++) sum += given[t][k] * phi[width * k + c];
-                        d_x[width * (first + t) + c] = sum;
+                        for (long k = 0; k < rows; k++) sum += given[t][k] * copied[most * k + c];
+                        out[width * t + c] = sum;
                     }
             }
+        }
+    }
 }
 
 // The projection of x [tokens, N, width] and, with a form, the gates.
