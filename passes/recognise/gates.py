@@ -12,11 +12,12 @@ from mhc_compile.forms import Sinkhorn
 from mhc_compile.passes.recognise import sinkhorn
 from mhc_compile.passes.recognise.affine import Affine, AffineWalk
 from mhc_compile.passes.recognise.fewer_tokens import on_few_tokens
-from mhc_compile.passes.recognise.layout import is_movement
+from mhc_compile.passes.recognise.layout import is_movement, move
 from mhc_compile.passes.recognise.region import (
     AT_KINKS,
     Region,
     Signature,
+    of_elements,
     region,
     same_beyond_numbers,
     same_gradient,
@@ -86,18 +87,36 @@ def identify(value: Value, walk: AffineWalk, known: Identified) -> Gate | NotAGa
         return NotAGate(value, partial(_unlike_one_slice, value, walk))
     logits = walk.describe(found.leaf)
     assert logits is not None
+    each = of_elements(found) if found.leaf.numel != value.numel else None
+    if each is not None:
+        found, logits = each, _viewed(logits, found)
     rows = _rows(logits)
     if not found.ops:
         return NotAGate(value, "is the projection itself, before any gate")
     if rows is None and _has_tokens_last(logits):
         return NotAGate(value, "is computed with the tokens last, as [n, n, tokens]; the operators have them first")
-    if rows is None or len(set(rows)) != len(rows) or found.leaf.numel != value.numel:
+    size = logits.projection.tokens * len(rows or ()) if found.by_element else found.leaf.numel
+    if rows is None or len(set(rows)) != len(rows) or size != value.numel:
         return NotAGate(value, "has the projection's elements repeated, left out, or its tokens in another order")
     signature = found.signature
     if signature not in known:
         known[signature] = _kind(on_few_tokens(found), len(rows))
     kind = known[signature]
     return NotAGate(value, kind) if isinstance(kind, str) else Gate(value, logits, tuple(rows), kind, found.ops)
+
+
+def _viewed(logits: Affine, found: Region) -> Affine:
+    """The logits of the elements that a region of single elements keeps."""
+    ops: list[tuple[Op, Value]] = []
+    value = found.out
+    while value is not found.leaf:
+        assert value.op is not None
+        ops.append((value.op, value))
+        (value,) = value.op.sources
+    for op, out in reversed(ops):
+        if is_movement(op):
+            logits = logits.map(partial(move, op, out))
+    return logits
 
 
 def _unlike_one_slice(value: Value, walk: AffineWalk) -> str:

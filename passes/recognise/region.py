@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +15,8 @@ from mhc_compile.passes.recognise.layout import is_movement
 from mhc_compile.passes.shadow import Kind, Op, Value
 
 _LIMIT = 600
+# In how many tokens a function of single elements is looked at.
+_TOKENS = 8
 
 Signature = tuple[tuple[int, ...], tuple[tuple[Kind | int, ...], ...], int]
 """The leaf's shape, each operator's kind with the numbers of the values it reads, and which value is the result."""
@@ -28,6 +30,8 @@ class Region:
     """The operators, in program order, that compute `out` from `leaf` and from constants alone.
 
     shape is that of the leaf in which the region runs, and arguments are what its operators are then called with.
+    by_element: each element of `out` is computed alone. Then `run` takes the leaf's elements that `out` has, and views
+    are left out.
     """
 
     leaf: Value
@@ -35,6 +39,7 @@ class Region:
     ops: tuple[Op, ...]
     shape: tuple[int, ...]
     arguments: tuple[Arguments, ...]
+    by_element: bool = False
 
     def constants(self) -> set[float]:
         """The float constants that occur in the region."""
@@ -68,7 +73,10 @@ class Region:
         """Evaluate in float64: every float cast of the program is read as a cast to float64."""
         known: dict[Value, Any] = {self.leaf: leaf.clone()}  # an operator may update its input in place
         for op, arguments in zip(self.ops, self.arguments, strict=True):
-            known.update(evaluate(op, arguments, known))
+            if self.by_element and is_movement(op):
+                known.update(dict.fromkeys(op.outs, known[next(op.inputs())]))
+            else:
+                known.update(evaluate(op, arguments, known))
         result: torch.Tensor = known[self.out]
         return result
 
@@ -100,6 +108,15 @@ def region(out: Value, is_leaf: Callable[[Value], bool]) -> Region | None:
     ops, leaves = found
     leaf = next(iter(leaves))
     return Region(leaf, out, tuple(ops), sample_shape(leaf), tuple((op.args, op.kwargs) for op in ops))
+
+
+def of_elements(found: Region) -> Region | None:
+    """A region that computes each element of its result from one of its leaf: sigmoid(l)[..., :n], for example."""
+    for op in found.ops:
+        tags = getattr(op.target, "tags", ())
+        if len(op.sources) != 1 or not (is_movement(op) or torch.Tag.pointwise in tags):
+            return None
+    return replace(found, shape=(_TOKENS, found.out.shape[-1]), by_element=True)
 
 
 def _viewed(value: Value) -> Iterator[Value]:
