@@ -32,11 +32,12 @@ def unwritten(shadow: Shadow, findings: Findings, sites: list[Site], declined: l
     place = {op: i for i, op in enumerate(shadow.ops)}
     streams = {read.x for read in findings.aggregates} | {projected[0].x for projected in findings.readings.values()}
     refused = {shadow.position[entry.node] for entry in declined if entry.node in shadow.position}
+    rewritten = {site.combine.op.node for site in sites if isinstance(site, CombineSite)}
     told: set[Op] = set()
     for read in left:
         start = place[read.x.op] + 1 if read.x.op is not None else 0
         met = _first_meeting(shadow.ops[start:], read, streams)
-        if met is None or met in told:
+        if met is None or met in told or met.node in rewritten:
             continue
         first = shadow.position[read.x.op.node] if read.x.op is not None else -1
         if not any(first < position <= shadow.position[met.node] for position in refused):

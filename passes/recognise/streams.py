@@ -10,12 +10,18 @@ for each token, in two tensors.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable
+from collections.abc import Collection, Container, Iterable, Iterator
+
+import torch
 
 from mhc_compile.passes.recognise.aggregate import Aggregate, Reading
 from mhc_compile.passes.recognise.combine import Combine
-from mhc_compile.passes.recognise.layout import any_view, origin
+from mhc_compile.passes.recognise.layout import any_view, is_movement, origin
 from mhc_compile.passes.shadow import Op, Value
+
+# How many values back streams are followed, and what changes no more than the order of elements, or drops some.
+_STEPS = 6
+_REORDERING = {"roll", "flip", "index", "index_select", "gather", "cumsum", "native_dropout"}
 
 
 class Connections:
@@ -29,13 +35,45 @@ class Connections:
         self._behind: dict[tuple[Value, Value], dict[Value, None]] = {}
 
     def reads_before(self, write: Combine) -> list[Aggregate | Reading]:
-        """The reads of the streams of a write, or of what is made of them, that its f depends on."""
-        return [
-            read
-            for value in self.between(write.x, write.outer.f)
-            for read in self._reads.get(value, ())
-            if read.streams.n == write.streams.n and self._depends(read.x, write.x)
-        ]
+        """The reads of the streams of a write, or of what is made of them, that its f depends on.
+
+        And the reads of what the streams are made of alone: some are rolled or dropped out before they are written.
+        """
+        found: dict[int, Aggregate | Reading] = {}
+        for x in self._made_of(write.x):
+            for value in self.between(x, write.outer.f):
+                for read in self._reads.get(value, ()):
+                    if read.streams.n == write.streams.n and self._depends(read.x, x):
+                        found[id(read)] = read
+        return list(found.values())
+
+    def _made_of(self, x: Value) -> Iterator[Value]:
+        """Streams, and what they are made of element by element, or in another order: one tensor of their size.
+
+        A part that a program takes once more is made of the one that it took first.
+        """
+        for _ in range(_STEPS):
+            yield x
+            first = self._taken_first(x)
+            if first is not x:
+                x = first
+                continue
+            op = x.op
+            wide = [source for source in op.sources if source.numel == x.numel] if op is not None else []
+            if op is None or len(wide) != 1 or not _keeps_apart(op):
+                return
+            (x,) = wide
+
+    def _taken_first(self, x: Value) -> Value:
+        """The first of the values that are the same part of one tensor."""
+        base, layout = origin(x, any_view)
+        found, pending = [x], [base] if base is not x else []
+        while pending:
+            for op in pending.pop().users:
+                views = op.outs if is_movement(op) else ()
+                pending += views
+                found += (view for view in views if view.numel == x.numel and origin(view, any_view) == (base, layout))
+        return min(found, key=lambda value: self._position.get(value.op, -1) if value.op is not None else -1)
 
     def is_write(self, write: Combine, known: Container[Value] = ()) -> bool:
         """Whether f depends on a read of the streams, or comes in from outside for a write that has all its gates.
@@ -48,13 +86,14 @@ class Connections:
             reads = [read for read in self.reads_before(write) if isinstance(read, Aggregate)]
             return any(write.mix is not None or read.gate in known for read in reads)
         behind = self.between(x, f)
-        if x not in behind:
+        before = self.reads_before(write)
+        if x not in behind and not before:
             mix = write.mix
             if write.in_one_product:  # attention over keys, and one key more, is such a product, too
                 return False
             return mix is not None and _is_each(mix.res_layout.dims[0]) and _is_each(write.outer.post_layout.dims[0])
         made = origin(f)[0]
-        return any(read.out is not made for read in self.reads_before(write)) or any(
+        return any(read.out is not made for read in before) or any(
             value.numel * write.streams.n == x.numel and value is not made and origin(value, any_view)[0] is x
             for value in behind
         )
@@ -83,6 +122,11 @@ class Connections:
                 pending += [source for source in fresh if source is not x]
             self._behind[key] = found
         return found
+
+
+def _keeps_apart(op: Op) -> bool:
+    """Whether an operator neither adds up channels nor draws on anything but its input, random numbers aside."""
+    return is_movement(op) or op.name in _REORDERING or torch.Tag.pointwise in getattr(op.target, "tags", ())
 
 
 def _is_each(dim: tuple[tuple[int, int], ...]) -> bool:
