@@ -102,7 +102,7 @@ def _check(report: Report, read: str) -> None:
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize(
     ("kind", "read"),
-    [(Torn, "aggregate"), (TwoProjections, "head"), (OtherGates, "aggregate"), (OtherSpelling, "aggregate")],
+    [(Torn, "head"), (TwoProjections, "head"), (OtherGates, "aggregate"), (OtherSpelling, "head")],
 )
 def test_both_halves_are_told(kind: type[Torn], read: str, dynamic: bool) -> None:
     x = torch.randn(2, 3, N, C)
