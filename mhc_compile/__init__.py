@@ -49,13 +49,19 @@ _LAZY = {
 
 
 _MODULES = ("backend", "checkpoints", "nn", "testing")
+# The names of `mhc_compile.testing`, which would take long to import for a message.
+_IN_TESTING = (
+    "EmptyCaptureError", "Errors", "Finding", "Float64Reference", "Graphs", "KeepDraws", "KeepFloat64", "ReplayDraws",
+    "capture", "graph_text", "judge",
+)  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"mhc_compile.{name}")
     if name not in _LAZY:
-        raise AttributeError(f"module 'mhc_compile' has no attribute {name!r}")
+        elsewhere = f"; it is mhc_compile.testing.{name}" if name in _IN_TESTING else ""
+        raise AttributeError(f"module 'mhc_compile' has no attribute {name!r}{elsewhere}")
     value = getattr(importlib.import_module(f"mhc_compile.{_LAZY[name]}"), name)
     globals()[name] = value
     return value

@@ -10,6 +10,7 @@ from torch import fx
 
 import mhc_compile.ops  # noqa: F401  (registers the operators that the passes insert)
 from mhc_compile import compat, passes, records
+from mhc_compile.arguments import check_model
 from mhc_compile.passes.report import Report
 from mhc_compile.progress import progress
 
@@ -22,7 +23,10 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     is the same for people. The rewritten graphs run operator by operator, in the caller's grad mode. Nothing is
     compiled and nothing is kept. If the model is compiled, its original code is looked at. Functions that Dynamo gave
     up on earlier are tried again; afterwards they still run eagerly. After two seconds, a terminal shows the progress.
+
+    Raises TypeError if model is a class, or cannot be called.
     """
+    check_model(model)
     ledger = records.Ledger()
 
     def mhc(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

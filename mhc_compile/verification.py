@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from mhc_compile import backend, compat, records
+from mhc_compile.arguments import check_model
 from mhc_compile.encoding import in_one_line
 from mhc_compile.passes.report import Report
 from mhc_compile.testing.draws import KeepDraws, ReplayDraws
@@ -150,6 +151,7 @@ def verify(
         ValueError: an operator of the model does not take float64, or no output requires a gradient.
         TypeError: model is no module. A function, compiled or not, has no parameters to compare.
     """
+    check_model(model)
     module = getattr(model, "_orig_mod", model)
     if not isinstance(module, nn.Module):
         raise TypeError(

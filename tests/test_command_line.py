@@ -262,7 +262,13 @@ def test_verbose_shows_the_traceback_of_the_factory(capsys: pytest.CaptureFixtur
     ("arguments", "message"),
     [
         (["explain", "a:b", "--input", "2y16"], "got '2y16'; expected SHAPE[:DTYPE], such as 2x16:int64"),
-        (["explain", "a:b", "--input", "2x16:int63"], "got '2x16:int63'; expected SHAPE[:DTYPE]"),
+        (
+            ["explain", "a:b", "--input", "2x16:in64"],
+            "got the dtype 'in64'; expected a dtype of torch, such as bool, int32",
+        ),
+        (["explain", "a:b", "--stric"], "python -m mhc_compile explain: error: unrecognized arguments: --stric"),
+        (["explain", "a:b", "c:d"], "usage: python -m mhc_compile explain [-h]"),
+        (["--versio", "ops"], "error: unrecognized arguments: --versio"),
         (["bench", "--tokens", "0"], "argument --tokens: got '0'; expected a whole number above 0"),
         (["no_such_command"], "invalid choice: 'no_such_command'"),
         ([], "the following arguments are required: COMMAND"),

@@ -248,6 +248,7 @@ def test_many_threads_switch_at_once(seen: list[Any]) -> None:
 def test_wrong_options() -> None:
     for options, message in (
         ({"mhc.no_such": True}, "unknown option 'mhc.no_such'"),
+        ({"MHC.strict": True}, "unknown option 'MHC.strict'; did you mean 'mhc.strict'"),
         ({"mhc.strict": 1}, "expected True or False"),
         ({"max_autotune": True}, "max_autotune is not an option of mhc"),
         ({1: True}, "1 is not an option of mhc"),

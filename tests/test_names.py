@@ -55,6 +55,19 @@ def test_a_name_that_there_is_not() -> None:
         _ = mhc_compile.no_such
 
 
+def test_a_name_of_the_module_for_tests() -> None:
+    """The message does not import that module."""
+    code = """
+import sys, mhc_compile
+try:
+    mhc_compile.capture
+except AttributeError as error:
+    print(error, "mhc_compile.testing" in sys.modules)
+"""
+    assert _run(code) == "module 'mhc_compile' has no attribute 'capture'; it is mhc_compile.testing.capture False"
+    assert set(mhc_compile._IN_TESTING) == set(mhc_compile.testing.__all__)
+
+
 def test_the_version_is_the_one_of_the_changelog() -> None:
     latest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert latest is not None

@@ -113,7 +113,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Raises SystemExit where argparse does: after `--help` and `--version`, and with code 2 for a wrong option.
     """
-    options = _parser().parse_args(arguments)
+    options, unknown = _parser().parse_known_args(arguments)
+    if unknown:  # with the usage of the command, where argparse shows that of all commands
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         code: int = options.run(options)
         sys.stdout.flush()
@@ -135,6 +137,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Hyper-connections in eager PyTorch models, found and made fast.",
         epilog=_TOP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     top.add_argument("--version", action="version", version=f"mhc_compile {__version__}")
     several = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -173,9 +176,9 @@ def _parser() -> argparse.ArgumentParser:
 def _command(several: Any, name: str, summary: str, description: str, epilog: str) -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     command: argparse.ArgumentParser = several.add_parser(
-        name, help=summary, description=description, epilog=epilog, formatter_class=raw
+        name, help=summary, description=description, epilog=epilog, formatter_class=raw, allow_abbrev=False
     )
-    command.set_defaults(run=getattr(commands, name))
+    command.set_defaults(run=getattr(commands, name), parser=command)
     return command
 
 

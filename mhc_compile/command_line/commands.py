@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mhc_compile import compat
+from mhc_compile.arguments import check_model
 from mhc_compile.command_line.programs import Program, UsageError, load, users_code
 from mhc_compile.encoding import in_one_line
 from mhc_compile.progress import progress, say
@@ -62,6 +63,7 @@ def explain(options: argparse.Namespace) -> int:
 def _report(program: Program) -> Report:
     import mhc_compile
 
+    check_model(program.model)  # a class that is called again would fail in other words
     try:
         with compat.without_fake_tracebacks():
             return mhc_compile.explain(program.model, *program.args, **program.kwargs)

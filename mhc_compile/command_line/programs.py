@@ -21,6 +21,7 @@ from mhc_compile.encoding import in_one_line
 
 _PLACES = "module:factory or path/to/file.py:factory"
 _RESULTS = "(model, args), (model, args, kwargs), or a model alone with --input"
+_DTYPES = "such as bool, int32, int64, float16, bfloat16, float32 or float64"
 _INPUT = re.compile(r"(\d+(?:x\d+)*)(?::(\w+))?")
 
 
@@ -54,9 +55,11 @@ class Program:
 def input_option(text: str) -> Input:
     """Read SHAPE[:DTYPE], such as 2x16:int64; argparse shows the error."""
     match = _INPUT.fullmatch(text)
-    dtype = getattr(torch, match[2] or "float32", None) if match else None
-    if match is None or not isinstance(dtype, torch.dtype):
+    if match is None:
         raise argparse.ArgumentTypeError(f"got {text!r}; expected SHAPE[:DTYPE], such as 2x16:int64 or 4x128:bfloat16")
+    dtype = getattr(torch, match[2] or "float32", None)
+    if not isinstance(dtype, torch.dtype):
+        raise argparse.ArgumentTypeError(f"got the dtype {match[2]!r}; expected a dtype of torch, {_DTYPES}")
     return Input(tuple(map(int, match[1].split("x"))), dtype)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from mhc_compile import compat, passes, records
+from mhc_compile.arguments import check_model
 from mhc_compile.passes.report import Report
 
 _DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.float64: "f64"}
@@ -59,8 +60,10 @@ def capture(model: Callable[..., Any], *args: Any, allow_empty: bool = False, **
     The text has a line for each graph break, and for each function that Dynamo gives up on, with the function's name.
     Operators after such a line are not fused with operators before it.
 
-    Raises EmptyCaptureError if no graph has a hyper-connection operator, unless `allow_empty` is given.
+    Raises EmptyCaptureError if no graph has a hyper-connection operator, unless `allow_empty` is given, and TypeError
+    if model is a class or cannot be called.
     """
+    check_model(model)
     graphs, ledger = Graphs(), records.Ledger()
 
     def mhc(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

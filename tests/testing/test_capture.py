@@ -205,3 +205,17 @@ def test_the_text_of_what_is_no_graph() -> None:
         graph_text(graphs)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"graph: expected a torch.fx.Graph, got GraphModule$"):
         graph_text(graphs.dynamo[0].owning_module)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("run", [capture, mhc_compile.explain, mhc_compile.verify])
+def test_what_is_no_model_is_refused_before_dynamo_sees_it(run: Callable[..., Any]) -> None:
+    """The instances of a class that was given can still be compiled."""
+    with pytest.raises(
+        TypeError, match=r"model: got the class Sublayer; expected an instance, such as Sublayer\(\.\.\.\)"
+    ):
+        run(near.Sublayer, streams())
+    for wrong in ((nn.Linear(24, 24), streams()), "model.py:make"):
+        words = f"model: expected a callable such as an nn.Module, got {type(wrong).__name__}$"
+        with pytest.raises(TypeError, match=words):
+            run(wrong)
+    assert "generate_mix_and_aggregate" in str(capture(near.Sublayer(4, 24, 3, 2), streams()))
