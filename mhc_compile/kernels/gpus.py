@@ -1,6 +1,6 @@
 """What the kernels use of each GPU: the one table by compute capability.
 
-A new architecture is a line of `TABLE`, and in the tests the limits and snapshots of tests/kernels/test_compiled.py.
+A new architecture is a line of `TABLE`, and a line of `LIMITS` and of `SPILLS` in tests/kernels/test_compiled.py.
 """
 
 from __future__ import annotations

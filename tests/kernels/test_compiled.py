@@ -87,11 +87,16 @@ def test_resources(compiled: tuple[int, list[dict[str, Any]]]) -> None:
     for kernel in kernels:
         name = kernel["kernel"]
         assert kernel["shared"] <= shared, kernel
-        assert kernel["stack"] <= spills.get(name, 0), kernel
         if name in ("project_kernel", "products_kernel"):
             # Hopper's own instruction takes 64 tokens, which few are not.
             small = (arch, name, kernel["case"], kernel["warps"]) == (90, "project_kernel", "few", 4)
             assert kernel["mma"] == ["mma.sync" if small else instruction], kernel
+    found = {kernel["kernel"]: 0 for kernel in kernels if kernel["stack"]}
+    for kernel in kernels:
+        if kernel["stack"]:
+            found[kernel["kernel"]] = max(found[kernel["kernel"]], kernel["stack"])
+    more = {name: stack for name, stack in found.items() if stack > spills.get(name, 0)}
+    assert not more, f"SPILLS[{TRITON!r}][{arch}] allows less than what spills: {found}"
 
 
 def test_threads_find_the_same_sums(compiled: tuple[int, list[dict[str, Any]]]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_compile.ops as ops
+from mhc_compile.forms import SINKHORN_STARTS
 from tests.ops.calls import FORWARD, Sizes, arguments, call, results, tensor_names
 
 Call = Callable[[Callable[..., Tensor]], Any]
@@ -154,7 +155,7 @@ CASES: dict[str, tuple[Call, type[Exception], str]] = {
     "sinkhorn start": (
         lambda make: ops.sinkhorn(make(2, 2), start="log"),
         ValueError,
-        "mhc::sinkhorn: start is 'log'; expected one of 'softmax', 'exp', 'plain_exp', 'global_exp'",
+        f"mhc::sinkhorn: start is 'log'; expected one of {', '.join(map(repr, SINKHORN_STARTS))}",
     ),
     "out_dtype": (
         lambda make: _mix(make, out_dtype=torch.int64),
