@@ -6,7 +6,7 @@ Shared by operators, kernels, passes and tests. Each class names the equation th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,12 @@ if TYPE_CHECKING:
 
 RMS_MODES = ("inside", "outside", "clamp")
 SINKHORN_AXES = ("rows", "columns")
+
+
+def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
+    """Raise ValueError for a value that is none of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}; expected one of {', '.join(map(repr, choices))}")
 
 
 def _shifted_exp(logits: Tensor, dims: int | tuple[int, ...]) -> Tensor:
@@ -28,6 +34,8 @@ SINKHORN_STARTS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "plain_exp": lambda logits, first: logits.exp(),
     "global_exp": lambda logits, first: _shifted_exp(logits, (-2, -1)),
 }
+# The start of `Sinkhorn.iterated`, which no operator takes.
+_NORMALISED = "normalised"
 # Those that are exp(L) but for factors of whole lines, which half-steps without eps cancel.
 SINKHORN_EXPONENTIALS = ("softmax", "exp", "plain_exp", "global_exp")
 
@@ -43,6 +51,9 @@ class Rms:
 
     eps: float = 1e-6
     mode: str = "inside"
+
+    def __post_init__(self) -> None:
+        check_choice("mode", self.mode, RMS_MODES)
 
     def as_kwargs(self) -> dict[str, Any]:
         return {"rms_eps": self.eps, "rms_mode": self.mode}
@@ -85,6 +96,11 @@ class Sinkhorn:
     start_eps: float = 1e-6
     clamp: bool = False
 
+    def __post_init__(self) -> None:
+        if self.start != _NORMALISED:
+            check_choice("start", self.start, SINKHORN_STARTS)
+        check_choice("first", self.first, SINKHORN_AXES)
+
     def equation(self, logits: Tensor) -> Tensor:
         """The projection of logits [..., n, n] in their dtype, as a program spells it.
 
@@ -124,7 +140,7 @@ class Sinkhorn:
         softmax_first = self.start == "softmax" and (self.first == "columns" or self.steps == 0)
         rows = self.start == "softmax" or self.first == "rows"
         steps = self.steps if softmax_first else self.steps - 1
-        return Sinkhorn(steps, "normalised", "columns" if rows else "rows", 0.0, 0.0)
+        return Sinkhorn(steps, _NORMALISED, "columns" if rows else "rows", 0.0, 0.0)
 
     def as_kwargs(self) -> dict[str, Any]:
         return {

@@ -86,6 +86,10 @@ def tensor_alone() -> Any:
     return model(), torch.randn(SHAPE)
 
 
+def class_of_a_model() -> Any:
+    return Sublayer, (torch.randn(SHAPE),)
+
+
 def function() -> Any:
     return lambda x: x + 1, (torch.ones(2),)
 
@@ -232,6 +236,10 @@ USAGE_ERRORS = {
     "inputs twice": (
         [f"{HERE}:PAIR", "--input", "2"],
         f"{HERE}:PAIR gives a tuple (Sublayer, tuple) and --input was given; expected a model alone with --input",
+    ),
+    "a class": (
+        [f"{HERE}:class_of_a_model"],
+        f"explain of {HERE}:class_of_a_model failed with TypeError: model: got the class Sublayer; expected an instance",
     ),
     "the model raises": (
         [f"{HERE}:wrong_shape"],

@@ -53,7 +53,10 @@ def group(forms: Sequence[str], flat: Scalars, *, prefixed: bool = True) -> Scal
     for form in forms:
         prefix = _PREFIXES[form] if prefixed else ""
         fields = {field: rest.pop(prefix + field) for field in _FORMS[form].__dataclass_fields__}
-        grouped[form] = _FORMS[form](**fields)
+        try:
+            grouped[form] = _FORMS[form](**fields)
+        except ValueError as error:  # it names the field
+            raise ValueError(f"{prefix}{error}") from None
     return grouped | rest
 
 
@@ -103,8 +106,8 @@ def define(
     def prepare(given: Sequence[Any], given_scalars: Scalars) -> tuple[tuple[Any, ...], Scalars]:
         # The dispatcher drops arguments that equal their default.
         args = (*given, *positional_defaults[len(given) :])
-        grouped = group(forms, scalar_defaults | given_scalars, prefixed=prefixed)
         try:
+            grouped = group(forms, scalar_defaults | given_scalars, prefixed=prefixed)
             for index, argument in required:
                 check_present(argument, args[index])
             check(*args, **grouped)

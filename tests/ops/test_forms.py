@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor
 
 import mhc_compile.ops as ops
-from mhc_compile.forms import Sinkhorn
+from mhc_compile.forms import SINKHORN_STARTS, Rms, Sinkhorn
 from tests.ops.calls import BACKWARD, Sizes, arguments, call, result_names, results, tensor_names
 from tests.ops.eager import FORMS, combine, combine_arguments, deepseek, gradients, mix_arguments
 
@@ -287,3 +289,25 @@ def test_columns_that_sink_beside_a_small_eps(start: str) -> None:
     assert (ops.sinkhorn(logits, **form) - truth).norm() / truth.norm() < 1e-5
     # Eager's exp has no more than a few bits there, or none.
     assert (Sinkhorn(**form).equation(logits) - truth).norm() / truth.norm() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda: Sinkhorn(start="sigmod"),
+            f"start is 'sigmod'; expected one of {', '.join(map(repr, SINKHORN_STARTS))}",
+        ),
+        (lambda: Sinkhorn(first="cols"), "first is 'cols'; expected one of 'rows', 'columns'"),
+        (lambda: Rms(mode="before"), "mode is 'before'; expected one of 'inside', 'outside', 'clamp'"),
+    ],
+)
+def test_a_form_that_there_is_not(make: Callable[[], Any], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        make()
+
+
+def test_the_start_inside_kernels_is_none_of_an_operator() -> None:
+    assert Sinkhorn(eps=0.0, start_eps=0.0).iterated.start == "normalised"
+    with pytest.raises(ValueError, match="mhc::sinkhorn: start is 'normalised'; expected one of"):
+        ops.sinkhorn(torch.ones(2, 2), start="normalised")
