@@ -239,7 +239,7 @@ USAGE_ERRORS = {
     ),
     "a class": (
         [f"{HERE}:class_of_a_model"],
-        f"explain of {HERE}:class_of_a_model failed with TypeError: model: got the class Sublayer; expected an instance",
+        f"explain of {HERE}:class_of_a_model failed with TypeError: model: got the class Sublayer; expected",
     ),
     "the model raises": (
         [f"{HERE}:wrong_shape"],
