@@ -74,7 +74,7 @@ def _first_meeting(ops: Iterable[Op], read: Aggregate, streams: set[Value]) -> O
                 return None
             for out in op.outs:
                 new[out] = met
-                if out.shape == x.shape and (out in streams or out.is_output):
+                if out.numel == x.numel and (out.is_output or (out.shape == x.shape and out in streams)):
                     return met
         elif not with_streams and not made.isdisjoint(op.sources) and not _is_scaled(op, made):
             made.update(out for out in op.outs if out.dtype.is_floating_point)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from mhc_compile import compat
 from mhc_compile.forms import Rms
@@ -128,6 +129,7 @@ def recognise(shadow: Shadow, errors: list[str] | None = None) -> Findings:
     mixtures: list[Mixture] = []
     known: gates.Identified = {}
     misses: dict[Value, NotAGate] = {}
+    of_streams: dict[Value, NotAGate] = {}  # those of projections of what is read or written
     acted_on = {a.x for a in aggregates} | {c.x for c in combines}
     may_mix = single_sinkhorns.has_square_exponentials(shadow.ops)
     for found in readings.values():
@@ -146,7 +148,8 @@ def recognise(shadow: Shadow, errors: list[str] | None = None) -> Findings:
             mixtures.append(mixture)
         streams = tuple(reading.x for reading in found)
         for miss in missed:  # the first reading is the plainest
-            misses.setdefault(miss.value, replace(miss, streams=streams))
+            (of_streams if acts else misses).setdefault(miss.value, replace(miss, streams=streams))
+    misses |= of_streams
     understood = {value for mixture in mixtures for value in mixture.gates}
     with guard("combines without mixing are not looked for", errors):
         combines += _residuals(shadow, reader, mixtures, [*others, *aggregates])
@@ -206,7 +209,7 @@ def _read_wide(
         if found:
             readings[op.out] = found
     if op.name in _SUMS and len(terms) > 1:
-        combines += (c for c in combine.combines(reader, op.out) if isinstance(c, Combine))
+        combines += combine.of_sum(reader, op, partial(combine.combines, out=op.out))
     if taken_apart(reader, terms):
         out = seen(op.out)  # an einsum permutes what its product makes
         written = combine.combines(reader, out, taken_apart(reader, reader.terms(out)))
@@ -415,10 +418,13 @@ def _residuals(
     reader = Reader(whole=products) if products else reader
     # Programs read what they have normalised, and write to what it was before: a tensor of the same shape.
     alike = {x.shape: view for x, view in streams.items()}
+
+    def view_of(x: Value) -> StreamsView | None:
+        return streams.get(x) or alike.get(x.shape)
+
     for op in shadow.ops if streams else ():
         if op.name in _SUMS:
-            written = combine.residuals(reader, op.out, lambda x: streams.get(x) or alike.get(x.shape))
-            found += (c for c in written if isinstance(c, Combine))
+            found += combine.of_sum(reader, op, partial(combine.residuals, out=op.out, streams=view_of))
     return found
 
 

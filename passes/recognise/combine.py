@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from mhc_compile.passes.recognise.contraction import (
@@ -17,7 +17,7 @@ from mhc_compile.passes.recognise.contraction import (
     joined,
     split,
 )
-from mhc_compile.passes.recognise.layout import Layout, NotALayout, Steps, refine, seen, tidy
+from mhc_compile.passes.recognise.layout import Layout, NotALayout, Steps, origin, refine, seen, tidy
 from mhc_compile.passes.recognise.misses import Miss
 from mhc_compile.passes.recognise.outer import Outer, flat, outer_sums
 from mhc_compile.passes.recognise.reader import Reader
@@ -90,6 +90,19 @@ Views = Callable[[Value], StreamsView | None]
 
 # Products added to the mixed streams: those of f and of its bias; and matrices that are added.
 _MAX_TERMS = 5
+
+
+def of_sum(reader: Reader, op: Op, read: Callable[[Reader], Iterable[Combine | Miss]]) -> list[Combine]:
+    """What is found in a sum; if nothing is, what is found if products that several streams get are not taken apart.
+
+    In x + g f, where g is a number for each token, all streams get the one product: there is no gate for each stream.
+    """
+    found = [c for c in read(reader) if isinstance(c, Combine)]
+    if found:
+        return found
+    products = {origin(source)[0] for source in op.sources if source.numel < op.out.numel}
+    products = {value for value in products if reader.is_made(value)}
+    return [c for c in read(Reader({*reader.whole, *products})) if isinstance(c, Combine)] if products else []
 
 
 def combines(reader: Reader, out: Value, terms: Terms | None = None) -> Iterator[Combine | Miss]:

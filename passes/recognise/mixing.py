@@ -129,7 +129,10 @@ def fractions(sums: Iterable[Value], reader: Reader, connections: Connections) -
 
 
 def _written(out: Value, reader: Reader) -> Iterator[tuple[Value, Value]]:
-    """The streams that are mixed in a sum of two products, and what the other product may be of."""
+    """The streams that are mixed in a sum of two products, and what the other product may be of.
+
+    Or streams that are added to a product as they are, and what the product mixes.
+    """
     terms = reader.terms(out)
     if len(terms) != 2:
         return
@@ -137,6 +140,9 @@ def _written(out: Value, reader: Reader) -> Iterator[tuple[Value, Value]]:
         mixed = {m.x for c in contractions(term, out, parts=True) if (m := _read(c)) and m.sizes[0] == m.sizes[1]}
         bases = dict.fromkeys(source.base for factor in other.factors for source in exact(factor))
         yield from ((x, f) for x in mixed for f in bases)
+        if len(other.factors) == 1 and not other.summed:
+            written = {m.x for c in contractions(term, out, parts=True) if (m := _read(c))}
+            yield from ((x, f) for x in bases if x.numel == out.numel for f in written)
 
 
 def _is_first(value: Value) -> bool:

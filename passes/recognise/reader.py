@@ -32,7 +32,7 @@ class Reader:
     """Reads values of one record as terms, and remembers them; of `whole`, no summand is taken apart."""
 
     def __init__(self, whole: Collection[Value] = ()) -> None:
-        self._whole = whole
+        self.whole = whole
         self._views: dict[Value, Factor] = {}
         self._terms: dict[Value, Terms] = {}
         self._made: dict[Value, Terms | None] = {}
@@ -296,7 +296,7 @@ class Reader:
         terms = self.terms(value)
         is_sum = len(terms) > 1 or (terms[0].summed and value.numel < prod(shape))
         if (is_sum and (value.numel < prod(shape) or _is_shared(value))) or (
-            self._whole and origin(value)[0] in self._whole
+            self.whole and origin(value)[0] in self.whole
         ):
             moved = self._moved(self.views(value), len(value.shape), lambda lead: lead.expand(shape))
             return (Term(factor, (moved,)),)

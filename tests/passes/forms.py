@@ -153,6 +153,7 @@ GROUPS: dict[str, list[Form]] = {
     "Writes without a post gate, and gates within one einsum": [
         _own("every stream gets the output as it is", writes.PostOfOne, READ, WRITE, PROJECT),
         _own("the same for all tokens", writes.StaticPostOfOne, READ, WRITE),
+        _own("every stream gets the output with a LayerScale", writes.LayerScale, READ, WRITE, PROJECT),
         _own("streams that are mixed before they are read", writes.MixedFirst, READ, WRITE, MIX, PROJECT),
         _own("a product of two gates inside the einsum", writes.ProductOfGates, READ, WRITE, PROJECT),
         _own("a mixture of matrices inside the einsum", writes.Mixture, READ, WRITE, PROJECT),
@@ -171,6 +172,7 @@ GROUPS: dict[str, list[Form]] = {
         _fractions("three products, of a projection", fractions.OfTheProjection, *[MIX] * 3, PROJECT),
         _fractions("one product for reading and mixing", fractions.InOneProduct, *[MIX] * 2, PROJECT),
         _fractions("the same with channels first", fractions.ChannelsFirst, *[MIX] * 2),
+        _fractions("the rows are added as they are", fractions.Unmixed, *[MIX] * 2),
     ],
     "Norms in front of the projection": [
         Form("RMS, a weight for each element", norms.WeightOfElements, _streams, (READ_FUSED, WRITE), "fused"),

@@ -75,12 +75,26 @@ class ChannelsFirst(Fractions):
         return (y[..., M:] + f.mT @ self.writes).mT
 
 
+class Unmixed(Fractions):
+    def streams(self, x: Tensor) -> Tensor:
+        return x + self.writes.mT @ self.layer(self.reads.mT @ x)
+
+
+class UnmixedOfTheProjection(Fractions):
+    def streams(self, x: Tensor) -> Tensor:
+        a, p, _ = (F.rms_norm(x.flatten(-2), (N * WIDTH,)) @ self.of_all).split((N * M, N * M, N * N), -1)
+        f = self.layer(torch.einsum("bsnc,bsnm->bsmc", x, a.unflatten(-1, (N, M)).tanh()))
+        return torch.einsum("bsmc,bsmn->bsnc", f, p.unflatten(-1, (M, N)).tanh()) + x
+
+
 MIXED = "mix_streams"
 FORMS: list[tuple[type[Fractions], list[str]]] = [
     (Static, [MIXED] * 3),
     (InOneProduct, [MIXED] * 2 + ["projection"]),
     (OfTheProjection, [MIXED] * 3 + ["projection"]),
     (ChannelsFirst, [MIXED] * 2),
+    (Unmixed, [MIXED] * 2),
+    (UnmixedOfTheProjection, [MIXED] * 2 + ["projection"]),
 ]
 
 
@@ -107,6 +121,13 @@ class TwoHops(Fractions):
         return self.mixes.mT @ x + self.mixes @ nodes
 
 
+class OneHopUnmixed(TwoHops):
+    """A graph convolution with a residual connection."""
+
+    def streams(self, x: Tensor) -> Tensor:
+        return x + self.mixes @ torch.tanh(F.linear(self.mixes @ x, self.weight[:WIDTH, :WIDTH]))
+
+
 class SideBySideAtTheEnd(TwoHops):
     """The same, flattened for what reads it."""
 
@@ -122,7 +143,7 @@ class NotWritten(Fractions):
         return torch.cat((f, x), -2)
 
 
-@pytest.mark.parametrize("kind", [TwoHops, SideBySideAtTheEnd, NotWritten])
+@pytest.mark.parametrize("kind", [TwoHops, OneHopUnmixed, SideBySideAtTheEnd, NotWritten])
 def test_what_is_no_fraction(kind: type[Fractions]) -> None:
     reports = []
 

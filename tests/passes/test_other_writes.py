@@ -30,6 +30,13 @@ class PostOfOneExpanded(PostOfOne):
         return 0.5 * f.unsqueeze(-2).expand_as(x) + r.transpose(-1, -2) @ x
 
 
+class LayerScale(PostOfOne):
+    """Every stream gets the output times a weight for each channel."""
+
+    def write(self, x: Tensor, f: Tensor, p: Tensor, r: Tensor) -> Tensor:
+        return super().write(x, self.weight[0] * f, p, r)
+
+
 class StaticPostOfOne(Static):
     def write(self, x: Tensor, f: Tensor, p: Tensor, r: Tensor) -> Tensor:
         return torch.einsum("io,bsic->bsoc", r, x) + f.unsqueeze(-2)
@@ -232,6 +239,42 @@ def test_streams_that_a_known_gate_reads() -> None:
     assert outcome.operators == ["expand_combine", "head"], str(outcome.report)
 
 
+FOR_ALL: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "LayerScale": lambda m, f, p: m.weight[0] * f,
+    "a gate of the output": lambda m, f, p: torch.sigmoid(f @ m.weight[0]).unsqueeze(-1) * f,
+    "the sum of gates": lambda m, f, p: p.sum(-1, keepdim=True) * f,
+    "masked tokens": lambda m, f, p: (f.sum(-1, keepdim=True) > 0) * f,
+}
+
+
+@pytest.mark.parametrize("name", FOR_ALL)
+@pytest.mark.parametrize("kind", [Softmax, Static])
+def test_one_product_for_all_streams(name: str, kind: type[Own]) -> None:
+    """What all streams get is a product itself, and no h_post times something."""
+
+    def write(self: Any, x: Tensor, f: Tensor, p: Tensor, r: Tensor) -> Tensor:
+        return r.transpose(-1, -2) @ x + FOR_ALL[name](self, f, p).unsqueeze(-2)
+
+    outcome = check.run(type("Model", (kind,), {"write": write})(), (torch.randn(SHAPE),))
+    check.assert_as_accurate(outcome)
+    assert outcome.operators == (BOTH if kind is Static else ALL), str(outcome.report)
+    assert not outcome.report.declined, str(outcome.report)
+
+
+@pytest.mark.parametrize("name", FOR_ALL)
+def test_one_product_for_all_streams_of_a_known_gate(name: str) -> None:
+    def write(self: Any, x: Tensor, f: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
+        return x + FOR_ALL[name](self, f, h_post).unsqueeze(-2)
+
+    model = type("Model", (KnownGateAlone,), {"write": write})(4, 6, 3, 2)
+    model.weight = random_parameter(6, 6)
+    outcome = check.run(model, (torch.randn(SHAPE),))
+    check.assert_as_accurate(outcome)
+    assert {"head", "generate_mix_and_aggregate"} & set(outcome.operators), str(outcome.report)
+    assert "expand_combine" in outcome.operators, str(outcome.report)
+    assert not outcome.report.declined, str(outcome.report)
+
+
 class _Layer(Own):
     """Biases that Dynamo's node adds inside, after the product."""
 
@@ -272,10 +315,12 @@ UNKNOWN: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_an_output_that_meets_the_streams_in_another_way_is_told(name: str) -> None:
+@pytest.mark.parametrize("flat", [False, True])
+def test_an_output_that_meets_the_streams_in_another_way_is_told(name: str, flat: bool) -> None:
     def body(self: Any, x: Tensor) -> Tensor:
         pre, _, _ = self.gates(x)
-        return UNKNOWN[name](self, x, self.layer((pre.unsqueeze(-1) * x).sum(-2), x))
+        new = UNKNOWN[name](self, x, self.layer((pre.unsqueeze(-1) * x).sum(-2), x))
+        return new.flatten(-2) if flat else new
 
     model = type("Model", (KnownGateAlone,), {"body": body})(4, 6, 3, 2)
     model.table, model.cube = random_parameter(4, 6), random_parameter(4, 6, 6)

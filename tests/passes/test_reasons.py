@@ -454,3 +454,23 @@ def test_streams_that_are_a_list() -> None:
 def test_one_write_that_is_lost_is_told_once(kind: type[Sublayer]) -> None:
     report = check.run(kind(4, 6, 3, 2), (torch.randn(SHAPE),)).report
     assert [site.op for site in report.declined] == ["expand_combine"], str(report)
+
+
+class StreamsOfALinearLayer(Sublayer):
+    """What makes the streams is a product, too, and a norm is computed from it."""
+
+    def __init__(self, *args: int) -> None:
+        super().__init__(*args)
+        self.embed = torch.nn.Parameter(torch.randn(6, 24) * 0.4)
+
+    def pre(self, logits: Tensor) -> Tensor:
+        return torch.tanh(logits) * self.embed[0, :4] + 0.5
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward((x.mean(-2) @ self.embed).unflatten(-1, (4, 6)))
+
+
+def test_a_reason_is_about_the_projection_of_the_streams() -> None:
+    outcome = check.run(StreamsOfALinearLayer(4, 6, 3, 2), (torch.randn(SHAPE),))
+    (own,) = [site.own for site in outcome.report.rewritten if "h_pre" in site.own]
+    assert "is computed from tanh of the projection" in own, own
