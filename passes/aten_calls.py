@@ -24,7 +24,7 @@ class Call:
     """One ATen call, with slots in the place of tensors; sources are the slots that it reads, made those it makes."""
 
     target: Any
-    # The operator without its overload, such as "mul".
+    # What `name_of` says of the operator.
     name: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -72,6 +72,15 @@ def call_text(target: Any, args: Any, kwargs: Any, places: type = Slot) -> str:
     return f"{target} {map_leaves(written, (args, kwargs))}"
 
 
+def name_of(target: Any) -> str:
+    """An operator without its overload, such as "mul"; with its namespace if that is not ATen's.
+
+    Operators of other libraries may have the names of ATen's, and compute something else.
+    """
+    name, namespace = str(target._opname), getattr(target, "namespace", "aten")
+    return name if namespace == "aten" else f"{namespace}::{name}"
+
+
 # Matmul squeezes its own result in this way.
 _VIEWS_IN_PLACE = {"squeeze_", "unsqueeze_", "t_", "transpose_"}
 
@@ -114,7 +123,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.known.pop(id(tensor), None)
         sources = tuple(slot.index for slot in _slots((read, options)))
         made = tuple(_slots(map_leaves(self._name, result)))
-        self.calls.append(Call(func, str(func._opname), read, options, sources, made))
+        self.calls.append(Call(func, name_of(func), read, options, sources, made))
         return result
 
     def slots(self, tree: Any) -> Any:

@@ -23,7 +23,17 @@ from torch import fx
 
 from mhc_compile import compat
 from mhc_compile.guard import told
-from mhc_compile.passes.aten_calls import Recording, WritesInput, call_text, filled, leaves, map_leaves, record, tensors
+from mhc_compile.passes.aten_calls import (
+    Recording,
+    WritesInput,
+    call_text,
+    filled,
+    leaves,
+    map_leaves,
+    name_of,
+    record,
+    tensors,
+)
 from mhc_compile.passes.report import location
 
 
@@ -66,7 +76,7 @@ class Op:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     node: fx.Node
-    # The operator without its overload, such as "mul"; "" if opaque.
+    # ATen's operator without its overload, such as "mul"; one of others with their namespace; "" if opaque.
     name: str
     sources: tuple[Value, ...]
     kind: Kind
@@ -362,7 +372,7 @@ class _Tracer:
         if target is None:
             return Op(None, args, kwargs, node, "", sources, Kind())
         kind = self._kind(call_text(target, args, kwargs, Value))
-        return Op(target, args, kwargs, node, str(target._opname), sources, kind)
+        return Op(target, args, kwargs, node, name_of(target), sources, kind)
 
     def _add(self, op: Op, result: Any) -> None:
         op.outs = list(_values(result))

@@ -55,8 +55,8 @@ def capture(model: Callable[..., Any], *args: Any, allow_empty: bool = False, **
     """Run `model(*args, **kwargs)` once and return its rewritten graphs.
 
     The graphs have the sizes of these arguments, whatever sizes the model was compiled for before in this process. The
-    model may be compiled already. Without gradients, the joint graphs hold the forward pass alone. All options have their
-    defaults. So the norm of a layer input is part of its operator on a GPU, and not on a CPU.
+    model may be compiled already. Without gradients, the joint graphs hold the forward pass alone. All options have
+    their defaults. So the norm of a layer input is part of its operator on a GPU, and not on a CPU.
 
     The text has a line for each graph break, and for each function that Dynamo gives up on, with the function's name.
     Operators after such a line are not fused with operators before it.

@@ -255,8 +255,8 @@ class Rewriter(Vectors):
         x, phi, norm = cast(tuple[fx.Node, fx.Node, fx.Node | None], call.args)
         count = compat.example(phi).shape[0]
         rows = rows_read(items[0]) if 0 in items else range(count)
-        site.rows_read = len(rows)
-        if len(rows) == count:
+        site.rows_read = len(rows) or count
+        if len(rows) in (0, count):
             return call
         self.site, self.anchor = site, call
         new = self._operator(site.op, x, self._call("narrow", phi, 0, rows.start, len(rows)), norm)

@@ -34,7 +34,7 @@ def _read(node: fx.Node, rows: range) -> Iterator[range]:
     shape = compat.example(node).shape
     for user in node.users:
         name = getattr(user.target, "__name__", user.target)
-        if not compat.is_plain_call(user) or "out" in user.kwargs:
+        if not compat.is_plain_call(user) or compat.called_operator(user) or "out" in user.kwargs:
             yield rows
         elif name in _PARTS:
             yield from _read_parts(user, rows, shape)

@@ -128,7 +128,31 @@ def _from_the_end(logits: Tensor) -> tuple[Tensor, ...]:
     return *_by_split(logits)[:2], logits[..., -2 * N :]
 
 
+@torch.library.custom_op("tests_rows_read::mul", mutates_args=())
+def mul(logits: Tensor) -> Tensor:
+    return logits * logits.sum(-1, keepdim=True)
+
+
+@mul.register_fake
+def _(logits: Tensor) -> Tensor:
+    return torch.empty_like(logits)
+
+
+mul.register_autograd(
+    lambda ctx, grad: (
+        grad * ctx.saved_tensors[0].sum(-1, keepdim=True) + (grad * ctx.saved_tensors[0]).sum(-1, keepdim=True)
+    ),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+def _by_an_operator_of_that_name(logits: Tensor) -> tuple[Tensor, ...]:
+    pre, post, _ = _by_split(logits)
+    return pre, post, torch.ops.tests_rows_read.mul(logits)[..., 2 * N :]
+
+
 NEAR_MISSES = [
+    _by_an_operator_of_that_name,
     _also_as_a_whole,
     _cumulative,
     _flipped,
