@@ -12,7 +12,7 @@ from mhc_compile.forms import Sinkhorn
 from mhc_compile.passes.recognise import sinkhorn
 from mhc_compile.passes.recognise.affine import Affine, AffineWalk
 from mhc_compile.passes.recognise.fewer_tokens import on_few_tokens
-from mhc_compile.passes.recognise.layout import is_movement, move
+from mhc_compile.passes.recognise.layout import NotALayout, is_movement, move
 from mhc_compile.passes.recognise.region import (
     AT_KINKS,
     Region,
@@ -88,8 +88,9 @@ def identify(value: Value, walk: AffineWalk, known: Identified) -> Gate | NotAGa
     logits = walk.describe(found.leaf)
     assert logits is not None
     each = of_elements(found) if found.leaf.numel != value.numel else None
-    if each is not None:
-        found, logits = each, _viewed(logits, found)
+    viewed = _viewed(logits, found) if each is not None else None
+    if each is not None and viewed is not None:
+        found, logits = each, viewed
     rows = _rows(logits)
     if not found.ops:
         return NotAGate(value, "is the projection itself, before any gate")
@@ -105,17 +106,20 @@ def identify(value: Value, walk: AffineWalk, known: Identified) -> Gate | NotAGa
     return NotAGate(value, kind) if isinstance(kind, str) else Gate(value, logits, tuple(rows), kind, found.ops)
 
 
-def _viewed(logits: Affine, found: Region) -> Affine:
-    """The logits of the elements that a region of single elements keeps."""
+def _viewed(logits: Affine, found: Region) -> Affine | None:
+    """The logits of the elements that a region of single elements keeps; None if its views have no layout."""
     ops: list[tuple[Op, Value]] = []
     value = found.out
     while value is not found.leaf:
         assert value.op is not None
         ops.append((value.op, value))
         (value,) = value.op.sources
-    for op, out in reversed(ops):
-        if is_movement(op):
-            logits = logits.map(partial(move, op, out))
+    try:
+        for op, out in reversed(ops):
+            if is_movement(op):
+                logits = logits.map(partial(move, op, out))
+    except NotALayout:
+        return None
     return logits
 
 
