@@ -6,17 +6,17 @@ from typing import Any
 
 from mhc_compile.forms import Sinkhorn
 from mhc_compile.passes.plan import AggregateSite, CombineSite, MixingSite, ProjectionSite, SinkhornSite, Site
+from mhc_compile.passes.recognise.combine import Mix
 
 
 def form_of(site: Site) -> str:
     """The form of a site, for the line below it in a report."""
     if isinstance(site, CombineSite):
         c = site.combine
-        kind = "x" if c.mix is None else "h_res^T x" if c.mix.is_transposed else "h_res x"
-        if not c.is_plain and (c.mix is None or len(c.mixes) > 1):
-            kind = "a diagonal h_res x" if c.mix is None else f"{kind} + a diagonal h_res x"
+        kinds = " + ".join(dict.fromkeys(_mixed(mix) for mix in sorted(c.mixes, key=lambda mix: mix is not c.mix)))
+        kinds = "x" if c.is_plain else kinds
         return (
-            f"n = {c.streams.n}, C = {c.streams.channels}, {str(c.x.dtype).removeprefix('torch.')}, h_post f + {kind}"
+            f"n = {c.streams.n}, C = {c.streams.channels}, {str(c.x.dtype).removeprefix('torch.')}, h_post f + {kinds}"
         )
     if isinstance(site, MixingSite):
         n, m, channels = site.mixing.sizes
@@ -43,6 +43,14 @@ def form_of(site: Site) -> str:
     if site.norm_apart:
         parts.append(f"the RMS norm after it stays apart: {site.norm_apart}")
     return ", ".join(parts)
+
+
+def _mixed(mix: Mix) -> str:
+    if mix.to_all:
+        return "a sum of x to all"
+    if mix.is_matrix:
+        return "h_res^T x" if mix.is_transposed else "h_res x"
+    return "a diagonal h_res x"
 
 
 def _half_steps(form: Sinkhorn) -> str:

@@ -157,6 +157,13 @@ class _Planner:
             self.evident |= {read.out for read in connections.reads_before(readings[0])}
             self._consider_write(*readings)
 
+        for miss in self.findings.almost[::-1]:
+            before = connections.reads_before(miss.combine)
+            if before and miss.value not in self.claimed and connections.is_write(miss.combine, known):
+                self.claimed.add(miss.value)
+                self.evident |= {read.out for read in before}
+                self.declined.append(Declined("expand_combine", f"this {miss.reason}", miss.combine.op.node))
+
     def _consider_write(self, *readings: Combine) -> None:
         made = [lambda c=combine: CombineSite(c) for combine in readings]
         if self.consider("expand_combine", readings[0].op.node, *made):

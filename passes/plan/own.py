@@ -23,7 +23,7 @@ def name_own_gates(sites: list[Site], findings: Findings) -> None:
                 if gate not in made:
                     reason = because[gate].reason if gate in because else _reason(gate, findings)
                     own.append(f"{role}{_at(gate)}{reason and f', which {reason}'}")
-            site.own = "; ".join(own)
+            site.own = "; ".join(dict.fromkeys(own))
 
 
 def _at(gate: Value) -> str:

@@ -74,13 +74,19 @@ def _first_meeting(ops: Iterable[Op], read: Aggregate, streams: set[Value]) -> O
                 return None
             for out in op.outs:
                 new[out] = met
-                if out.numel == x.numel and (out.is_output or (out.shape == x.shape and out in streams)):
+                again = out.shape == x.shape and (out in streams or _is_reduced(out, read.streams.n))
+                if out.numel == x.numel and (out.is_output or again):
                     return met
         elif not with_streams and not made.isdisjoint(op.sources) and not _is_scaled(op, made):
             made.update(out for out in op.outs if out.dtype.is_floating_point)
         elif not old.isdisjoint(op.sources):
             old.update(op.outs)
     return None
+
+
+def _is_reduced(value: Value, n: int) -> bool:
+    """Whether a sum or mean takes n numbers at a time, as that of the streams at the end of a model does."""
+    return any(op.name in ("sum", "mean") and op.out.numel * n == value.numel for op in value.users)
 
 
 def _is_scaled(op: Op, made: set[Value]) -> bool:

@@ -17,7 +17,7 @@ from mhc_compile.guard import guard
 from mhc_compile.passes.recognise import aggregate, combine, gates, rms, single_sinkhorns
 from mhc_compile.passes.recognise.affine import AffineWalk
 from mhc_compile.passes.recognise.aggregate import Aggregate, Reading
-from mhc_compile.passes.recognise.combine import Combine
+from mhc_compile.passes.recognise.combine import Almost, Combine
 from mhc_compile.passes.recognise.concatenation import TOGETHER
 from mhc_compile.passes.recognise.contraction import StreamsView
 from mhc_compile.passes.recognise.gates import Gate, Matrices, NotAGate
@@ -93,8 +93,9 @@ class Mixture:
 class Findings:
     """Everything that was recognised in one record, not yet put together into sites.
 
-    misses are values that are almost gates, with the reasons why they are not. readings are all products that may be
-    projections of streams, whatever their rows make. The planner asks reader why a step was not found.
+    misses are values that are almost gates, with the reasons why they are not; almost are sums that are almost writes.
+    readings are all products that may be projections of streams, whatever their rows make. The planner asks reader why
+    a step was not found.
     """
 
     mixtures: list[Mixture]
@@ -107,6 +108,7 @@ class Findings:
     connections: Connections
     readings: dict[Value, list[Projection]]
     part_writes: list[PartWrite]
+    almost: list[Almost]
 
 
 def recognise(shadow: Shadow, errors: list[str] | None = None) -> Findings:
@@ -119,11 +121,12 @@ def recognise(shadow: Shadow, errors: list[str] | None = None) -> Findings:
     aggregates: list[Aggregate] = []
     combines: list[Combine] = []
     others: list[Reading] = []
+    almost: list[Almost] = []
     readings: dict[Value, list[Projection]] = {}
     for op in shadow.ops:
         if op.name in _WIDE and op.outs:
             with guard("an operation is not looked into", errors):
-                _read_wide(op, reader, readings, combines, aggregates, others)
+                _read_wide(op, reader, readings, combines, aggregates, others, almost)
     aggregates = _final(aggregates)
     weighing = _weighing(aggregates, combines)
     mixtures: list[Mixture] = []
@@ -152,7 +155,7 @@ def recognise(shadow: Shadow, errors: list[str] | None = None) -> Findings:
     misses |= of_streams
     understood = {value for mixture in mixtures for value in mixture.gates}
     with guard("combines without mixing are not looked for", errors):
-        combines += _residuals(shadow, reader, mixtures, [*others, *aggregates])
+        combines += _residuals(shadow, reader, mixtures, [*others, *aggregates], almost)
     matrices: dict[Value, Matrices | str] = {}
     for res in dict.fromkeys(mix.res for c in combines for mix in c.mixes if mix.is_matrix and mix.res is not None):
         if res not in understood:
@@ -183,7 +186,9 @@ def recognise(shadow: Shadow, errors: list[str] | None = None) -> Findings:
     some: list[PartWrite] = []
     with guard("writes to some of the streams are not looked for", errors):
         some = list(part_writes(shadow.ops, reader, connections, aggregates))
-    return Findings(mixtures, aggregates, combines, mixings, left, matrices, reader, connections, readings, some)
+    return Findings(
+        mixtures, aggregates, combines, mixings, left, matrices, reader, connections, readings, some, almost
+    )
 
 
 def _read_wide(
@@ -193,6 +198,7 @@ def _read_wide(
     combines: list[Combine],
     aggregates: list[Aggregate],
     others: list[Reading],
+    almost: list[Almost],
 ) -> None:
     """Add what one operator makes to what was found."""
     if op.name in _READING and not single_sinkhorns.is_square(op.args[0]):  # a Sinkhorn has dozens of sums
@@ -209,7 +215,7 @@ def _read_wide(
         if found:
             readings[op.out] = found
     if op.name in _SUMS and len(terms) > 1:
-        combines += combine.of_sum(reader, op, partial(combine.combines, out=op.out))
+        combines += combine.of_sum(reader, op, partial(combine.combines, out=op.out), almost)
     if taken_apart(reader, terms):
         out = seen(op.out)  # an einsum permutes what its product makes
         written = combine.combines(reader, out, taken_apart(reader, reader.terms(out)))
@@ -401,7 +407,7 @@ def _only_weight(reading: Projection) -> Weight | None:
 
 
 def _residuals(
-    shadow: Shadow, reader: Reader, mixtures: list[Mixture], reads: list[Reading | Aggregate]
+    shadow: Shadow, reader: Reader, mixtures: list[Mixture], reads: list[Reading | Aggregate], almost: list[Almost]
 ) -> list[Combine]:
     """Combines that do not mix the streams: too common a shape to be read where nothing says what is streams."""
     known = {value for mixture in mixtures for value in mixture.gates}
@@ -424,7 +430,7 @@ def _residuals(
 
     for op in shadow.ops if streams else ():
         if op.name in _SUMS:
-            found += combine.of_sum(reader, op, partial(combine.residuals, out=op.out, streams=view_of))
+            found += combine.of_sum(reader, op, partial(combine.residuals, out=op.out, streams=view_of), almost)
     return found
 
 

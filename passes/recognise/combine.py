@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mhc_compile.passes.recognise.contraction import (
     Axis,
     Contraction,
     StreamsView,
+    axes_of,
     by_stride,
     contractions,
     exact,
@@ -29,8 +30,9 @@ from mhc_compile.passes.shadow import Op, Value, spelled
 class Mix:
     """const * the streams times a matrix.
 
-    The matrix is res with a layout indexed [token, i, o], or the diagonal one of res with a layout indexed [token, o],
-    or the identity where res is None. A gate may be a part of a tensor, and one for several tokens.
+    The matrix is res with a layout indexed [token, i, o], or the diagonal one of res with a layout indexed [token, o].
+    Where res is None, it is the matrix of ones, or the identity. A gate may be a part of a tensor, and one for several
+    tokens.
     """
 
     res: Value | None
@@ -40,6 +42,11 @@ class Mix:
     @property
     def is_matrix(self) -> bool:
         return len(self.res_layout.dims) == 3
+
+    @property
+    def to_all(self) -> bool:
+        """Whether all streams get the same of it: the columns of the matrix are equal."""
+        return self.is_matrix and not any(stride for _, stride in self.res_layout.dims[2])
 
     @property
     def is_transposed(self) -> bool:
@@ -72,7 +79,7 @@ class Combine:
     @property
     def mix(self) -> Mix | None:
         """What is mixed with a matrix of the program, if anything is."""
-        return next((mix for mix in self.mixes if mix.is_matrix), None)
+        return next((mix for mix in self.mixes if mix.is_matrix and not mix.to_all), None)
 
     @property
     def is_plain(self) -> bool:
@@ -85,6 +92,13 @@ class Combine:
         yield from (mix.res for mix in self.mixes if mix.res is not None)
 
 
+@dataclass(frozen=True)
+class Almost(Miss):
+    """What would be a write without something that is added besides; combine is the write without that."""
+
+    combine: Combine
+
+
 # Where the streams lie in a tensor, if it is known to have any.
 Views = Callable[[Value], StreamsView | None]
 
@@ -92,17 +106,23 @@ Views = Callable[[Value], StreamsView | None]
 _MAX_TERMS = 5
 
 
-def of_sum(reader: Reader, op: Op, read: Callable[[Reader], Iterable[Combine | Miss]]) -> list[Combine]:
+def of_sum(
+    reader: Reader, op: Op, read: Callable[[Reader], Iterable[Combine | Miss]], almost: list[Almost]
+) -> list[Combine]:
     """What is found in a sum; if nothing is, what is found if products that several streams get are not taken apart.
 
     In x + g f, where g is a number for each token, all streams get the one product: there is no gate for each stream.
+    If there is no reading, those that something besides prevents are added to `almost`.
     """
-    found = [c for c in read(reader) if isinstance(c, Combine)]
-    if found:
-        return found
+    answers = list(read(reader))
+    found = [c for c in answers if isinstance(c, Combine)]
     products = {origin(source)[0] for source in op.sources if source.numel < op.out.numel}
     products = {value for value in products if reader.is_made(value)}
-    return [c for c in read(Reader({*reader.whole, *products})) if isinstance(c, Combine)] if products else []
+    if not found and products:
+        found = [c for c in read(Reader({*reader.whole, *products})) if isinstance(c, Combine)]
+    if not found:
+        almost += (miss for miss in answers if isinstance(miss, Almost))
+    return found
 
 
 def combines(reader: Reader, out: Value, terms: Terms | None = None) -> Iterator[Combine | Miss]:
@@ -123,7 +143,8 @@ def combines(reader: Reader, out: Value, terms: Terms | None = None) -> Iterator
                 yield found
             else:
                 mix, streams, written = found
-                yield from _written_with(terms[:i] + terms[i + 1 :], out, c.right, streams, written, (mix,))
+                rest = terms[:i] + terms[i + 1 :]
+                yield from _written_with(reader, rest, out, c.right, streams, written, (mix,))
 
 
 def residuals(reader: Reader, out: Value, streams: Views) -> Iterator[Combine | Miss]:
@@ -137,7 +158,7 @@ def residuals(reader: Reader, out: Value, streams: Views) -> Iterator[Combine | 
             mix = _alone(term, out, x, view)
             if mix is not None:
                 found = True
-                yield from _written_with(terms[:i] + terms[i + 1 :], out, x, view, mix[1], (mix[0],))
+                yield from _written_with(reader, terms[:i] + terms[i + 1 :], out, x, view, mix[1], (mix[0],))
                 break
     if not found:
         yield from _unmixed(terms, out)
@@ -165,7 +186,13 @@ def _own_streams(terms: tuple[Term, ...], out: Value, streams: Views) -> Iterato
 
 
 def _written_with(
-    terms: tuple[Term, ...], out: Value, x: Value, streams: StreamsView, written: StreamsView, mixes: tuple[Mix, ...]
+    reader: Reader,
+    terms: tuple[Term, ...],
+    out: Value,
+    x: Value,
+    streams: StreamsView,
+    written: StreamsView,
+    mixes: tuple[Mix, ...],
 ) -> Iterator[Combine | Miss]:
     """The readings of the other terms as what is written, and as more of the same streams."""
     gate = mixes[0].res
@@ -178,19 +205,24 @@ def _written_with(
         return
     for i, term in enumerate(terms):
         more = _again(term, out, x, streams, written)
+        if more is None and len(terms) > 1:  # the last one is what is written, even if it is made of the streams
+            more = _to_all(reader, term, out, x, streams, written)
         if more is not None:
-            yield from _written_with(terms[:i] + terms[i + 1 :], out, x, streams, written, (*mixes, more))
+            yield from _written_with(reader, terms[:i] + terms[i + 1 :], out, x, streams, written, (*mixes, more))
             return
     if len(terms) > 2:
         reason = f"adds {len(terms)} products to the mixed streams; the operator adds h_post f and h_post bias"
-        yield Miss(out, gate, reason, 3)
-        return
-    reason = f"adds to the mixed streams something other than h_post times one tensor [..., C]{_made_by(terms)}"
-    for outer, bias in outer_sums(terms, out, written):
-        if outer.f.numel == x.numel // streams.n:
-            yield Combine(out, outer, mixes, x, streams, written, bias)
-        reason = "adds something to the mixed streams that does not have the width of one stream"
+    else:
+        reason = f"adds to the mixed streams something other than h_post times one tensor [..., C]{_made_by(terms)}"
+        for outer, bias in outer_sums(terms, out, written):
+            if outer.f.numel == x.numel // streams.n:
+                yield Combine(out, outer, mixes, x, streams, written, bias)
+            reason = "adds something to the mixed streams that does not have the width of one stream"
     yield Miss(out, gate, reason, 3)
+    for term in terms if len(terms) > 1 else ():
+        for outer, bias in outer_sums((term,), out, written):
+            if outer.f.numel == x.numel // streams.n:
+                yield Almost(out, gate, reason, 3, Combine(out, outer, mixes, x, streams, written, bias))
 
 
 def _again(term: Term, out: Value, x: Value, streams: StreamsView, written: StreamsView) -> Mix | None:
@@ -203,6 +235,23 @@ def _again(term: Term, out: Value, x: Value, streams: StreamsView, written: Stre
         if isinstance(found, tuple) and found[1:] == (streams, written):
             return found[0]
     return None
+
+
+def _to_all(reader: Reader, term: Term, out: Value, x: Value, streams: StreamsView, written: StreamsView) -> Mix | None:
+    """A term as a sum over the same streams that all of them get: all columns of its matrix are alike."""
+    for whole in (term, *reader.sums_taken_alone(term)):
+        for c in (*contractions(whole, out, parts=True), *_ungated(whole, out, x)) if whole.summed else ():
+            found = _read_mix(c, alike=True) if c.right is x else None
+            if isinstance(found, tuple) and found[1:] == (streams, written):
+                return replace(found[0], res=None) if c.left is x else found[0]
+    return None
+
+
+def _ungated(term: Term, out: Value, x: Value) -> Iterator[Contraction]:
+    """A sum over the streams alone as if there were a gate, of which no element is read."""
+    for source in exact(term.factors[0]) if len(term.factors) == 1 else ():
+        if source.base is x:
+            yield Contraction(term.const, out, x, x, axes_of(term, out, source))
 
 
 def _alone(term: Term, out: Value, x: Value, view: StreamsView) -> tuple[Mix, StreamsView] | None:
@@ -265,8 +314,8 @@ def _written(layout: Layout, out: Value, view: StreamsView) -> StreamsView | Non
         return None
 
 
-def _read_mix(c: Contraction) -> tuple[Mix, StreamsView, StreamsView] | Miss:
-    """The matrix, and where the streams are read and written."""
+def _read_mix(c: Contraction, *, alike: bool = False) -> tuple[Mix, StreamsView, StreamsView] | Miss:
+    """The matrix, and where the streams are read and written; with `alike`, its rows or columns may be equal."""
     summed = joined(by_stride([a for a in c.axes if a.summed], "right"))
     stream = joined(by_stride([a for a in c.axes if not a.summed and a.right == 0], "out"))
     if len(summed) != 1 or len(stream) != 1 or summed[0].size != stream[0].size:
@@ -274,7 +323,9 @@ def _read_mix(c: Contraction) -> tuple[Mix, StreamsView, StreamsView] | Miss:
     n = summed[0].size
     if c.right.numel != c.out.numel:
         return Miss(c.out, c.left, "multiplies it by a tensor of another size than the streams that it writes", 1)
-    if not is_stream_count(n) or c.left is c.right or not all((summed[0].left, summed[0].right, stream[0].left)):
+    gated = (summed[0].left and stream[0].left) or alike
+    squares = c.left is c.right and any(a.left for a in c.axes)
+    if not is_stream_count(n) or not summed[0].right or not gated or squares:
         return Miss(c.out, c.left, f"does not multiply streams by a matrix of {n} times {n} numbers", 1)
     shared = [a for a in c.axes if not a.summed and a.right != 0]
     for tokens, channels in split(shared, c.right, (n, summed[0].right)):

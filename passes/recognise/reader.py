@@ -8,7 +8,7 @@ factor is known by every tensor that it is a view of: where `g` is a slice of `h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import reduce
 from itertools import islice
 from math import prod
@@ -160,6 +160,17 @@ class Reader:
         source = next(op.inputs())
         return None if self.is_plain(source) else self._map(source, lambda lead: move(op, value, lead))
 
+    def sums_taken_alone(self, term: Term) -> Iterator[Term]:
+        """A term that is one tensor, as the sums over products that this tensor is a view of."""
+        for source in term.factors[0] if len(term.factors) == 1 and not term.summed else ():
+            terms = self.terms(source.base)
+            if len(terms) > 1 and source.base.op is not None:
+                terms = self.reduction(source.base.op) or terms
+            if len(terms) == 1 and terms[0].summed:
+                rank, inner = len(source.base.shape), terms[0]
+                factors = (self._moved(factor, rank, source.layout.through) for factor in inner.factors)
+                yield Term(term.const * inner.const, tuple(factors), inner.summed)
+
     def is_made(self, value: Value) -> bool:
         """Whether a value is read as one product of tensors, or one sum over a tensor, and so not as itself."""
         (first, *more) = self.terms(value)
@@ -207,20 +218,23 @@ class Reader:
         return self._reduced(op, self.terms(op.args[0]), len(op.args[0].shape))
 
     def mean(self, op: Op) -> Terms | None:
+        return self._averaged(op, self.terms(op.args[0]))
+
+    def _averaged(self, op: Op, terms: Terms) -> Terms | None:
         source = op.args[0]
         sizes = [source.meta.shape[d] for d in _axes(op, len(source.shape))]
         if not all(isinstance(size, int) for size in sizes):
             return None  # the number of elements differs from call to call
         count = reduce(lambda a, b: a * b, sizes, 1)
-        terms = self._reduced(op, self.terms(source), len(source.shape)) if count else None
-        return terms and tuple(Term(t.const / count, t.factors, t.summed) for t in terms)
+        reduced = self._reduced(op, terms, len(source.shape)) if count else None
+        return reduced and tuple(Term(t.const / count, t.factors, t.summed) for t in reduced)
 
     def reduction(self, op: Op) -> Terms | None:
-        """A sum or mean over dimensions of its input, whatever that is the sum of; without the mean's factor."""
+        """A sum or mean over dimensions of its input, whatever that is the sum of."""
         if op.name not in ("sum", "mean"):
             return None
-        source = op.args[0]
-        return self._reduced(op, (Term(1.0, (self.views(source),)),), len(source.shape))
+        terms = (Term(1.0, (self.views(op.args[0]),)),)
+        return self._averaged(op, terms) if op.name == "mean" else self._reduced(op, terms, len(op.args[0].shape))
 
     def _reduced(self, op: Op, terms: Terms, rank: int) -> Terms:
         axes, keep = _axes(op, rank), bool(op.arg(2, "keepdim", False))

@@ -185,9 +185,10 @@ class Rewriter(Vectors):
         """The matrices [*tokens, n, n] that streams are multiplied by."""
         assert self.anchor is not None
         if mix.res is None:
-            eye = self._call(torch.eye, n, dtype=torch.float32, device=compat.example(self.anchor).device)
-            sizes = [self._size_of(size) for size in tokens]
-            return self._call("expand", self._times(eye, mix.const), *sizes, n, n)
+            device = compat.example(self.anchor).device
+            made, sizes = (torch.ones, (n, n)) if mix.is_matrix else (torch.eye, (n,))
+            matrix = self._times(self._call(made, *sizes, dtype=torch.float32, device=device), mix.const)
+            return self._call("expand", matrix, *map(self._size_of, tokens), n, n)
         if mix.is_matrix:
             return self._times(self._gate_operand(mix.res, mix.res_layout, dims, (*tokens, n, n)), mix.const)
         diagonal = self._times(self._gate_operand(mix.res, mix.res_layout, dims, (*tokens, n)), mix.const)
