@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -157,9 +157,11 @@ class _Functional:
 
     def _scattered(self, node: fx.Node, target: fx.Node) -> list[fx.Node] | None:
         """`target[..., i, :] = value` as select_scatter, `target[:, a:b] = value` as slice_scatter."""
-        whole, value = compat.example(target), node.args[2]
+        whole, value = compat.example(target), cast(Any, node.args[2])
         place = _place(node.args[1], whole.dim())
-        if place is None or not isinstance(value, fx.Node) or not isinstance(compat.example(value), torch.Tensor):
+        is_number = isinstance(value, (int, float))
+        is_tensor = isinstance(value, fx.Node) and isinstance(compat.example(value), torch.Tensor)
+        if place is None or not (is_number or is_tensor):
             return None
         axis, index = place
         made: list[fx.Node] = []
@@ -177,6 +179,15 @@ class _Functional:
             if step != 1 or stop <= start:
                 return None
             shape[axis] = stop - start
+        if is_number:
+            part = (
+                ("select", target, axis, index)
+                if isinstance(index, int)
+                else ("narrow", target, axis, start, shape[axis])
+            )
+            if not call(*part) or not call(torch.full_like, made[-1], value):
+                return None
+            value = made[-1]
         have = compat.example(value).shape
         if len(have) != len(shape) or not all(compat.same_size(a, b) for a, b in zip(have, shape, strict=True)):
             return None

@@ -175,6 +175,13 @@ def differentiate(
         ctx.rest = rest(inputs)
         ctx.scalars = {name: value for name, value in keyword_only_inputs.items() if name not in drop}
         ctx.inputs = len(inputs)
+        outputs = output if isinstance(output, (tuple, list)) else (output,)
+        # What depends on no argument with a gradient has none in eager code, where it may be returned or written.
+        reached = (
+            reaches.get(at, range(len(outputs))) for at in range(tensors) if any(ctx.needs_input_grad[at : at + 1])
+        )
+        differentiable = {at for places in reached for at in places}
+        ctx.mark_non_differentiable(*(result for at, result in enumerate(outputs) if at not in differentiable))
 
     def setup_without_scalars(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         setup_context(ctx, inputs, {}, output)

@@ -48,7 +48,10 @@ def rewritten(shadow: Shadow, plan: Plan) -> Copies:
     """`rewrite`, with what stands for each node of the old graph."""
     targets = {node for site in plan.sites for value in replaced(site) for node in value.nodes}
     copies = Copies(shadow, targets, (node for site in plan.sites for value in site.sources() for node in value.nodes))
-    Rewriter(copies, shadow).run(plan.sites)
+    rewriter = Rewriter(copies, shadow)
+    rewriter.run(plan.sites)
+    read = {id(site) for _, site in rewriter.calls}
+    plan.sites[:] = [site for site in plan.sites if id(site) in read]  # what nothing reads is in no graph
     copies.graph.lint()
     return copies
 
@@ -87,6 +90,7 @@ class Rewriter(Vectors):
         if failures:
             raise SitesFailed(failures)
         erase_dead(self.copies)
+        self.calls = [(call, site) for call, site in self.calls if not call._erased]
         for at, (call, site) in enumerate(self.calls):
             if isinstance(site, ProjectionSite) and call.target is torch.ops.mhc.projection.default:
                 self.calls[at] = (self._with_rows_read(call, site), site)

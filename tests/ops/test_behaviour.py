@@ -13,11 +13,13 @@ from torch.utils.checkpoint import checkpoint
 
 import mhc_compile.ops as ops
 from mhc_compile.forms import Gates, Rms, Sinkhorn
+from mhc_compile.ops._register import REFERENCES
 from tests.ops.calls import (
     BACKWARD,
     FORWARD,
     OPERATORS,
     RARE,
+    SCALARS_BESIDE,
     Sizes,
     arguments,
     call,
@@ -51,6 +53,20 @@ def test_defaults_of_schemas_and_wrappers_are_those_of_the_forms() -> None:
 def test_importing_the_operators_imports_no_triton() -> None:
     code = "import mhc_compile.ops, sys; sys.exit('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_an_output_has_a_gradient_where_eager_code_has_one(name: str) -> None:
+    """Each tensor alone: what depends on none that has a gradient may be returned, and written, as in eager code."""
+    positional = [argument.name for argument in schema(name).arguments if not argument.kwarg_only]
+    for wanted in tensor_names(name):
+        given = arguments(name, Sizes())
+        given = {key: value.detach() if isinstance(value, Tensor) else value for key, value in given.items()}
+        given[wanted].requires_grad_()
+        beside = {key: value for tensor in given for key, value in SCALARS_BESIDE.get(tensor, {}).items()}
+        eager = REFERENCES[name](*(given.get(argument) for argument in positional), **beside)
+        tracked = [result.requires_grad for result in results(call(name, given))]
+        assert tracked == [result.requires_grad for result in results(eager)], wanted
 
 
 @pytest.mark.parametrize("name", [name for name in BACKWARD if "needs" in [a.name for a in schema(name).arguments]])
