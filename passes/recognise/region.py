@@ -116,7 +116,7 @@ def of_elements(found: Region) -> Region | None:
         tags = getattr(op.target, "tags", ())
         if len(op.sources) != 1 or not (is_movement(op) or torch.Tag.pointwise in tags):
             return None
-    return replace(found, shape=(_TOKENS, found.out.shape[-1]), by_element=True)
+    return replace(found, shape=(_TOKENS, found.out.shape[-1]), by_element=True) if found.out.shape else None
 
 
 def _viewed(value: Value) -> Iterator[Value]:

@@ -328,19 +328,19 @@ class Rewriter(Vectors):
 
     def _gate_operand(self, value: Value, layout: Layout, tokens: Sequence[int], shape: Sequence[Any]) -> fx.Node:
         """A gate as [*tokens, n] or [*tokens, n, n], which `layout` says how to read from the value."""
+        each = value.numel == prod(tokens) * prod(shape[len(tokens) :])
         found = self.gates.get(value)
         if found is not None:
             node, flipped = found
             swapped = Layout((layout.dims[0], *layout.dims[1:][::-1]), layout.offset)
             straight = layout.is_identity()
-            if straight or swapped.is_identity():
+            if each and (straight or swapped.is_identity()):
                 node = self._shaped(node, shape)
                 is_matrix = len(layout.dims) > 2
                 return self._call("transpose", node, -1, -2) if is_matrix and straight == flipped else node
             if not value.nodes:
                 raise Decline("a gate is read in an order that the operators do not make")
         steps = [step for dim in layout.dims for step in dim]
-        each = value.numel == prod(tokens) * prod(shape[len(tokens) :])
         if each and layout.offset == 0 and tiles(steps, value.numel):
             return self._shaped(self._arranged(value, layout), shape)
         return self._spread(value, layout, tokens, shape)

@@ -189,3 +189,13 @@ def test_a_cast_that_copies_in_bfloat16_copies_in_float64(monkeypatch: pytest.Mo
     assert "expand_combine" in verdict.operators
     monkeypatch.setattr(watch, "is_cast", lambda *_: False)
     assert "in float64" in (check(program).complaint or "")
+
+
+@pytest.mark.parametrize(("inputs", "heavy", "wrong"), [(1000, True, False), (1000, False, True), (12, True, True)])
+def test_three_times_the_error_is_luck_where_few_of_a_thousand_inputs_make_it(
+    inputs: int, heavy: bool, wrong: bool
+) -> None:
+    results = {"result 0": torch.ones(4)}
+    sizes = [1.0 if heavy and at else 1e6 for at in range(inputs)]
+    errors = [({"result 0": 1e12}, {"result 0": size}, {"result 0": 9 * size}) for size in sizes]
+    assert bool(judge.judged(errors, results, judge.AGAIN)) == wrong
