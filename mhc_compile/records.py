@@ -292,10 +292,11 @@ def place(function: compat.GivenUp) -> Location:
 
 
 def _unknown(function: compat.GivenUp) -> SiteReport:
-    after = " after an earlier break" if function.resumed else ""
+    own = "Its own lines after an earlier break" if function.resumed else "Its own lines"
+    own = "The rest of its own lines" if function.broken.ends else own
     words = (
-        f"Dynamo gives up on it at {_told(function.broken).rstrip('.')}. Its own lines{after} run eagerly and were not "
-        "looked at; each function that it calls is compiled by itself, and its sites count once"
+        f"Dynamo gives up on it at {_told(function.broken).rstrip('.')}. {own} run eagerly and were not looked at; "
+        "each function that it calls is compiled by itself, and its sites count once"
     )
     if can_hold(function.reached):
         return SiteReport(FUNCTION, place(function), NOT_COMPILED, words)
