@@ -53,13 +53,15 @@ class Compiled:
             log.info("graph %s/%s, %.1f s: %s", frame, number, time.perf_counter() - self.begun, what)
 
     def report(self) -> Report:
+        # Loaded reports say what other processes did. No time was spent on them here.
+        loaded = [(replace(traced, seconds=0.0), replace(lowered, seconds=0.0)) for traced, lowered in self.loaded]
         traced = self.traced
         # Where the passes ran here, too, they know of the program as it is now.
-        if self.loaded and _digest(self.loaded[-1][0]) != _digest(traced):
-            traced = self.loaded[-1][0]
-        loaded = traced.graphs if self.loaded else 0
-        total = Report(packaged=loaded) if self.packaged else Report(cached=loaded)
-        for one in (traced, *self.lowered, *(lowered for _, lowered in self.loaded), self.checked):
+        if loaded and _digest(loaded[-1][0]) != _digest(traced):
+            traced = loaded[-1][0]
+        count = traced.graphs if loaded else 0
+        total = Report(packaged=count) if self.packaged else Report(cached=count)
+        for one in (traced, *self.lowered, *(lowered for _, lowered in loaded), self.checked):
             total.add(one)
         total.cut = list(self._cut(total.cut))
         return total
