@@ -265,9 +265,11 @@ class Ledger:
         return lost.cut
 
     def is_strict(self, frame: Any) -> bool:
-        """Whether a frame has sites, and strict options."""
+        """Whether strict options forbid that a frame has reached its limit: it has sites, and they do not skip it."""
         graphs = [graph for one in self._frames.get(frame, {}).values() for graph in one.graphs]
-        return any(graph.strict for graph in graphs) and any(graph.report().sites for graph in graphs)
+        where = _left_eager(compat.watched.limits[frame]).location
+        skipped = any(where.is_among(graph.report().skipped) for graph in graphs)
+        return not skipped and any(graph.strict for graph in graphs) and any(graph.report().sites for graph in graphs)
 
     def progress(self) -> str:
         """How many graphs there are so far, those that Dynamo may throw away included."""

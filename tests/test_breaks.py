@@ -503,6 +503,14 @@ def test_strict_options_do_not_put_up_with_the_recompile_limit() -> None:
         model.iterations = 2
         with pytest.raises(mhc_compile.StrictError, match=r"what changed last: self\.iterations == 1"):
             compiled(torch.randn(X))
+    (site,) = mhc_compile.report().cut
+    torch._dynamo.reset()
+    options = {"mhc.strict": True, "mhc.skip": [str(site.location)]}
+    compiled = torch.compile(model, backend="mhc", options=options)
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1):
+        for model.iterations in (1, 2):
+            compiled(torch.randn(X))
+    assert mhc_compile.report().cut == [site]
 
 
 def test_explaining_again_and_again() -> None:
