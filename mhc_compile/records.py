@@ -271,6 +271,18 @@ class Ledger:
         skipped = any(where.is_among(graph.report().skipped) for graph in graphs)
         return not skipped and any(graph.strict for graph in graphs) and any(graph.report().sites for graph in graphs)
 
+    def finds_nothing(self, frame: Any, number: Any) -> bool:
+        """Whether strict options have found nothing yet: not in a compilation of a frame, and not before.
+
+        It is False for a frame that Dynamo cuts, because its other graphs may follow.
+        """
+        compilation = self._frames.get(frame, {}).get(number)
+        graphs = compilation.graphs if compilation is not None else []
+        if not any(graph.strict for graph in graphs) or any(graph.after for graph in graphs):
+            return False
+        found = self.report()
+        return not (found.sites or found.called or found.cut)
+
     def progress(self) -> str:
         """How many graphs there are so far, those that Dynamo may throw away included."""
         graphs = [graph for all in list(self._frames.values()) for one in list(all.values()) for graph in one.graphs]
@@ -332,7 +344,7 @@ _forgetful = _Forgetful()
 _process = Ledger()
 # The ledger of this process.
 graph, current, last, is_strict = _process.graph, _process.current, _process.last, _process.is_strict
-give_up = _process.give_up
+give_up, finds_nothing = _process.give_up, _process.finds_nothing
 
 
 def forget() -> None:
