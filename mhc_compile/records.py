@@ -107,7 +107,7 @@ def _unpacked(text: str) -> tuple[Report, Report]:
 def _digest(report: Report) -> str:
     """Equal for reports that differ in the time and in line numbers at most."""
     sites = [
-        (site.op, site.location.name, site.location.code, site.detail, site.reason)
+        (site.op, site.location.name, site.location.code, site.module, site.detail, site.reason)
         for site in (*report.sites, *report.called, *report.cut)
     ]
     told = (sites, report.graphs, report.errors, sorted(report.fusions.items()))
