@@ -15,8 +15,8 @@ from torch import fx
 from mhc_compile import ops
 from mhc_compile.encoding import printable
 
-# The compiled module, in its own code. Dynamo wraps a module whose code is torch's into a function of `fn`.
-_COMPILED = re.compile(r"^L\['(self|fn)'\]\.?")
+# The compiled module, in its own code. Dynamo wraps torch's own modules, or their methods, into a function of fn.
+_COMPILED = re.compile(r"^L\['(self|fn)'\](\.__self__)?\.?")
 # Whose lines stand for the user's line that calls them: libraries, and the typed wrappers of the operators.
 _SPELLERS = ("/einops/", "/torch/")
 _WRAPPERS = os.path.join(os.path.dirname(ops.__file__), "")
