@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
+from types import CodeType, TracebackType
 from typing import Any
 
 from torch import fx
@@ -28,6 +30,9 @@ from mhc_compile.hooks import (
 )
 from mhc_compile.options import CHECK, INPUT_NORM, OPTIONS, PREFIX, SKIP, OptionError, split
 from mhc_compile.passes.cut import can_hold
+from mhc_compile.passes.report import Location
+
+log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -130,6 +135,19 @@ def _left_eager(frame: Any) -> None:
         raise StrictError(str(records.report()))
 
 
+def _tell_of_nothing(code: CodeType, compilation: Any, used: Any) -> None:
+    """Warn if options are strict and there is nothing that they could guard."""
+    if records.finds_nothing(compilation.frame_id, compilation.frame_compile_id):
+        _warn_of_nothing(f"{code.co_name} ({Location(code.co_filename, code.co_firstlineno, '')})")
+
+
+@functools.cache
+def _warn_of_nothing(function: str) -> None:
+    log.warning(
+        "mhc.strict guards nothing: no hyper-connection was found in %s; mhc_compile.report() has details", function
+    )
+
+
 class enable:
     """Rewrite hyper-connections in every plain `torch.compile(model)` of the process.
 
@@ -215,4 +233,5 @@ def _settings() -> dict[str, Any]:
 
 
 compat.watched.at_limit = _left_eager
+compat.watched.at_compiled.append(_tell_of_nothing)
 importlib.import_module("mhc_compile.entry")  # which registers the backend, once, and has Dynamo watched

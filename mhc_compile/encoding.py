@@ -36,10 +36,15 @@ def printable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
+def without_addresses(text: str) -> str:
+    """The text of an object as it is in every process."""
+    return _ADDRESS.sub("", text)
+
+
 def in_one_line(error: BaseException) -> str:
     """The type of an error and what it says."""
     try:
-        words = _ADDRESS.sub("", " ".join(str(error).split()))
+        words = without_addresses(" ".join(str(error).split()))
     except Exception:  # what raises may not even be able to say why
         words = ""
     if len(words) > _LONGEST:

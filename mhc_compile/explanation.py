@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 import mhc_compile.ops  # noqa: F401  (registers the operators that the passes insert)
-from mhc_compile import compat, passes, records
+from mhc_compile import checking, compat, passes, records
 from mhc_compile.arguments import check_model
 from mhc_compile.passes.report import Report
 from mhc_compile.progress import progress
@@ -29,9 +29,12 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     check_model(model)
     ledger = records.Ledger()
 
+    def look(gm: fx.GraphModule) -> Report:
+        return passes.run_recursively(gm, left_of=checking.left_alone)
+
     def mhc(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         with ledger.graph() as graph:
-            graph.traced.add(Report(graphs=1) if compat.is_part() else passes.run_recursively(gm))
+            graph.traced.add(Report(graphs=1) if compat.is_part() else look(gm))
             compiled: Callable[..., Any] = compat.compile_without_inductor(
                 gm, example_inputs, lambda joint: graph.traced.add(passes.fuse(joint))
             )
@@ -39,7 +42,7 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
 
     def rewrite(gm: fx.GraphModule) -> None:
         with ledger.graph() as graph:
-            report = passes.run_recursively(gm)
+            report = look(gm)
             report.graphs = 0  # the parts are counted
             graph.traced.add(report)
 

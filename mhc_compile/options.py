@@ -51,7 +51,8 @@ TABLE = (
         'list of "file.py:12"',
         (),
         "Leave the sites at these lines alone. Strict mode then accepts a site that is left at one of these lines, for "
-        "whatever reason. The line of a function's `def` stands for the whole function, if Dynamo gives up on it.",
+        "whatever reason. The line of a function's `def` stands for the whole function, if Dynamo gives up on it or "
+        "reaches its recompile limit.",
     ),
     Option(
         "mhc.recompute",

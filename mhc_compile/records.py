@@ -53,13 +53,15 @@ class Compiled:
             log.info("graph %s/%s, %.1f s: %s", frame, number, time.perf_counter() - self.begun, what)
 
     def report(self) -> Report:
+        # Loaded reports say what other processes did. No time was spent on them here.
+        loaded = [(replace(traced, seconds=0.0), replace(lowered, seconds=0.0)) for traced, lowered in self.loaded]
         traced = self.traced
         # Where the passes ran here, too, they know of the program as it is now.
-        if self.loaded and _digest(self.loaded[-1][0]) != _digest(traced):
-            traced = self.loaded[-1][0]
-        loaded = traced.graphs if self.loaded else 0
-        total = Report(packaged=loaded) if self.packaged else Report(cached=loaded)
-        for one in (traced, *self.lowered, *(lowered for _, lowered in self.loaded), self.checked):
+        if loaded and _digest(loaded[-1][0]) != _digest(traced):
+            traced = loaded[-1][0]
+        count = traced.graphs if loaded else 0
+        total = Report(packaged=count) if self.packaged else Report(cached=count)
+        for one in (traced, *self.lowered, *(lowered for _, lowered in loaded), self.checked):
             total.add(one)
         total.cut = list(self._cut(total.cut))
         return total
@@ -105,7 +107,7 @@ def _unpacked(text: str) -> tuple[Report, Report]:
 def _digest(report: Report) -> str:
     """Equal for reports that differ in the time and in line numbers at most."""
     sites = [
-        (site.op, site.location.name, site.location.code, site.detail, site.reason)
+        (site.op, site.location.name, site.location.code, site.module, site.detail, site.reason)
         for site in (*report.sites, *report.called, *report.cut)
     ]
     told = (sites, report.graphs, report.errors, sorted(report.fusions.items()))
@@ -263,9 +265,23 @@ class Ledger:
         return lost.cut
 
     def is_strict(self, frame: Any) -> bool:
-        """Whether a frame has sites, and strict options."""
+        """Whether strict options forbid that a frame has reached its limit: it has sites, and they do not skip it."""
         graphs = [graph for one in self._frames.get(frame, {}).values() for graph in one.graphs]
-        return any(graph.strict for graph in graphs) and any(graph.report().sites for graph in graphs)
+        where = _left_eager(compat.watched.limits[frame]).location
+        skipped = any(where.is_among(graph.report().skipped) for graph in graphs)
+        return not skipped and any(graph.strict for graph in graphs) and any(graph.report().sites for graph in graphs)
+
+    def finds_nothing(self, frame: Any, number: Any) -> bool:
+        """Whether strict options have found nothing yet: not in a compilation of a frame, and not before.
+
+        It is False for a frame that Dynamo cuts, because its other graphs may follow.
+        """
+        compilation = self._frames.get(frame, {}).get(number)
+        graphs = compilation.graphs if compilation is not None else []
+        if not any(graph.strict for graph in graphs) or any(graph.after for graph in graphs):
+            return False
+        found = self.report()
+        return not (found.sites or found.called or found.cut)
 
     def progress(self) -> str:
         """How many graphs there are so far, those that Dynamo may throw away included."""
@@ -292,10 +308,11 @@ def place(function: compat.GivenUp) -> Location:
 
 
 def _unknown(function: compat.GivenUp) -> SiteReport:
-    after = " after an earlier break" if function.resumed else ""
+    own = "Its own lines after an earlier break" if function.resumed else "Its own lines"
+    own = "The rest of its own lines" if function.broken.ends else own
     words = (
-        f"Dynamo gives up on it at {_told(function.broken).rstrip('.')}. Its own lines{after} run eagerly and were not "
-        "looked at; each function that it calls is compiled by itself, and its sites count once"
+        f"Dynamo gives up on it at {_told(function.broken).rstrip('.')}. {own} run eagerly and were not looked at; "
+        "each function that it calls is compiled by itself, and its sites count once"
     )
     if can_hold(function.reached):
         return SiteReport(FUNCTION, place(function), NOT_COMPILED, words)
@@ -327,7 +344,7 @@ _forgetful = _Forgetful()
 _process = Ledger()
 # The ledger of this process.
 graph, current, last, is_strict = _process.graph, _process.current, _process.last, _process.is_strict
-give_up = _process.give_up
+give_up, finds_nothing = _process.give_up, _process.finds_nothing
 
 
 def forget() -> None:

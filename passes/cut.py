@@ -1,4 +1,7 @@
-"""Steps of a hyper-connection whose gates cross the edge of a graph: one graph makes them, and another reads them."""
+"""Steps of a hyper-connection whose gates cross the edge of a graph: one side makes them, and the other reads them.
+
+The other side is another graph, or code that Dynamo does not compile.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,9 @@ from mhc_compile.passes.fuse.joint import calls
 from mhc_compile.passes.report import SiteReport, location, module_path
 
 CUT = "cut"
-MADE_ELSEWHERE = "its gates are made in another graph"
-READ_ELSEWHERE = "its gates are read in another graph"
-WRITTEN_ELSEWHERE = "the gates of its write are read in another graph"
+MADE_ELSEWHERE = "its gates are made outside this graph"
+READ_ELSEWHERE = "its gates are read outside this graph"
+WRITTEN_ELSEWHERE = "the gates of its write are read outside this graph"
 
 # How to keep a graph that Dynamo gives up on because of an operator, by a part of the operator's name.
 _ADVICE = {
@@ -31,7 +34,7 @@ _FORMS |= {"unflatten", "to", "float", "type", "expand", "mT", "view_as", "type_
 
 
 def cut(graph: fx.Graph) -> list[SiteReport]:
-    """The operators of a rewritten graph with a gate that another graph makes, or that only another graph reads."""
+    """The operators of a rewritten graph with a gate that comes from outside of it, or that is read there alone."""
     if compat.is_called(graph):  # the calling graph makes its gates, or reads them
         return []
     found = [(node, MADE_ELSEWHERE) for node in calls(graph, *_READ) if any(map(_is_given, _gates_read(node)))]

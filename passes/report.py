@@ -15,6 +15,8 @@ from torch import fx
 from mhc_compile import ops
 from mhc_compile.encoding import printable
 
+# The compiled module, in its own code. Dynamo wraps torch's own modules, or their methods, into a function of fn.
+_COMPILED = re.compile(r"^L\['(self|fn)'\](\.__self__)?\.?")
 # Whose lines stand for the user's line that calls them: libraries, and the typed wrappers of the operators.
 _SPELLERS = ("/einops/", "/torch/")
 _WRAPPERS = os.path.join(os.path.dirname(ops.__file__), "")
@@ -410,7 +412,7 @@ def module_path(node: fx.Node | None) -> str:
     stack = node.meta.get("nn_module_stack") if node is not None else None
     if not stack:
         return ""
-    return str(list(stack.values())[-1][0]).removeprefix("L['self']").lstrip(".")
+    return _COMPILED.sub("", str(list(stack.values())[-1][0]))
 
 
 def _spells(file: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import re
 import warnings
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from torch._inductor import async_compile
 from torch._inductor import config as inductor_config
 
 import mhc_compile
-from mhc_compile import compat, passes, records
+from mhc_compile import backend, compat, passes, records
 from mhc_compile.nn import HyperConnection
 from mhc_compile.passes import plan as planning
 from tests.e2e.deepseek_models import Stack
@@ -211,6 +212,38 @@ def test_strict(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.compile(model)(torch.randn(2, 3, 32))
     torch._dynamo.reset()
     _same(torch.compile(model, backend="mhc"), model, 2, 3)
+
+
+@pytest.mark.usefixtures("passes_only")
+def test_strict_options_that_find_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """One warning a function, unless something was found before, or may be found behind a break."""
+
+    def nothing(x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        x = x.cos()
+        torch._dynamo.graph_break()
+        return x.sin()
+
+    def run(function: Callable[..., Any], x: torch.Tensor, strict: bool = True, reset: bool = True) -> list[str]:
+        caplog.clear()
+        if reset:
+            torch._dynamo.reset()
+        with torch.no_grad():
+            torch.compile(function, backend="mhc", options={"mhc.strict": strict})(x)
+        return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+    x = torch.ones(3)
+    assert run(nothing, x, strict=False) == []
+    assert run(broken, x) == []
+    place = f"tests/test_backend.py:{nothing.__code__.co_firstlineno}"
+    words = f"mhc.strict guards nothing: no hyper-connection was found in nothing ({place}); mhc_compile.report() has"
+    assert run(nothing, x) == [f"{words} details"]
+    assert run(nothing, x) == []
+    assert run(Stack(depth=1), torch.randn(2, 3, 32)) == []
+    backend._warn_of_nothing.cache_clear()
+    assert run(nothing, x, reset=False) == []
 
 
 @pytest.mark.usefixtures("fresh_cache")

@@ -218,6 +218,8 @@ def test_what_is_left_alone_stays_so_without_the_option(monkeypatch: pytest.Monk
     torch._dynamo.reset()
     _step(torch.compile(model, backend="mhc"), model, 9, _close)
     assert _reported()[1] == [COMBINE, COMBINE]
+    # `explain` says what this process would do.
+    assert mhc_compile.explain(model, _streams()).declined == mhc_compile.report().declined
 
 
 @pytest.mark.usefixtures("without_inductor")

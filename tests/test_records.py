@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,38 @@ def test_graphs_add_up_until_dynamo_is_reset() -> None:
     assert mhc_compile.report().graphs == 2
     torch._dynamo.reset()
     assert mhc_compile.report().graphs == 0
+
+
+class Around(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(Sublayer(4, 6, 3, 2))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layers(x)
+
+
+def _in_place(model: torch.nn.Module) -> Any:
+    model.compile(backend="mhc")
+    return model
+
+
+@pytest.mark.usefixtures("passes_only")
+@pytest.mark.parametrize(
+    ("compiled", "module"),
+    [
+        (lambda model: _in_place(model), "layers.0"),
+        (lambda model: torch.compile(model, backend="mhc"), "layers.0"),
+        (lambda model: torch.compile(model.forward, backend="mhc"), "layers.0"),
+        (lambda model: torch.compile(model.layers, backend="mhc"), "0"),
+        # Before 2.14, Dynamo compiles none of torch's modules in place, but their children.
+        (lambda model: _in_place(model.layers), "0" if torch.__version__ >= "2.14" else ""),
+    ],
+)
+def test_modules_of_sites(compiled: Callable[[Any], Any], module: str) -> None:
+    with torch.no_grad():
+        compiled(Around())(torch.randn(SHAPE))
+    assert [(site.op, site.module) for site in mhc_compile.report().sites] == [(op, module) for op in BOTH[::-1]]
 
 
 @pytest.mark.usefixtures("passes_only")
@@ -286,6 +318,11 @@ def test_a_compiled_graph_has_its_report_wherever_it_is_kept(tmp_path: Path) -> 
     for warm in (by_autograd, by_graph, artifacts):
         assert _without_time(warm["report"]) == expected
         assert (warm["cached"], warm["graphs"]) == (1, 1)
+    # The time is that of this process. Inductor's cache of graphs comes after two of the passes.
+    assert [" (0.00 s)" in warm["report"] for warm in (first, by_autograd, by_graph, artifacts, file, gone)] == [
+        *(False, True, False),
+        *(True, True, False),
+    ]
     # The function is one sublayer, compiled without gradients.
     assert "2 of 2 hyper-connection sites rewritten in 1 graph from the cache" in file["report"]
     assert "backward" not in file["report"]
@@ -302,10 +339,11 @@ def test_graphs_of_which_other_things_are_told_are_not_one_in_a_cache() -> None:
             graph.traced.add(report)
             return hooks.LowerPass().uuid()
 
-    def site(code: str, line: int) -> Report:
-        return Report([SiteReport("aggregate", Location("model.py", line, code), "")], graphs=1)
+    def site(code: str, line: int, module: str = "") -> Report:
+        return Report([SiteReport("aggregate", Location("model.py", line, code), "", module=module)], graphs=1)
 
     assert known(site("a", 1)) == known(site("a", 2))
     assert known(site("a", 1)) != known(site("b", 1))
+    assert known(site("a", 1)) != known(site("a", 1, "layers.0"))
     assert known(site("a", 1)) != known(Report(graphs=1))
     records.forget()

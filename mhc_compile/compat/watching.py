@@ -23,11 +23,15 @@ import torch
 from mhc_compile.compat.graphs import compile_id, on_dynamo_reset
 from mhc_compile.compat.inductor import _guard
 from mhc_compile.compat.reaching import Reached, reached
+from mhc_compile.encoding import without_addresses
 
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(.*)_at_\d+$")
 # Dynamo's texts are paragraphs: what happened, an explanation, hints, and what developers want to know.
 _EXPLANATION = re.compile(r"^\s*Explanation: (.*)$", re.MULTILINE)
 _THEN = re.compile(r"another graph break occurred: \*\*\*\s*(.*)")
+# Of the hints, those that name a setting: they say what a user can do.
+_SETTING = re.compile(r"^\s*Hint: Set (`?torch\._dynamo\.config\..*?)\.?$", re.MULTILINE)
+_ENDS = "skipping the rest of the function"
 _LIMIT = "torch._dynamo hit config.%s"
 _FUNCTION = re.compile(r"'(.*)' \((.*):(\d+)\)")
 _GUARD = re.compile(r"(?:\d+/\d+: )?(.*?)(?:\s+#.*)?")
@@ -35,7 +39,10 @@ _GUARD = re.compile(r"(?:\d+/\d+: )?(.*?)(?:\s+#.*)?")
 
 @dataclass(frozen=True)
 class GraphBreak:
-    """Where Dynamo broke the graph of a function, or gave up on it. frame and number are those of the compilation."""
+    """Where Dynamo broke the graph of a function, or gave up on it. frame and number are those of the compilation.
+
+    It ends the function if Dynamo cannot resume after it: Dynamo leaves the rest of the function to Python.
+    """
 
     frame: Any
     number: Any
@@ -43,11 +50,12 @@ class GraphBreak:
     file: str
     line: int
     words: str
+    ends: bool
 
 
 @dataclass(frozen=True)
 class GivenUp:
-    """A function that Dynamo leaves to Python for its break; Dynamo compiles the functions that it calls.
+    """A function that Dynamo leaves to Python, or whose rest it leaves; Dynamo compiles the functions that it calls.
 
     Of a function that is resumed, this is the part after an earlier break. backend is what `torch.compile` was given:
     the registered function for a name, and the name for Inductor. reached are the tensors that its own lines can read.
@@ -144,7 +152,7 @@ def watch_dynamo() -> None:
         def log_and_note(self: Any, code_options: Any, reason: str, exc: Any, **known: Any) -> None:
             with _guard("a graph break is not reported"):
                 if not exc.logged:
-                    _note_break(self, exc)
+                    _note_break(self, exc, _ENDS in reason)
             log(self, code_options, reason, exc, **known)
 
         @functools.wraps(convert)
@@ -153,9 +161,10 @@ def watch_dynamo() -> None:
             result = convert(self, frame, cache_entry, frame_state)
             with _guard("a function that Dynamo gives up on is not reported"):
                 if result.guarded_code is None:
-                    _note_eager(frame, result, list(watched.breaks)[breaks:], self)
+                    _note_strategy(frame.f_code, result)
                 else:
                     _note_compiled(frame.f_code, result.guarded_code, self)
+                _note_eager(frame, list(watched.breaks)[breaks:], result.guarded_code is None, self)
             return result
 
         CatchErrorsWrapper.__call__ = convert_and_note  # type: ignore[method-assign]
@@ -169,18 +178,21 @@ def _note_code(code: CodeType, new_code: CodeType) -> None:
     watched.kept.add(compile_id()[:2])
 
 
-def _note_break(translator: Any, error: Any) -> None:
+def _note_break(translator: Any, error: Any, ends: bool) -> None:
     frame, number, _ = compile_id()
     stack = getattr(error, "real_stack", None) or [translator.frame_summary()]
     root = getattr(translator.output, "root_tx", None) or translator
-    said = str(error)
+    said = without_addresses(str(error))
     what, explanation = said.strip().partition("\n")[0], _EXPLANATION.search(said)
     words = f"{what}: {explanation.group(1)}" if explanation else what
     then = _THEN.search(said)
     if then:
         words += f" ({then.group(1)})"
+    setting = _SETTING.search(said)
+    if setting:
+        words = f"{words.rstrip('.')}. Set {setting.group(1)}"
     on_dynamo_reset(watched)
-    found = GraphBreak(frame, number, _named(root.f_code), stack[-1].filename, stack[-1].lineno or 0, words)
+    found = GraphBreak(frame, number, _named(root.f_code), stack[-1].filename, stack[-1].lineno or 0, words, ends)
     watched.breaks[found] = None
 
 
@@ -197,13 +209,16 @@ def _note_compiled(code: CodeType, made: Any, compiler: Any) -> None:
         tell(code, made.compile_id, _given_to_compile(compiler)[0])
 
 
-def _note_eager(frame: Any, result: Any, breaks: list[GraphBreak], compiler: Any) -> None:
-    """Note what Dynamo does not compile, and report the user's function that it gives up on for one of these breaks."""
+def _note_strategy(code: CodeType, result: Any) -> None:
     on_dynamo_reset(watched)
-    code = frame.f_code
     if result.apply_to_code:
         watched.strategies[id(code)] = (weakref.ref(code), result.frame_exec_strategy)
-    own = [one for one in breaks if one.function == _named(code)]
+
+
+def _note_eager(frame: Any, breaks: list[GraphBreak], whole: bool, compiler: Any) -> None:
+    """Report the user's function that Dynamo gives up on for one of these breaks, as a whole or from there on."""
+    code = frame.f_code
+    own = [one for one in breaks if one.function == _named(code) and (whole or one.ends)]
     if own and not code.co_filename.startswith(_TORCH):
         name, file = own[-1].function
         resumed = name != code.co_name

@@ -21,8 +21,8 @@ pytestmark = [
 ]
 
 N, C = 4, 16
-READ = "the gates of its write are read in another graph: Dynamo breaks the graph at "
-WRITE = "its gates are made in another graph: Dynamo breaks the graph at "
+READ = "the gates of its write are read outside this graph: Dynamo breaks the graph at "
+WRITE = "its gates are made outside this graph: Dynamo breaks the graph at "
 
 
 class Torn(nn.Module):
