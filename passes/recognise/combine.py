@@ -12,10 +12,9 @@ from mhc_compile.passes.recognise.contraction import (
     by_stride,
     contractions,
     exact,
-    is_innermost,
     is_stream_count,
     joined,
-    split,
+    streams_in,
 )
 from mhc_compile.passes.recognise.layout import Layout, NotALayout, Steps, origin, refine, seen, tidy
 from mhc_compile.passes.recognise.misses import Miss
@@ -277,13 +276,7 @@ def _read_mix(c: Contraction) -> tuple[Mix, StreamsView, StreamsView] | Miss:
     if not is_stream_count(n) or c.left is c.right or not all((summed[0].left, summed[0].right, stream[0].left)):
         return Miss(c.out, c.left, f"does not multiply streams by a matrix of {n} times {n} numbers", 1)
     shared = [a for a in c.axes if not a.summed and a.right != 0]
-    for tokens, channels in split(shared, c.right, (n, summed[0].right)):
-        token, channel = (joined(by_stride(axes, "right")) for axes in (tokens, channels))
-        streams = StreamsView(
-            tidy([(a.size, a.right) for a in token]), (n, summed[0].right), tidy([(a.size, a.right) for a in channel])
-        )
-        if not is_innermost(streams, c.right):
-            continue
+    for token, channel, streams in streams_in(shared, c.right, (n, summed[0].right)):
         written = _view(token, (n, stream[0].out), channel)
         dims = (tidy([(a.size, a.left) for a in token]), ((n, summed[0].left),), ((n, stream[0].left),))
         return Mix(c.left, Layout(dims, c.left_offset), c.const), streams, written

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from mhc_compile.passes.recognise.layout import Factor as Step
-from mhc_compile.passes.recognise.layout import Layout, NotALayout, is_shown, merged, refine, tiles
+from mhc_compile.passes.recognise.layout import Layout, NotALayout, is_shown, merged, refine, tidy, tiles
 from mhc_compile.passes.recognise.sums_of_products import Factor, Source, Term
 from mhc_compile.passes.shadow import Value
 
@@ -134,6 +134,18 @@ class StreamsView(NamedTuple):
         return self.n > 1 and self.stream[1] == 1 and self.channels > 1
 
     @property
+    def holds_tokens(self) -> bool:
+        """Whether tokens lie between the channels of a stream, [..., n, C, tokens]."""
+        return bool(self.channel) and any(stride < self.channel[-1][1] for _, stride in self.tokens)
+
+    def may_be_of(self, written: StreamsView) -> bool:
+        """Whether streams that are read so may be what is written.
+
+        A gate for each channel that several tokens share reads as a gate for each token, and the tokens as channels.
+        """
+        return self.n == written.n and (self.channel == written.channel or not self.holds_tokens)
+
+    @property
     def layout(self) -> Layout:
         return Layout((self.tokens, (self.stream,) if self.n > 1 else (), self.channel))
 
@@ -173,6 +185,26 @@ def split(axes: Sequence[Axis], x: Value, streams_at: Step) -> Iterator[tuple[li
         if channels and (streams_at[1] == 1 or bound <= streams_at[1] or streams_at[1] * streams_at[0] <= bound):
             yield [a for a in axes if a.left != 0] + [a for a in inner if a.right >= bound], channels
             return
+
+
+def streams_in(
+    axes: Sequence[Axis], x: Value, streams_at: Step
+) -> Iterator[tuple[list[Axis], list[Axis], StreamsView]]:
+    """The axes that x and the result share as tokens and channels, as `split`, and the streams in x that these make.
+
+    Channels are not innermost only if each of them holds tokens that have gates of their own.
+    """
+    apart: list[tuple[list[Axis], list[Axis], StreamsView]] = []
+    for at, (tokens, channels) in enumerate(split(axes, x, streams_at)):
+        token, channel = (joined(by_stride(some, "right")) for some in (tokens, channels))
+        through, across = (tidy([(a.size, a.right) for a in some]) for some in (token, channel))
+        view = StreamsView(through, streams_at, across)
+        if is_innermost(view, x):
+            yield token, channel, view
+            apart.clear()
+        elif at == 0 and view.holds_tokens and len(view.channel) == 1:
+            apart.append((token, channel, view))
+    yield from apart
 
 
 def _cut(axis: Axis, bound: int) -> list[Axis]:
