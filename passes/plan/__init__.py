@@ -313,7 +313,7 @@ def _single_operators(
 def _is_view(read: Aggregate, views: dict[Value, StreamsView]) -> bool:
     """Whether a read is of streams that are known, stream by stream."""
     view = views.get(read.x)
-    return view is not None and read.streams.stream == view.stream and read.streams.may_be_of(view)
+    return view is not None and (read.streams.n, read.streams.stream) == (view.n, view.stream)
 
 
 def _views(sites: list[Site]) -> dict[Value, StreamsView]:

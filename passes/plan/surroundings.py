@@ -63,32 +63,35 @@ def check_surroundings(shadow: Shadow, site: Site) -> None:
 
 
 def _refuse_copies(site: Site) -> None:
-    """Refuse streams [..., n, C, tokens] of which kernels would need a copy: it costs more than the operator saves."""
+    """Refuse streams [..., n, C, tokens] where memory has them so: a copy costs more than the operator saves."""
     for what, value, layout in _wide(site):
         channel = layout.dims[-1]
         if channel and any(stride < channel[-1][1] for _, stride in layout.dims[0]) and not _in_rows(value, layout):
             raise Decline(
-                f"the gates differ along dims behind the channels, and the operator would need a copy of {what} with "
-                "the channels innermost: make the channels the last dim"
+                "the gates differ along the innermost dim; the operator has the channels there and would need a copy "
+                f"of {what}: make the channels the last dim"
             )
 
 
 def _wide(site: Site) -> Iterator[tuple[str, Value, Layout]]:
-    """The wide operands of a site that is not worth a copy, with layouts [token, ..., channel]."""
+    """The wide tensors of a site that is not worth a copy of one, with layouts [token, ..., channel]."""
     if isinstance(site, CombineSite):
         c = site.combine
         yield "the streams", c.x, c.streams.layout
         yield "the sublayer's output", c.outer.f, c.outer.f_layout
+        yield "its result", c.out, c.out_view.layout
     elif isinstance(site, AggregateSite):
         yield "the streams", site.aggregate.x, site.aggregate.streams.layout
+        yield "its result", site.aggregate.out, site.aggregate.out_layout
     elif isinstance(site, MixingSite):
         yield "the streams", site.mixing.x, site.mixing.x_layout
+        yield "its result", site.mixing.out, site.mixing.out_layout
     elif isinstance(site, ProjectionSite):
         yield "the streams", site.x, site.streams.layout
 
 
 def _in_rows(value: Value, layout: Layout) -> bool:
-    """Whether the channels of a tensor are next to one another in memory, and its tokens evenly apart."""
+    """Whether memory has the channels of a tensor side by side, and its tokens evenly apart."""
     held = visible(value) or value
     steps = [int(compat.hint(stride)) for stride in held.meta.stride()]
     rows, stride = [], 1

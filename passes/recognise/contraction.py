@@ -7,6 +7,8 @@ operand and the result.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import combinations
+from math import prod
 from typing import NamedTuple
 
 from mhc_compile.passes.recognise.layout import Factor as Step
@@ -138,13 +140,6 @@ class StreamsView(NamedTuple):
         """Whether tokens lie between the channels of a stream, [..., n, C, tokens]."""
         return bool(self.channel) and any(stride < self.channel[-1][1] for _, stride in self.tokens)
 
-    def may_be_of(self, written: StreamsView) -> bool:
-        """Whether streams that are read so may be what is written.
-
-        A gate for each channel that several tokens share reads as a gate for each token, and the tokens as channels.
-        """
-        return self.n == written.n and (self.channel == written.channel or not self.holds_tokens)
-
     @property
     def layout(self) -> Layout:
         return Layout((self.tokens, (self.stream,) if self.n > 1 else (), self.channel))
@@ -190,21 +185,30 @@ def split(axes: Sequence[Axis], x: Value, streams_at: Step) -> Iterator[tuple[li
 def streams_in(
     axes: Sequence[Axis], x: Value, streams_at: Step
 ) -> Iterator[tuple[list[Axis], list[Axis], StreamsView]]:
-    """The axes that x and the result share as tokens and channels, as `split`, and the streams in x that these make.
+    """The axes that x and the result share as tokens and channels, with the streams that these make, likeliest first.
 
-    Channels are not innermost only if each of them holds tokens that have gates of their own.
+    Last come channels that hold tokens: some dims of one stream, along which the gates do not differ.
     """
-    apart: list[tuple[list[Axis], list[Axis], StreamsView]] = []
-    for at, (tokens, channels) in enumerate(split(axes, x, streams_at)):
-        token, channel = (joined(by_stride(some, "right")) for some in (tokens, channels))
-        through, across = (tidy([(a.size, a.right) for a in some]) for some in (token, channel))
-        view = StreamsView(through, streams_at, across)
-        if is_innermost(view, x):
-            yield token, channel, view
-            apart.clear()
-        elif at == 0 and view.holds_tokens and len(view.channel) == 1:
-            apart.append((token, channel, view))
-    yield from apart
+    for tokens, channels in split(axes, x, streams_at):
+        found = _with_view(tokens, channels, streams_at)
+        if is_innermost(found[2], x):
+            yield found
+    within = [bound for d in range(len(x.shape)) if 0 < (bound := prod(x.shape[d:])) <= streams_at[1]]
+    for bound, inner in combinations(within, 2):
+        parts = [part for axis in axes for half in _cut(axis, bound) for part in _cut(half, inner)]
+        channels = [a for a in parts if inner <= a.right < bound and not a.left]
+        if prod(a.size for a in channels) == bound // inner:
+            found = _with_view([a for a in parts if a not in channels], channels, streams_at)
+            if found[2].holds_tokens:
+                yield found
+
+
+def _with_view(
+    tokens: Sequence[Axis], channels: Sequence[Axis], streams_at: Step
+) -> tuple[list[Axis], list[Axis], StreamsView]:
+    token, channel = (joined(by_stride(some, "right")) for some in (tokens, channels))
+    through, across = (tidy([(a.size, a.right) for a in some]) for some in (token, channel))
+    return token, channel, StreamsView(through, streams_at, across)
 
 
 def _cut(axis: Axis, bound: int) -> list[Axis]:

@@ -43,7 +43,7 @@ class Connections:
         for x in self._made_of(write.x):
             for value in self.between(x, write.outer.f):
                 for read in self._reads.get(value, ()):
-                    if read.streams.may_be_of(write.streams) and self._depends(read.x, x):
+                    if read.streams.n == write.streams.n and self._depends(read.x, x):
                         found[id(read)] = read
         return list(found.values())
 
