@@ -65,8 +65,7 @@ def check_surroundings(shadow: Shadow, site: Site) -> None:
 def _refuse_copies(site: Site) -> None:
     """Refuse streams [..., n, C, tokens] where memory has them so: a copy costs more than the operator saves."""
     for what, value, layout in _wide(site):
-        channel = layout.dims[-1]
-        if channel and any(stride < channel[-1][1] for _, stride in layout.dims[0]) and not _in_rows(value, layout):
+        if not _in_rows(value, layout):
             raise Decline(
                 "the gates differ along the innermost dim; the operator has the channels there and would need a copy "
                 f"of {what}: make the channels the last dim"
@@ -74,19 +73,19 @@ def _refuse_copies(site: Site) -> None:
 
 
 def _wide(site: Site) -> Iterator[tuple[str, Value, Layout]]:
-    """The wide tensors of a site that is not worth a copy of one, with layouts [token, ..., channel]."""
-    if isinstance(site, CombineSite):
+    """The wide tensors of a site whose streams hold tokens, with layouts [token, ..., channel]."""
+    if isinstance(site, CombineSite) and site.combine.streams.holds_tokens:
         c = site.combine
         yield "the streams", c.x, c.streams.layout
         yield "the sublayer's output", c.outer.f, c.outer.f_layout
         yield "its result", c.out, c.out_view.layout
-    elif isinstance(site, AggregateSite):
+    elif isinstance(site, AggregateSite) and site.aggregate.streams.holds_tokens:
         yield "the streams", site.aggregate.x, site.aggregate.streams.layout
         yield "its result", site.aggregate.out, site.aggregate.out_layout
-    elif isinstance(site, MixingSite):
+    elif isinstance(site, MixingSite) and site.mixing.streams is not None and site.mixing.streams.holds_tokens:
         yield "the streams", site.mixing.x, site.mixing.x_layout
         yield "its result", site.mixing.out, site.mixing.out_layout
-    elif isinstance(site, ProjectionSite):
+    elif isinstance(site, ProjectionSite) and site.streams.holds_tokens:
         yield "the streams", site.x, site.streams.layout
 
 

@@ -189,6 +189,28 @@ def test_another_copy_is_told(kind: type[Image], what: str) -> None:
     assert [site.reason for site in outcome.report.declined] == [REASON.format(what)]
 
 
+class ConvolutionBetween(nn.Module):
+    """Streams [b, s, n, C]; the sublayer reads and makes [b, C, s]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_stream = random_parameter(WIDTH, N + 2, std=WIDTH**-0.5)
+        self.weight = random_parameter(WIDTH, WIDTH, 3, std=WIDTH**-0.5)
+
+    def forward(self, x: Tensor) -> Any:
+        x = x.sin()
+        a, p, r = torch.tanh(x @ self.of_stream).split((1, 1, N), -1)
+        f = torch.tanh(F.conv1d((a * x).sum(-2).mT, self.weight, padding=1)).mT
+        return p * f.unsqueeze(-2) + r.mT @ x
+
+
+def test_only_streams_with_channels_apart_are_left() -> None:
+    outcome = check.run(ConvolutionBetween(), (torch.randn(2, 5, N, WIDTH),))
+    check.assert_as_accurate(outcome)
+    assert {READ, WRITE} <= set(outcome.operators), str(outcome.report)
+    assert not outcome.report.declined, str(outcome.report)
+
+
 def test_strict() -> None:
     model = torch.compile(Image(), backend="mhc", options={"mhc.strict": True})
     with pytest.raises(Exception, match="make the channels the last dim"):
