@@ -211,6 +211,28 @@ def test_only_streams_with_channels_apart_are_left() -> None:
     assert not outcome.report.declined, str(outcome.report)
 
 
+class GateOfChannels(nn.Module):
+    """Streams [b, n, s, C], read with a gate for each channel that all tokens share, and written with others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_stream = random_parameter(WIDTH, N + 1, std=WIDTH**-0.5)
+        self.weight = random_parameter(WIDTH, WIDTH, std=WIDTH**-0.5)
+
+    def forward(self, x: Tensor) -> Any:
+        x = x.sin()
+        p, r = torch.tanh(x @ self.of_stream).split((1, N), -1)
+        f = torch.tanh(F.linear((x.mean(2, keepdim=True).sigmoid() * x).sum(1), self.weight))
+        return torch.einsum("bito,bitc->botc", r, x) + p * f.unsqueeze(1)
+
+
+def test_the_write_says_what_the_channels_of_a_read_are() -> None:
+    outcome = check.run(GateOfChannels(), (torch.randn(2, N, 5, WIDTH),))
+    check.assert_as_accurate(outcome)
+    (site,) = outcome.report.declined
+    assert (site.op, "with a gate for each channel" in str(site.reason)) == (READ, True), str(outcome.report)
+
+
 def test_strict() -> None:
     model = torch.compile(Image(), backend="mhc", options={"mhc.strict": True})
     with pytest.raises(Exception, match="make the channels the last dim"):
