@@ -154,7 +154,8 @@ class _Planner:
             readings = [c for c in readings if not known.isdisjoint(c.gates()) or connections.is_write(c, known)]
             if not readings or readings[0].out in self.claimed:
                 continue
-            self.evident |= {read.out for read in connections.reads_before(readings[0])}
+            reads = connections.reads_before(readings[0])
+            self.evident |= {read.out for read in reads if isinstance(read, Aggregate)}
             self._consider_write(*readings)
 
         for miss in self.findings.almost[::-1]:
@@ -320,7 +321,9 @@ def _single_operators(
 def _is_view(read: Aggregate, views: dict[Value, StreamsView]) -> bool:
     """Whether a read is of streams that are known, stream by stream."""
     view = views.get(read.x)
-    return view is not None and (read.streams.n, read.streams.stream) == (view.n, view.stream)
+    if view is None or (read.streams.n, read.streams.stream) != (view.n, view.stream):
+        return False
+    return view.holds_tokens or not read.streams.holds_tokens
 
 
 def _views(sites: list[Site]) -> dict[Value, StreamsView]:

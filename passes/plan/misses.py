@@ -32,8 +32,9 @@ def misses(
     for value, found in findings.matrices.items():
         if isinstance(found, str) and value not in told and value not in gates and value.op is not None:
             yield Declined("sinkhorn", f"the value {found}", value.op.node)
+    refused = {entry.node for entry in declined}
     for read in findings.connections.of_channels([site.combine for site in sites if isinstance(site, CombineSite)]):
-        if read.out.op is not None and read.out not in told:
+        if read.out.op is not None and read.out not in told and read.out.op.node not in refused:
             reason = "this reads streams with a gate for each channel; the operator has one for each stream"
             yield Declined("aggregate", reason, read.out.op.node)
     yield from _unread(findings, sites, declined, views)

@@ -6,15 +6,26 @@ Not autocast: its casts are in the record as any other, and the operators comput
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from math import inf
+from math import inf, prod
 from typing import Any
 
 import torch
 from torch import fx
 
 from mhc_compile import compat
-from mhc_compile.passes.plan.sites import Decline, MixSite, Site, outputs, visible
-from mhc_compile.passes.recognise.layout import is_movement
+from mhc_compile.passes.plan.sites import (
+    AggregateSite,
+    CombineSite,
+    Decline,
+    MixingSite,
+    MixSite,
+    ProjectionSite,
+    Site,
+    outputs,
+    visible,
+)
+from mhc_compile.passes.recognise.layout import Layout, NotALayout, Steps, is_movement, tidy
+from mhc_compile.passes.recognise.outer import flat
 from mhc_compile.passes.report import in_words
 from mhc_compile.passes.shadow import Op, Shadow, Value, tensors_of
 
@@ -28,6 +39,7 @@ def check_surroundings(shadow: Shadow, site: Site) -> None:
             raise Decline(f"an input has dtype {value.dtype}; only float32, bfloat16 and float16 are rewritten")
         if type(value.meta).__name__ not in ("FakeTensor", "Parameter", "Tensor"):
             raise Decline(f"an input is a tensor subclass, {type(value.meta).__name__}")
+    _refuse_copies(site)
     nodes, showing = extent(site)
     doubles = sorted(nodes & shadow.doubles, key=shadow.position.__getitem__)
     if doubles:
@@ -48,6 +60,49 @@ def check_surroundings(shadow: Shadow, site: Site) -> None:
     if isinstance(site, MixSite):
         # Autograd forbids writing into one of several results of an operator.
         _refuse_writes(shadow, results, "one of its results", first)
+
+
+def _refuse_copies(site: Site) -> None:
+    """Refuse streams [..., n, C, tokens] where memory has them so: a copy costs more than the operator saves."""
+    for what, value, layout in _wide(site):
+        if not _in_rows(value, layout):
+            raise Decline(
+                "the gates differ along the innermost dim; the operator has the channels there and would need a copy "
+                f"of {what}: make the channels the last dim"
+            )
+
+
+def _wide(site: Site) -> Iterator[tuple[str, Value, Layout]]:
+    """The wide tensors of a site whose streams hold tokens, with layouts [token, ..., channel]."""
+    if isinstance(site, CombineSite) and site.combine.streams.holds_tokens:
+        c = site.combine
+        yield "the streams", c.x, c.streams.layout
+        yield "the sublayer's output", c.outer.f, c.outer.f_layout
+        yield "its result", c.out, c.out_view.layout
+    elif isinstance(site, AggregateSite) and site.aggregate.streams.holds_tokens:
+        yield "the streams", site.aggregate.x, site.aggregate.streams.layout
+        yield "its result", site.aggregate.out, site.aggregate.out_layout
+    elif isinstance(site, MixingSite) and site.mixing.streams is not None and site.mixing.streams.holds_tokens:
+        yield "the streams", site.mixing.x, site.mixing.x_layout
+        yield "its result", site.mixing.out, site.mixing.out_layout
+    elif isinstance(site, ProjectionSite) and site.streams.holds_tokens:
+        yield "the streams", site.x, site.streams.layout
+
+
+def _in_rows(value: Value, layout: Layout) -> bool:
+    """Whether memory has the channels of a tensor side by side, and its tokens evenly apart."""
+    held = visible(value) or value
+    steps = [int(compat.hint(stride)) for stride in held.meta.stride()]
+    rows, stride = [], 1
+    for d in sorted(range(len(steps)), key=steps.__getitem__):
+        rows.append((held.shape[d], prod(held.shape[d + 1 :]), stride))
+        stride *= held.shape[d]
+    try:
+        found = [tidy(Steps([row for row in rows if row[0] > 1]).translate(flat(dim))) for dim in layout.dims]
+    except NotALayout:
+        return False
+    token, channel = found[0], found[-1]
+    return len(token) == 1 and len(channel) == 1 and channel[0][1] == 1
 
 
 def _memory(nodes: Iterable[fx.Node]) -> set[Any]:

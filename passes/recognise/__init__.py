@@ -22,7 +22,7 @@ from mhc_compile.passes.recognise.concatenation import TOGETHER
 from mhc_compile.passes.recognise.contraction import StreamsView
 from mhc_compile.passes.recognise.gates import Gate, Matrices, NotAGate
 from mhc_compile.passes.recognise.joined_factors import taken_apart
-from mhc_compile.passes.recognise.layout import Layout, NotALayout, any_view, is_movement, origin, seen, tidy
+from mhc_compile.passes.recognise.layout import Layout, NotALayout, any_view, is_movement, is_shown, origin, seen, tidy
 from mhc_compile.passes.recognise.mixing import Mixing, fractions
 from mhc_compile.passes.recognise.part_writes import PartWrite, part_writes
 from mhc_compile.passes.recognise.projection import (
@@ -221,6 +221,7 @@ def _read_wide(
         written = combine.combines(reader, out, taken_apart(reader, reader.terms(out)))
         combines += (replace(c, in_one_product=True) for c in written if isinstance(c, Combine))
     for out in op.outs:
+        out = out if is_shown(out) else seen(out)
         aggregates += (a for a in aggregate.aggregates(reader, out) if isinstance(a, Aggregate))
 
 
@@ -411,6 +412,7 @@ def _residuals(
 ) -> list[Combine]:
     """Combines that do not mix the streams: too common a shape to be read where nothing says what is streams."""
     known = {value for mixture in mixtures for value in mixture.gates}
+    reads = sorted(reads, key=lambda read: not read.streams.holds_tokens)  # the likelier readings of x last
     streams = {read.x: read.streams for read in reads}
     streams |= {read.x: read.streams for read in reads if isinstance(read, Aggregate) and read.gate in known}
     for mixture in mixtures:

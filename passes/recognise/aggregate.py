@@ -17,6 +17,7 @@ from mhc_compile.passes.recognise.contraction import (
     is_stream_count,
     joined,
     split,
+    streams_in,
 )
 from mhc_compile.passes.recognise.layout import Layout, tidy
 from mhc_compile.passes.recognise.misses import Miss
@@ -77,7 +78,7 @@ def other_readings(reader: Reader, out: Value) -> Iterator[Reading]:
         terms = reader.reduction(out.op) or terms
     if len(terms) != 1 or not terms[0].summed or len(terms[0].factors) > 2:
         return
-    if any(isinstance(found, Aggregate) for found in aggregates(reader, out)):
+    if any(isinstance(found, Aggregate) and not found.streams.holds_tokens for found in aggregates(reader, out)):
         return
     factors = terms[0].factors
     bases = [{source.base for source in factor} for factor in factors]
@@ -108,14 +109,8 @@ def _read(c: Contraction) -> Aggregate | tuple[str, int]:
     stream = (summed[0].size, summed[0].right)
     if not is_stream_count(stream[0]) or any(a.right == 0 for a in c.axes):
         return f"sums {stream[0]} streams (the operators take at most 31), or reads streams that are broadcast", 1
-    for tokens, channels in split([a for a in c.axes if not a.summed], c.right, stream):
-        token, channel = (joined(by_stride(axes, "right")) for axes in (tokens, channels))
-        streams = StreamsView(
-            tidy([(a.size, a.right) for a in token]), stream, tidy([(a.size, a.right) for a in channel])
-        )
-        if not is_innermost(streams, c.right):
-            continue
+    for token, channel, streams in streams_in([a for a in c.axes if not a.summed], c.right, stream):
         gate = Layout((tidy([(a.size, a.left) for a in token]), ((stream[0], summed[0].left),)), c.left_offset)
         out = Layout((tidy([(a.size, a.out) for a in token]), tidy([(a.size, a.out) for a in channel])))
         return Aggregate(c.out, c.left, gate, c.right, streams, out, c.const)
-    return "reads streams whose channels are not adjacent in memory", 2
+    return "reads streams whose channels are not adjacent", 2

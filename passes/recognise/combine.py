@@ -13,10 +13,9 @@ from mhc_compile.passes.recognise.contraction import (
     by_stride,
     contractions,
     exact,
-    is_innermost,
     is_stream_count,
     joined,
-    split,
+    streams_in,
 )
 from mhc_compile.passes.recognise.layout import Layout, NotALayout, Steps, origin, refine, seen, tidy
 from mhc_compile.passes.recognise.misses import Miss
@@ -138,13 +137,13 @@ def combines(reader: Reader, out: Value, terms: Terms | None = None) -> Iterator
         if not term.summed:
             continue
         for c in contractions(term, out, parts=True):
-            found = _read_mix(c)
-            if isinstance(found, Miss):
-                yield found
-            else:
-                mix, streams, written = found
-                rest = terms[:i] + terms[i + 1 :]
-                yield from _written_with(reader, rest, out, c.right, streams, written, (mix,))
+            for found in _read_mix(c):
+                if isinstance(found, Miss):
+                    yield found
+                else:
+                    mix, streams, written = found
+                    rest = terms[:i] + terms[i + 1 :]
+                    yield from _written_with(reader, rest, out, c.right, streams, written, (mix,))
 
 
 def residuals(reader: Reader, out: Value, streams: Views) -> Iterator[Combine | Miss]:
@@ -178,11 +177,15 @@ def _unmixed(terms: tuple[Term, ...], out: Value) -> Iterator[Miss]:
 
 
 def _own_streams(terms: tuple[Term, ...], out: Value, streams: Views) -> Iterator[tuple[Value, StreamsView]]:
-    """The streams among the factors of terms that are not summed."""
+    """The streams among the factors of terms that are not summed, in each way that they may be held."""
     factors = (factor for term in terms if not term.summed and len(term.factors) <= 2 for factor in term.factors)
     bases = dict.fromkeys(source.base for factor in factors for source in exact(factor))
-    known = ((x, streams(x)) for x in bases if x.numel == out.numel)
-    return ((x, view) for x, view in known if view is not None)
+    for x in bases:
+        view = streams(x) if x.numel == out.numel else None
+        if view is not None:
+            axes = [Axis(size, 0, stride, 0, False) for size, stride in (*view.tokens, *view.channel)]
+            ways = dict.fromkeys((view, *(way for _, _, way in streams_in(axes, x, view.stream))))
+            yield from ((x, way) for way in sorted(ways, key=lambda way: way.holds_tokens))
 
 
 def _written_with(
@@ -231,9 +234,9 @@ def _again(term: Term, out: Value, x: Value, streams: StreamsView, written: Stre
         alone = _alone(term, out, x, streams)
         return alone[0] if alone is not None and alone[1] == written else None
     for c in contractions(term, out, parts=True):
-        found = _read_mix(c) if c.right is x else None
-        if isinstance(found, tuple) and found[1:] == (streams, written):
-            return found[0]
+        for found in _read_mix(c) if c.right is x else ():
+            if isinstance(found, tuple) and found[1:] == (streams, written):
+                return found[0]
     return None
 
 
@@ -241,9 +244,9 @@ def _to_all(reader: Reader, term: Term, out: Value, x: Value, streams: StreamsVi
     """A term as a sum over the same streams that all of them get: all columns of its matrix are alike."""
     for whole in (term, *reader.sums_taken_alone(term)):
         for c in (*contractions(whole, out, parts=True), *_ungated(whole, out, x)) if whole.summed else ():
-            found = _read_mix(c, alike=True) if c.right is x else None
-            if isinstance(found, tuple) and found[1:] == (streams, written):
-                return replace(found[0], res=None) if c.left is x else found[0]
+            for found in _read_mix(c, alike=True) if c.right is x else ():
+                if isinstance(found, tuple) and found[1:] == (streams, written):
+                    return replace(found[0], res=None) if c.left is x else found[0]
     return None
 
 
@@ -314,32 +317,33 @@ def _written(layout: Layout, out: Value, view: StreamsView) -> StreamsView | Non
         return None
 
 
-def _read_mix(c: Contraction, *, alike: bool = False) -> tuple[Mix, StreamsView, StreamsView] | Miss:
+def _read_mix(c: Contraction, *, alike: bool = False) -> Iterator[tuple[Mix, StreamsView, StreamsView] | Miss]:
     """The matrix, and where the streams are read and written; with `alike`, its rows or columns may be equal."""
     summed = joined(by_stride([a for a in c.axes if a.summed], "right"))
     stream = joined(by_stride([a for a in c.axes if not a.summed and a.right == 0], "out"))
     if len(summed) != 1 or len(stream) != 1 or summed[0].size != stream[0].size:
-        return Miss(c.out, c.left, "does not sum over the streams that it reads", 1)
+        yield Miss(c.out, c.left, "does not sum over the streams that it reads", 1)
+        return
     n = summed[0].size
     if c.right.numel != c.out.numel:
-        return Miss(c.out, c.left, "multiplies it by a tensor of another size than the streams that it writes", 1)
+        yield Miss(c.out, c.left, "multiplies it by a tensor of another size than the streams that it writes", 1)
+        return
     gated = (summed[0].left and stream[0].left) or alike
     squares = c.left is c.right and any(a.left for a in c.axes)
     if not is_stream_count(n) or not summed[0].right or not gated or squares:
-        return Miss(c.out, c.left, f"does not multiply streams by a matrix of {n} times {n} numbers", 1)
+        yield Miss(c.out, c.left, f"does not multiply streams by a matrix of {n} times {n} numbers", 1)
+        return
     shared = [a for a in c.axes if not a.summed and a.right != 0]
-    for tokens, channels in split(shared, c.right, (n, summed[0].right)):
-        token, channel = (joined(by_stride(axes, "right")) for axes in (tokens, channels))
-        streams = StreamsView(
-            tidy([(a.size, a.right) for a in token]), (n, summed[0].right), tidy([(a.size, a.right) for a in channel])
-        )
-        if not is_innermost(streams, c.right):
-            continue
-        written = _view(token, (n, stream[0].out), channel)
-        dims = (tidy([(a.size, a.left) for a in token]), ((n, summed[0].left),), ((n, stream[0].left),))
-        return Mix(c.left, Layout(dims, c.left_offset), c.const), streams, written
-    reason = "multiplies it by a part of the streams, or by streams whose channels are not adjacent in memory"
-    return Miss(c.out, c.left, reason, 2)
+    found = False
+    for token, channel, streams in streams_in(shared, c.right, (n, summed[0].right)):
+        if streams.holds_tokens or not found:
+            found = True
+            written = _view(token, (n, stream[0].out), channel)
+            dims = (tidy([(a.size, a.left) for a in token]), ((n, summed[0].left),), ((n, stream[0].left),))
+            yield Mix(c.left, Layout(dims, c.left_offset), c.const), streams, written
+    if not found:
+        reason = "multiplies it by a part of the streams, or by streams whose channels are not adjacent"
+        yield Miss(c.out, c.left, reason, 2)
 
 
 def _view(token: list[Axis], stream: tuple[int, int], channel: list[Axis]) -> StreamsView:

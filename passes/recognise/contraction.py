@@ -7,10 +7,12 @@ operand and the result.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import combinations
+from math import prod
 from typing import NamedTuple
 
 from mhc_compile.passes.recognise.layout import Factor as Step
-from mhc_compile.passes.recognise.layout import Layout, NotALayout, is_shown, merged, refine, tiles
+from mhc_compile.passes.recognise.layout import Layout, NotALayout, is_shown, merged, refine, tidy, tiles
 from mhc_compile.passes.recognise.sums_of_products import Factor, Source, Term
 from mhc_compile.passes.shadow import Value
 
@@ -134,6 +136,11 @@ class StreamsView(NamedTuple):
         return self.n > 1 and self.stream[1] == 1 and self.channels > 1
 
     @property
+    def holds_tokens(self) -> bool:
+        """Whether tokens lie between the channels of a stream, [..., n, C, tokens]."""
+        return bool(self.channel) and any(stride < self.channel[-1][1] for _, stride in self.tokens)
+
+    @property
     def layout(self) -> Layout:
         return Layout((self.tokens, (self.stream,) if self.n > 1 else (), self.channel))
 
@@ -173,6 +180,35 @@ def split(axes: Sequence[Axis], x: Value, streams_at: Step) -> Iterator[tuple[li
         if channels and (streams_at[1] == 1 or bound <= streams_at[1] or streams_at[1] * streams_at[0] <= bound):
             yield [a for a in axes if a.left != 0] + [a for a in inner if a.right >= bound], channels
             return
+
+
+def streams_in(
+    axes: Sequence[Axis], x: Value, streams_at: Step
+) -> Iterator[tuple[list[Axis], list[Axis], StreamsView]]:
+    """The axes that x and the result share as tokens and channels, with the streams that these make, likeliest first.
+
+    Last come channels that hold tokens: some dims of one stream, along which the gates do not differ.
+    """
+    for tokens, channels in split(axes, x, streams_at):
+        found = _with_view(tokens, channels, streams_at)
+        if is_innermost(found[2], x):
+            yield found
+    within = [bound for d in range(len(x.shape)) if 0 < (bound := prod(x.shape[d:])) <= streams_at[1]]
+    for bound, inner in combinations(within, 2):
+        parts = [part for axis in axes for half in _cut(axis, bound) for part in _cut(half, inner)]
+        channels = [a for a in parts if inner <= a.right < bound and not a.left]
+        if prod(a.size for a in channels) == bound // inner:
+            found = _with_view([a for a in parts if a not in channels], channels, streams_at)
+            if found[2].holds_tokens:
+                yield found
+
+
+def _with_view(
+    tokens: Sequence[Axis], channels: Sequence[Axis], streams_at: Step
+) -> tuple[list[Axis], list[Axis], StreamsView]:
+    token, channel = (joined(by_stride(some, "right")) for some in (tokens, channels))
+    through, across = (tidy([(a.size, a.right) for a in some]) for some in (token, channel))
+    return token, channel, StreamsView(through, streams_at, across)
 
 
 def _cut(axis: Axis, bound: int) -> list[Axis]:

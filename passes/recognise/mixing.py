@@ -19,9 +19,8 @@ from mhc_compile.passes.recognise.contraction import (
     by_stride,
     contractions,
     exact,
-    is_innermost,
     joined,
-    split,
+    streams_in,
 )
 from mhc_compile.passes.recognise.layout import Dim, Layout, is_movement, tidy
 from mhc_compile.passes.recognise.reader import Reader
@@ -82,11 +81,9 @@ def _read(c: Contraction) -> Mixing | None:
     if n * prod(a.size for a in rows) > MAX_ROWS or not all(a.right for a in streams):
         return None
     nearest = (n, streams[-1].right)
-    for tokens, channels in split([a for a in c.axes if not a.summed and a.right], c.right, nearest):
-        token, channel = (joined(by_stride(axes, "right")) for axes in (tokens, channels))
-        view = StreamsView(_steps(token, "right"), nearest, _steps(channel, "right"))
+    for token, channel, view in streams_in([a for a in c.axes if not a.summed and a.right], c.right, nearest):
         # A linear layer mixes the channels of all tokens so, and a read by as many gates the streams.
-        if view.channels == 1 or view.channels_first or not is_innermost(view, c.right):
+        if view.channels == 1 or view.channels_first:
             continue
         gate = Layout(tuple(_steps(axes, "left") for axes in (token, streams, rows)), c.left_offset)
         x = Layout(tuple(_steps(axes, "right") for axes in (token, streams, channel)))

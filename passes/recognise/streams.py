@@ -45,7 +45,10 @@ class Connections:
                 for read in self._reads.get(value, ()):
                     if read.streams.n == write.streams.n and self._depends(read.x, x):
                         found[id(read)] = read
-        return list(found.values())
+        # A gate for each channel reads as one for each token between channels, too. The write says which it is.
+        by_channel = {read.out for read in found.values() if isinstance(read, Reading) and read.by_channel}
+        excluded = by_channel if not write.streams.holds_tokens else set()
+        return [read for read in found.values() if not (read.streams.holds_tokens and read.out in excluded)]
 
     def _made_of(self, x: Value) -> Iterator[Value]:
         """Streams, and what they are made of element by element, or in another order: one tensor of their size.

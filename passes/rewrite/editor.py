@@ -182,7 +182,7 @@ class Editor:
         return self._call(torch.ops.aten._unsafe_view.default, source, self._sizes(compat.example(node).shape))
 
     def _restrided(self, node: fx.Node, like: torch.Tensor, old: fx.Node) -> fx.Node:
-        """A copy with the strides of `like`, a tensor whose dimensions are dense in some order."""
+        """A copy with the strides of `like`, or dense in the same order: then it has all views that `like` has."""
         order = sorted(range(like.dim()), key=lambda d: (-int(compat.hint(like.stride(d))), d))
         back = [order.index(d) for d in range(like.dim())]
         if order != back or order != sorted(order):
@@ -192,11 +192,10 @@ class Editor:
             node = self._call("contiguous", node)
         made = compat.example(node)
         steps = zip(made.shape, made.stride(), like.stride(), strict=True)
-        if all(step == wanted for size, step, wanted in steps if not compat.same_size(size, 1)):
-            return node
-        if not like.is_contiguous() and self.aliases.is_shown(old):
+        same = all(step == wanted for size, step, wanted in steps if not compat.same_size(size, 1))
+        if not same and not like.is_contiguous() and self.aliases.is_shown(old):
             raise Decline("its result has strides that the operators do not produce")
-        return self._call("contiguous", node)  # which any view of the strided tensor is a view of, too
+        return node
 
 
 def _kind(tensor: torch.Tensor) -> str:

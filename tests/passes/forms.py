@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.passes import test_channels_first as channels_first
 from tests.passes import test_fractions as fractions
 from tests.passes import test_lists as lists
 from tests.passes import test_norms as norms
@@ -139,6 +140,13 @@ GROUPS: dict[str, list[Form]] = {
         _own("clamp, exp, matrix_exp", own.MatrixExp, READ, WRITE, PROJECT),
         _own("Hyper-Connections (arXiv 2409.19606): tanh, static + dynamic", own.Tanh, READ, WRITE, PROJECT),
         _own("a post gate made of the sublayer's output", own.OfTheOutput, READ, WRITE, PROJECT),
+        Form(
+            "an image's streams, seen as [b, n, C, h, w] and stored [b, h, w, n, C]",
+            lambda: channels_first.ChannelsInnermost(channels_first.Together),
+            lambda: (torch.randn(channels_first.MEMORY),),
+            (READ, WRITE),
+            "own gates",
+        ),
         _near("gates under vmap", reasons.UnderVmap, READ, WRITE),
         _near("a Sinkhorn whose eps differ", reasons.UnequalEps, READ_FUSED, WRITE),
     ],
@@ -198,6 +206,14 @@ GROUPS: dict[str, list[Form]] = {
             PROJECT,
             state="left",
             reason="to some of the 4 streams",
+        ),
+        Form(
+            "an image's streams, stored [b, n, C, h, w], and gates for each pixel",
+            channels_first.Together,
+            lambda: (torch.randn(channels_first.SHAPE),),
+            (),
+            "left",
+            "make the channels the last dim",
         ),
         _near("dropout of the mixed streams", reasons.DropoutOfMixed, READ_FUSED, state="left", reason="dropout"),
         _near("a projection in float64", reasons.ProjectionInFloat64, READ, WRITE, state="left", reason="float64"),

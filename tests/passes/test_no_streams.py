@@ -256,6 +256,30 @@ def context_for_all_positions(m: Any, x: Tensor) -> Tensor:
     return x + torch.relu(m.two(torch.einsum("bn,bnc->bc", weights, x))).unsqueeze(1)
 
 
+@_model((B, N, N, 3, 6), (B, N, C, 3, 6))
+def attention_over_frames_for_each_pixel(m: Any, scores: Tensor, frames: Tensor) -> Tensor:
+    seen = torch.einsum("bsthw,bsdhw->btdhw", scores.softmax(1), frames)
+    return frames + torch.relu(m.one(seen.movedim(2, -1))).movedim(-1, 2)
+
+
+@_model((B, N, 3, 6), (B, N, C, 3, 6), (B, C, 3, 6))
+def selective_kernels_for_each_pixel(m: Any, scores: Tensor, branches: Tensor, x: Tensor) -> Tensor:
+    chosen = torch.einsum("bshw,bsdhw->bdhw", scores.softmax(1), branches)
+    return x + torch.relu(m.one(chosen.movedim(1, -1))).movedim(-1, 1)
+
+
+@_model((B, N, N, S), (B, N, C, S))
+def graph_convolution_at_each_time(m: Any, adjacency: Tensor, x: Tensor) -> Tensor:
+    near = torch.einsum("bvwt,bwct->bvct", adjacency.softmax(2), x)
+    return torch.relu(m.one(near.mT) + m.two(x.mT)).mT
+
+
+@_model((B, N, C, S), (B, N, S))
+def pooling_that_is_added_to_all_nodes(m: Any, x: Tensor, scores: Tensor) -> Tensor:
+    pooled = (scores.softmax(1).unsqueeze(2) * x).sum(1)
+    return x + torch.relu(m.one(pooled.mT)).mT.unsqueeze(1)
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_nothing_is_rewritten_or_told(name: str, dynamic: bool) -> None:

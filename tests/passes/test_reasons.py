@@ -384,7 +384,7 @@ class ReadOfSquares(Sublayer):
 
 NEIGHBOURS: list[tuple[type[Sublayer], str, str, str]] = [
     (Convolution, "generate_mix", "not recognised as the projection of a token's streams", "project"),
-    (ChannelsApart, "expand_combine", "channels are not adjacent in memory", "write"),
+    (ChannelsApart, "expand_combine", "would need a copy of the streams", "write"),
     (SquashedBeforeAdded, "expand_combine", "without adding a product with h_post in the same sum", "write"),
     (DropoutOfMixed, "expand_combine", "with h_post in the same sum (it goes into dropout)", "write"),
     (DropoutOfWritten, "expand_combine", "than h_post times one tensor [..., C] (made by mul and dropout)", "write"),
