@@ -58,7 +58,7 @@ def projection_sites(
     left = [out for out, rows in used.items() if len(rows) < findings.readings[out][0].rows and _is_read(out, made)]
     # A product with what is narrower than streams is on the way to them: the second one of a low-rank matrix.
     wide_ones = {out for out, readings in findings.readings.items() if any(r.x.numel >= least for r in readings)}
-    for out in dict.fromkeys([*behind(read, wide_ones), *left]):
+    for out in dict.fromkeys([*behind(read, wide_ones, views), *left]):
         readings = [r for r in findings.readings[out] if r.x.numel in wide]
         product = next((p for p in (_product(findings, r) for r in _preferred(readings, views)) if p), None)
         if product is None or len(used.get(out, ())) == product.projection.rows:

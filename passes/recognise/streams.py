@@ -143,8 +143,8 @@ _MOST = 2_000
 _LARGER = 64
 
 
-def behind(gates: Iterable[Value], known: Container[Value]) -> list[Value]:
-    """The nearest known values that gates are computed from."""
+def behind(gates: Iterable[Value], known: Container[Value], streams: Container[Value]) -> list[Value]:
+    """The nearest known values that gates are computed from, after the nearest streams."""
     found: dict[Value, None] = {}
     for gate in dict.fromkeys(gates):
         seen, pending = {gate}, [gate]
@@ -152,7 +152,7 @@ def behind(gates: Iterable[Value], known: Container[Value]) -> list[Value]:
             value = pending.pop()
             if value in known:
                 found[value] = None
-            elif value.op is not None:
+            elif value.op is not None and value not in streams:
                 fresh = [s for s in value.op.sources if s not in seen and s.numel <= _LARGER * gate.numel]
                 seen.update(fresh)
                 pending += fresh
