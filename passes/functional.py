@@ -6,6 +6,7 @@ This is done if all of these hold:
 
 - The memory was made inside the graph, and no other view of it is read afterwards. Nothing is written through `.data`:
   autograd does not see that, and the backward pass may read what was written.
+- No detached result lies beside one with a gradient that AOTAutograd would make it from wrongly (`beside`).
 - Grad mode, inference mode and autocast are as when the memory was made. Under no_grad, a write keeps the gradient of
   the tensor that it writes into, but a new tensor has none. Autocast chooses types for new tensors only.
 
@@ -22,6 +23,7 @@ import torch
 from torch import fx
 
 from mhc_compile import compat
+from mhc_compile.passes.beside import Beside
 from mhc_compile.passes.shadow import tensors_of
 
 _METHODS = {
@@ -51,6 +53,7 @@ def functional(graph: fx.Graph) -> fx.Graph:
 class _Functional:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
+        self.beside = Beside(graph)
         self.current: fx.Node
         self.position = {node: i for i, node in enumerate(graph.nodes)}
         # How often grad mode, inference mode or autocast have changed before a node.
@@ -96,7 +99,7 @@ class _Functional:
                 continue
             if any(self.position[user] >= here for user in holder.users):
                 return False
-        return True
+        return not self.beside.is_made_wrongly((node, target))
 
     def _replace(self, node: fx.Node, *, back: bool = False) -> None:
         """Replace a node, if the new node has the same strides; back: also if the next node assigns it."""

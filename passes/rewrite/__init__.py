@@ -244,7 +244,11 @@ class Rewriter(Vectors):
         """Put an operator's logits and squares in the place of the program's products and squares."""
         for value, times in site.squares.items():
             self.anchor = self.copies[self._node(value)]
-            self._replace(value, self._root(ms, site) if times is None else self._times(ms, times))
+            made = self._root(ms, site) if times is None else self._times(ms, times)
+            # The program may have the same square twice, and each is a tensor of its own.
+            if made is ms and len(site.squares) > 1 and self._is_seen(self._node(value)):
+                made = self._call("clone", ms)
+            self._replace(value, made)
         start = 0
         for product in site.products:
             target = surface(product.projection.out)
@@ -268,12 +272,19 @@ class Rewriter(Vectors):
         for index, item in items.items():
             made = self._item(new, index)
             if index == 0:
-                made = self._call(torch.nn.functional.pad, made, (rows.start, count - rows.stop))
+                made = self._between_zeros(made, rows.start, count - rows.stop)
             item.replace_all_uses_with(made)
             self.graph.erase_node(item)
             self.copies.replaced.update((old, made) for old, now in self.copies.replaced.items() if now is item)
         self.graph.erase_node(call)
         return new
+
+    def _between_zeros(self, logits: fx.Node, before: int, after: int) -> fx.Node:
+        """Logits with zeros in the places of those that nothing reads. A pad would fix symbolic sizes."""
+        zero = self._call(torch.zeros_like, self._call("narrow", logits, -1, 0, 1))
+        kept = [-1] * (compat.example(logits).dim() - 1)
+        sides = [self._call("expand", zero, *kept, count) if count else None for count in (before, after)]
+        return self._call(torch.cat, [part for part in (sides[0], logits, sides[1]) if part is not None], -1)
 
     def _weighted_phi(self, product: Product, streams: StreamsView, *, own: bool) -> fx.Node:
         phi = self._phi_of(product.projection, streams)

@@ -11,6 +11,7 @@ from torch import fx
 
 from mhc_compile import compat
 from mhc_compile.passes.aten_calls import leaves, map_leaves
+from mhc_compile.passes.beside import REASON, Beside
 from mhc_compile.passes.called import INSERTED
 from mhc_compile.passes.plan import Decline, Site, surface, visible
 from mhc_compile.passes.rewrite.aliases import Aliases
@@ -26,6 +27,7 @@ class Editor:
         self.copies = copies
         self.shadow = shadow
         self.aliases = Aliases(shadow)
+        self.beside = Beside(shadow.graph)
         self.site: Site | None = None
         self.made: list[tuple[fx.Node, Site]] = []
         self.anchor: fx.Node | None = None
@@ -151,6 +153,8 @@ class Editor:
         All nodes that hold the value are one tensor, so one node replaces them all.
         """
         old = self._node(value)
+        if self.beside.is_made_wrongly(value.nodes):
+            raise Decline(REASON)
         example = compat.example(old)
         fitted = new
         if compat.example(fitted).dtype != example.dtype:
@@ -158,8 +162,8 @@ class Editor:
         fitted = self._shaped(fitted, example.shape)
         if compat.example(fitted).stride() != example.stride():
             fitted = self._restrided(fitted, example, old)
-        is_seen = self.aliases.is_shown(old) or self.aliases.is_written(old)
-        if is_seen and compat.example(fitted)._is_view() and not example._is_view():
+        first = not example._is_view() or bool(self.beside.pairs(old))
+        if self._is_seen(old) and compat.example(fitted)._is_view() and first:
             fitted = self._owned(fitted)
         assert self.site is not None
         self.made.append((old, self.site))
@@ -167,6 +171,10 @@ class Editor:
             node = self.copies[held]
             node.replace_all_uses_with(fitted)
             self.copies.replaced[node] = fitted
+
+    def _is_seen(self, node: fx.Node) -> bool:
+        """Whether it is visible in which memory a node of the program lies."""
+        return self.aliases.is_shown(node) or self.aliases.is_written(node)
 
     def _owned(self, node: fx.Node) -> fx.Node:
         """The same tensor, but no view as far as autograd knows.

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mhc_compile.ops  # noqa: F401  (registers the operators that the passes insert)
 from mhc_compile import passes
+from mhc_compile.passes.beside import REASON
 from mhc_compile.passes.report import Report
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -350,3 +351,61 @@ class PartsOfOneTensor(Sublayer):
 @pytest.mark.parametrize("mode", ["train", "no_grad"])
 def test_parts_of_what_is_returned_as_well(mode: str) -> None:
     assert_as_eager(PartsOfOneTensor({}), 3, mode)
+
+
+class AddedInPlace(Sublayer):
+    """New streams in the memory of a product, whose views AOTAutograd does not repeat where sizes are symbolic."""
+
+    def written(self, x: Tensor, f: Tensor, post: Tensor, p: Tensor) -> Tensor:
+        return (p.transpose(-1, -2) @ x).add_(post.unsqueeze(-1) * f.unsqueeze(-2))
+
+
+# Each makes something else, or nothing, of what it made.
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda y: y.mT,
+    "transposed, of two equal sizes": lambda y: y[:, :, :, :N].mT,
+    "tokens first": lambda y: y.transpose(0, 1),
+    "flat and transposed": lambda y: y.flatten(-2).mT,
+    "part": lambda y: y[..., 2:, 1:],
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_of_a_detached_result_beside_the_same_view(name: str) -> None:
+    view = VIEWS[name]
+    report = assert_as_eager(AddedInPlace({"y": lambda y: (view(y), view(y.detach()))}), 3, "train", dynamic=True)
+    assert [site.op for site in report.declined] == ["expand_combine"], str(report)
+
+
+def test_such_views_of_a_result_are_told() -> None:
+    view = VIEWS["flat and transposed"]
+    report = assert_as_eager(Sublayer({"y": lambda y: (view(y), view(y.detach()))}), 3, "train", dynamic=True)
+    assert [site.reason for site in report.declined] == [REASON], str(report)
+
+
+@pytest.mark.parametrize("mode", ["train", "no_grad"])
+def test_what_is_not_made_from_another_result_is_rewritten(mode: str) -> None:
+    """Without gradients, at another place, or with views that make the same once more."""
+    use = VIEWS["transposed"] if mode == "no_grad" else Tensor.contiguous
+    other = VIEWS["tokens first"] if mode == "train" else use
+    report = assert_as_eager(AddedInPlace({"y": lambda y: (use(y), other(y.detach()))}), 3, mode, dynamic=True)
+    assert report.declined == []
+
+
+class TwoSquares(Sublayer):
+    """The mean square that is in the projection, twice more."""
+
+    def forward(self, x: Tensor) -> Any:
+        flat = x.flatten(-2)
+        squares = [(flat * flat).mean(-1, keepdim=keep) for keep in (True, True, False, False)]
+        out = self.sublayer(x, {}, [])
+        for use in self.uses.values():
+            use(squares[0])
+        return out, [square.detach() for square in squares], squares
+
+
+@pytest.mark.parametrize("mode", ["train", "no_grad"])
+@pytest.mark.parametrize("write", [None, "add_", "data"])
+def test_equal_squares_are_tensors_of_their_own(write: str | None, mode: str) -> None:
+    report = assert_as_eager(TwoSquares({} if write is None else {"square": WRITES[write]}), 3, mode)
+    assert report.rewritten

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mhc_compile import passes
 from mhc_compile.testing import capture
 from tests.zoo import check
 from tests.zoo.common import random_parameter, random_phi
@@ -208,3 +209,17 @@ def test_logits_that_leave_the_graph_or_are_written_are_whole(kind: type[Shown])
     outcome = check.run(model, (torch.randn(SHAPE),), backward=kind is Shown)
     check.assert_as_accurate(outcome)
     assert all(count == 4 * N for count in _projected(model))
+
+
+def test_symbolic_sizes_stay_symbolic() -> None:
+    """Dynamo raises an error where a size that is marked has become a number."""
+
+    def backend(gm: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
+        report = passes.run_recursively(gm)
+        assert "of 12 logits" in str(report)
+        return gm
+
+    x = torch.randn(SHAPE)
+    for axis in (0, 1):
+        torch._dynamo.mark_dynamic(x, axis)
+    torch.compile(Mixed(_by_split), backend=backend)(x)
