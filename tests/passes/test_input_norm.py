@@ -249,8 +249,8 @@ def test_graph() -> None:
     5, 2, 12], h_res=%0.2, needs=[True, False, True, False, True])
 %3 = generate_mix_and_aggregate_backward(d_layer_input=f32[2, 5, 12](%2.0, %0.0), d_h_post=%2.2,
     d_h_res=%2.4, x=f32[2, 5, 2, 12], phi=f32[8, 24], scale=f32[3], bias=f32[8], h=f32[2, 5,
-    8](%0.3), ms=f32[2, 5](%0.4), input_norm_weight=f32[12], needs=[False, True, True, True, False,
-    True], sinkhorn_steps=1, input_norm_eps=1e-06)
+    8](%0.3), ms=%0.4, input_norm_weight=f32[12], needs=[False, True, True, True, False, True],
+    sinkhorn_steps=1, input_norm_eps=1e-06)
 return %1, %3.1, %3.2, %3.3, %3.5, %0.0, %2.0""",
     )
 
