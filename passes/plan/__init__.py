@@ -159,9 +159,10 @@ class _Planner:
             self._consider_write(*readings)
 
         for miss in self.findings.almost[::-1]:
-            before = connections.reads_before(miss.combine)
-            if before and miss.value not in self.claimed and connections.is_write(miss.combine, known):
-                self.claimed.add(miss.value)
+            before, within = connections.reads_before(miss.combine), _within(miss.combine)
+            # What is added to a write that an operator makes is no part of it.
+            if before and self.claimed.isdisjoint(within) and connections.is_write(miss.combine, known):
+                self.claimed |= within
                 self.evident |= {read.out for read in before}
                 self.declined.append(Declined("expand_combine", f"this {miss.reason}", miss.combine.op.node))
 

@@ -71,7 +71,7 @@ return %2.0""",
     False], pre_eps=1e-06)
 %3 = generate_mix_and_aggregate_backward(d_layer_input=f32[2, 3, 32](%2.0, %0.0), d_h_post=%2.2,
     d_h_res=%2.4, x=f32[2, 3, 4, 32], phi=f32[24, 128], scale=f32[3], bias=f32[24], h=f32[2, 3,
-    24](%0.3), ms=f32[2, 3](%0.4), needs=[False, True, True, True, False, False], pre_eps=1e-06)
+    24](%0.3), ms=%0.4, needs=[False, True, True, True, False, False], pre_eps=1e-06)
 return %1.1, %3.1, %3.3, %3.2, %2.0, %0.0, %2.5, %2.6, %2.7""",
     )
 

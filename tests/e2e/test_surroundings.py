@@ -6,6 +6,7 @@ Most of it happens before Inductor, so most tests run the rewritten graphs opera
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -172,7 +173,8 @@ def _check_report_of_package(path: str, built: str) -> None:
         torch.export.export(torch.nn.Tanh(), (torch.randn(3),)), package_path=plain
     )
     told = _loads(path, plain).split("packaged")
-    assert built.replace("in 1 graph ", "in 1 graph from a package ") == told[0].rstrip()
+    # The rewriting took no time in this process.
+    assert re.sub(r"in 1 graph \(.*? s\)", "in 1 graph from a package (0.00 s)", built) == told[0].rstrip()
     assert told[1].startswith(" 1 0\n")
     assert "2 of 2 hyper-connection sites rewritten in 1 graph from a package (" in told[1]
     assert "; 2 loaded packages without a report\n" in told[1]

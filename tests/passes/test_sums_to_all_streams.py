@@ -85,6 +85,21 @@ def test_other_sums_are_not(more: Sum) -> None:
     assert "adds to the mixed streams something other" in declined.reason or "adds 2 products" in declined.reason
 
 
+def test_what_is_added_to_a_write_is_no_part_of_it() -> None:
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(Layer(SUMS["weighted"]), Layer(SUMS["weighted"]))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.layers(x) - x.sin()).square().mean()
+
+    outcome = check.run(Loss(), (torch.randn(SHAPE),))
+    check.assert_as_accurate(outcome)
+    assert outcome.operators.count("expand_combine") == 2, str(outcome.report)
+    assert not outcome.report.declined, str(outcome.report)
+
+
 def test_a_sum_without_a_sublayer_is_no_hyper_connection() -> None:
     class Pooled(nn.Module):
         def forward(self, x: Tensor, adjacency: Tensor) -> Tensor:
