@@ -168,6 +168,11 @@ def differentiate(
     has none, and not zeros, which an optimizer with weight decay would take for a reason to change it.
     """
 
+    def needed(ctx: Any) -> list[bool]:
+        # An omitted optional argument has no entry in needs_input_grad.
+        needs = [*ctx.needs_input_grad[:tensors]]
+        return needs + [False] * (tensors - len(needs))
+
     def setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Scalars, output: Any) -> None:
         # An output that nobody used sends None, so its part of the backward is not computed.
         ctx.set_materialize_grads(False)
@@ -177,9 +182,7 @@ def differentiate(
         ctx.inputs = len(inputs)
         outputs = output if isinstance(output, (tuple, list)) else (output,)
         # What depends on no argument with a gradient has none in eager code, where it may be returned or written.
-        reached = (
-            reaches.get(at, range(len(outputs))) for at in range(tensors) if any(ctx.needs_input_grad[at : at + 1])
-        )
+        reached = (reaches.get(at, range(len(outputs))) for at, need in enumerate(needed(ctx)) if need)
         differentiable = {at for places in reached for at in places}
         ctx.mark_non_differentiable(*(result for at, result in enumerate(outputs) if at not in differentiable))
 
@@ -187,9 +190,7 @@ def differentiate(
         setup_context(ctx, inputs, {}, output)
 
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        # An omitted optional argument has no entry in needs_input_grad.
-        needs = [*ctx.needs_input_grad[:tensors]]
-        needs += [False] * (tensors - len(needs))
+        needs = needed(ctx)
         for argument, outputs in reaches.items():
             needs[argument] = needs[argument] and any(gradients[output] is not None for output in outputs)
         if all(gradient is None for gradient in gradients) or not any(needs):
