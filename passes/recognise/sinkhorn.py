@@ -93,8 +93,8 @@ def identify(found: Region, side: int) -> tuple[Sinkhorn, bool, bool] | str:
     if not near and len(constants) <= _EPS:  # one eps for the start, and another one for the sums
         near, least = _near(list(_starts_apart(constants)), *probe, limit)
         nearest = min(nearest, least)
-    for candidate, turn in near:
-        steps = _steps(candidate, _turned(given, turn[0]), _turned(got, turn[1]), limit)
+    fits = [(c, turn, _steps(c, _turned(given, turn[0]), _turned(got, turn[1]), limit)) for c, turn in near]
+    for candidate, turn, steps in sorted(fits, key=partial(_is_another_spelling, found)):
         if steps is None:
             continue
         if steps < _least_steps(candidate):
@@ -126,6 +126,17 @@ def identify(found: Region, side: int) -> tuple[Sinkhorn, bool, bool] | str:
     if nearest < _FAR_OFF:
         return f"comes near a Sinkhorn projection but differs from every known form (by {nearest:.1e})"
     return "is neither a sigmoid gate nor a Sinkhorn projection"
+
+
+def _is_another_spelling(found: Region, fit: tuple[_Start, Turn, int | None]) -> bool:
+    """Whether a form has another number of half-steps than the region is written with.
+
+    A clamp lets a half-step over the rows that follows a softmax scale all of them alike, which the next one cancels:
+    the form without it has the same values. But that half-step takes rounding errors out of the softmax's gradient.
+    """
+    candidate, _, steps = fit
+    sums = sum(is_reduction(op) for op in found.ops if op.name not in ("amax", "max"))
+    return not candidate.log_domain and steps != sums - (candidate.start == "softmax")
 
 
 def _nearly(given: torch.Tensor, got: torch.Tensor, constants: list[float], limit: int) -> str | None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import mhc_compile
 from tests.zoo import check
 from tests.zoo.near import Sublayer
 
@@ -251,3 +252,28 @@ def test_log_potentials(kind: type[_LogPotentials], rewritten: bool) -> None:
     outcome = check.run(kind(N, WIDTH, 3, 2), (torch.randn(2, 3, N, WIDTH),))
     check.assert_as_accurate(outcome)
     assert any("no eps" in site.detail for site in outcome.report.rewritten) == rewritten, str(outcome.report)
+
+
+class _RowsAgain(Sublayer):
+    """Rows are normalised after a softmax over them: with a clamp the values are the same without that half-step.
+
+    The gradient of logits that are equal along a row vanishes exactly where the half-step is computed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(2, WIDTH, 3, 2)
+
+    def res(self, logits: Tensor) -> Tensor:
+        m = logits[..., :1].expand(logits.shape).softmax(-1) + 1e-5
+        for axis in (-1, -2):
+            m = m / m.sum(axis, keepdim=True).clamp_min(1e-5)
+        return m
+
+
+def test_a_half_step_that_cancels_is_computed_where_it_is_written() -> None:
+    model, x = _RowsAgain(), torch.randn(2, 16, 2, WIDTH)
+    compiled = torch.compile(model, backend="mhc")
+    out = compiled(x)
+    out.backward(torch.randn(out.shape))
+    assert "2 half-steps" in mhc_compile.report().details()
+    assert not model.phi.grad[4:].any()
