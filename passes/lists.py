@@ -23,6 +23,7 @@ from mhc_compile.passes.plan import AggregateSite, CombineSite, Declined, Plan, 
 from mhc_compile.passes.recognise.concatenation import TOGETHER, Together, put_together
 from mhc_compile.passes.recognise.layout import is_movement, origin
 from mhc_compile.passes.recognise.lists import ListRead, ListWrite, Streams, list_writes
+from mhc_compile.passes.recognise.part_writes import to_some
 from mhc_compile.passes.recognise.reader import Reader
 from mhc_compile.passes.shadow import Op, Shadow, Value, tensors_of
 
@@ -47,7 +48,9 @@ class Lists:
         self._reads: list[ListRead] = []
         with guard("lists of streams are left as they are", errors):
             self._writes, self._reads = list_writes(shadow.ops)
-        self._left: dict[ListWrite, str] = {}
+        self._left = {
+            write: f"the streams are a list, and {to_some(len(write.old))}" for write in self._writes if write.to_some
+        }
         self._rounds = Steps("times that lists of streams are stacked", MOST_ROUNDS)
         # What the writes' new streams are stacked by, and where the graph's own nodes are, in the graph made last.
         self._stacks: dict[Streams, fx.Node] = {}

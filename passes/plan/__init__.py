@@ -48,7 +48,7 @@ from mhc_compile.passes.plan.sites import (
     visible,
 )
 from mhc_compile.passes.plan.surroundings import check_surroundings
-from mhc_compile.passes.plan.unwritten import unwritten
+from mhc_compile.passes.plan.unwritten import Meetings, unwritten
 from mhc_compile.passes.recognise import Findings, Mixture, Weight
 from mhc_compile.passes.recognise.aggregate import Aggregate
 from mhc_compile.passes.recognise.combine import Combine
@@ -61,6 +61,7 @@ from mhc_compile.passes.recognise.mixing import Mixing as StreamsMixing
 from mhc_compile.passes.recognise.mixing import mixed_alone
 from mhc_compile.passes.recognise.part_writes import PartWrite
 from mhc_compile.passes.recognise.projection import streams_by_rows
+from mhc_compile.passes.recognise.streams import behind
 from mhc_compile.passes.shadow import Shadow, Value
 
 
@@ -89,6 +90,7 @@ def plan(shadow: Shadow, findings: Findings, errors: list[str] | None = None, *,
         (planner.writes, "writes are left as they are"),
         (planner.cut_connections, "connections that a graph break cuts are not looked for"),
         (planner.part_writes, "writes to some of the streams are not looked for"),
+        (planner.unknown_writes, "reads that are written in an unknown way are not looked for"),
         (planner.single_operators, "single operators are not looked for"),
         (planner.mixed_alone, "streams that are mixed alone are not looked for"),
         (planner.projections, "projections are not looked for"),
@@ -193,6 +195,13 @@ class _Planner:
     def _consider_mixings(self, mixings: list[StreamsMixing]) -> None:
         for alike in _by_result(mixings):
             self.consider("mix_streams", alike[0].op.node, *[lambda m=mixing: MixingSite(m) for mixing in alike])
+
+    def unknown_writes(self) -> None:
+        """Reads with gates that a projection of their streams makes, whose result comes back in an unknown way."""
+        known = self.claimed | self.evident
+        left = [a for a in self.findings.aggregates if a.out not in known and _is_projected(a, self.findings)]
+        meetings = Meetings(self.shadow, self.findings) if left else None
+        self.evident |= {a.out for a in left if meetings is not None and meetings.of(a)}
 
     def single_operators(self) -> None:
         """Reads and Sinkhorn projections that are in no larger site."""
@@ -325,6 +334,19 @@ def _is_view(read: Aggregate, views: dict[Value, StreamsView]) -> bool:
     if view is None or (read.streams.n, read.streams.stream) != (view.n, view.stream):
         return False
     return view.holds_tokens or not read.streams.holds_tokens
+
+
+def _is_projected(read: Aggregate, findings: Findings) -> bool:
+    """Whether the gates of a read are made, in whatever way, from a projection of all channels of its streams."""
+    streams = read.streams
+    own = {
+        out
+        for out, readings in findings.readings.items()
+        if any(
+            r.x is read.x and (r.tokens_at, r.width) == (streams.tokens, streams.n * streams.channels) for r in readings
+        )
+    }
+    return bool(behind([read.gate], own, {read.x}))
 
 
 def _views(sites: list[Site]) -> dict[Value, StreamsView]:

@@ -10,6 +10,7 @@ from mhc_compile.passes.called import calls_ours
 from mhc_compile.passes.plan.sites import AggregateSite, CombineSite, Declined, MixSite, Site
 from mhc_compile.passes.recognise import Findings
 from mhc_compile.passes.recognise.aggregate import Aggregate
+from mhc_compile.passes.recognise.layout import is_movement
 from mhc_compile.passes.shadow import Op, Shadow, Value
 
 _REASON = (
@@ -29,20 +30,38 @@ def unwritten(shadow: Shadow, findings: Findings, sites: list[Site], declined: l
     left = [read for read in _reads(sites) if read.out not in written]
     if not left:
         return
-    place = {op: i for i, op in enumerate(shadow.ops)}
-    streams = {read.x for read in findings.aggregates} | {projected[0].x for projected in findings.readings.values()}
-    refused = {shadow.position[entry.node] for entry in declined if entry.node in shadow.position}
+    writes = (entry.node for entry in declined if entry.what in ("expand_combine", "mix_streams"))
+    refused = {shadow.position[node] for node in writes if node in shadow.position}
     rewritten = {site.combine.op.node for site in sites if isinstance(site, CombineSite)}
     told: set[Op] = set()
+    meetings = Meetings(shadow, findings)
     for read in left:
-        start = place[read.x.op] + 1 if read.x.op is not None else 0
-        met = _first_meeting(shadow.ops[start:], read, streams)
-        if met is None or met in told or met.node in rewritten:
+        found = meetings.of(read)
+        if found is None or found[0] in told or found[0].node in rewritten:
             continue
+        met, made = found
         first = shadow.position[read.x.op.node] if read.x.op is not None else -1
-        if not any(first < position <= shadow.position[met.node] for position in refused):
+        if not any(first < position <= shadow.position[made.node] for position in refused):
             told.add(met)
             yield Declined("expand_combine", _REASON, met.node)
+
+
+class Meetings:
+    """Where a sublayer's output meets the streams again, however it is written."""
+
+    def __init__(self, shadow: Shadow, findings: Findings) -> None:
+        self._ops = shadow.ops
+        self._place = {op: i for i, op in enumerate(shadow.ops)}
+        self._streams = {read.x for read in findings.aggregates}
+        self._streams |= {projected[0].x for projected in findings.readings.values()}
+
+    def of(self, read: Aggregate) -> tuple[Op, Op] | None:
+        """The first operator that reads the streams with what is made of the read, and the one that makes new streams.
+
+        None if no new streams come of that.
+        """
+        start = self._place[read.x.op] + 1 if read.x.op is not None else 0
+        return _first_meeting(self._ops[start:], read, self._streams)
 
 
 def _reads(sites: list[Site]) -> Iterator[Aggregate]:
@@ -51,15 +70,16 @@ def _reads(sites: list[Site]) -> Iterator[Aggregate]:
             yield site.aggregate
 
 
-def _first_meeting(ops: Iterable[Op], read: Aggregate, streams: set[Value]) -> Op | None:
-    """The first operator that reads the streams together with what is made of the read, if new streams come of that.
+def _first_meeting(ops: Iterable[Op], read: Aggregate, streams: set[Value]) -> tuple[Op, Op] | None:
+    """The first operator that reads the streams together with what is made of the read, and which makes new streams.
 
     ops are those after the streams. None also if the program calls an operator of ours there, or something that is not
     looked into. What is made of the read counts while it has all channels: a gate that is computed from it, or a loss,
-    is no sublayer's output.
+    is no sublayer's output. The streams may also meet it one by one.
     """
     x, channels = read.x, read.streams.channels
     old: set[Value] = {x}
+    one_by_one: set[Value] = set()
     made: set[Value] = {read.out}
     new: dict[Value, Op] = {}
     for op in ops:
@@ -67,6 +87,7 @@ def _first_meeting(ops: Iterable[Op], read: Aggregate, streams: set[Value]) -> O
             continue
         met = next((new[source] for source in op.sources if source in new), None)
         with_streams = any(source in old and source.numel == x.numel for source in op.sources)
+        with_streams |= not is_movement(op) and not one_by_one.isdisjoint(op.sources)
         if with_streams and any(source in made and channels in source.shape for source in op.sources):
             met = met or op
         if met is not None:
@@ -76,12 +97,20 @@ def _first_meeting(ops: Iterable[Op], read: Aggregate, streams: set[Value]) -> O
                 new[out] = met
                 again = out.shape == x.shape and (out in streams or _is_reduced(out, read.streams.n))
                 if out.numel == x.numel and (out.is_output or again):
-                    return met
+                    return met, op
         elif not with_streams and not made.isdisjoint(op.sources) and not _is_scaled(op, made):
             made.update(out for out in op.outs if out.dtype.is_floating_point)
         elif not old.isdisjoint(op.sources):
             old.update(op.outs)
+            one_by_one.update(_each(op, read, one_by_one))
     return None
+
+
+def _each(op: Op, read: Aggregate, one_by_one: set[Value]) -> Iterator[Value]:
+    """Which results of an operator are one of the streams, as it is or element by element something else."""
+    same = is_movement(op) and any(source is read.x or source in one_by_one for source in op.sources)
+    if same or (_is_pointwise(op) and not one_by_one.isdisjoint(op.sources)):
+        yield from (out for out in op.outs if out.numel * read.streams.n == read.x.numel)
 
 
 def _is_reduced(value: Value, n: int) -> bool:
@@ -89,9 +118,13 @@ def _is_reduced(value: Value, n: int) -> bool:
     return any(op.name in ("sum", "mean") and op.out.numel * n == value.numel for op in value.users)
 
 
+def _is_pointwise(op: Op) -> bool:
+    return torch.Tag.pointwise in getattr(op.target, "tags", ())
+
+
 def _is_scaled(op: Op, made: set[Value]) -> bool:
     """Whether an operator only scales something larger by what was made."""
-    if torch.Tag.pointwise not in getattr(op.target, "tags", ()):
+    if not _is_pointwise(op):
         return False
     largest = max(source.numel for source in op.sources if source in made)
     return any(source.numel > largest for source in op.sources if source not in made)

@@ -23,7 +23,7 @@ Streams = tuple[Value, ...]
 class ListWrite:
     """One write. gates are lists of numbers a token along the streams: post, and for each old stream its own.
 
-    products are the operators that multiply by a gate.
+    products are the operators that multiply by a gate. to_some: only some of the new streams get f.
     """
 
     f: Value
@@ -32,6 +32,7 @@ class ListWrite:
     post: tuple[Value, ...]
     res: tuple[tuple[Value, ...], ...]
     products: frozenset[Op]
+    to_some: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,8 @@ def list_writes(ops: Iterable[Op]) -> tuple[list[ListWrite], list[ListRead]]:
         streams = known.get(frozenset(found.products))
         if streams is not None and not found.plain:
             reads.append(ListRead(found.out, streams, tuple(found.products[x][0] for x in streams)))
+    for write in _to_some(sums, position):
+        writes.setdefault(write.new, write)
     ordered = sorted(writes.values(), key=lambda write: position[write.new[-1].op])  # type: ignore[index]
     return ordered, reads
 
@@ -181,9 +184,30 @@ def _write(group: list[_Sum], position: dict[Op, int]) -> ListWrite | None:
     return ListWrite(f, old, new, post, res, products)
 
 
+def _to_some(sums: Iterable[_Sum], position: dict[Op, int]) -> Iterator[ListWrite]:
+    """Writes of which only some sums add f; the others mix the same old streams and add nothing."""
+    groups: dict[object, list[_Sum]] = {}
+    for found in sums:
+        if is_stream_count(len(found.products)):
+            groups.setdefault((frozenset(found.products), found.out.shape), []).append(found)
+    for group in groups.values():
+        old = tuple(group[0].products)
+        mixed = [found for found in group if not found.plain]
+        for f in dict.fromkeys(found.plain[0] for found in group if len(found.plain) == 1):
+            some = [found for found in group if found.plain == [f]]
+            # Reads are such sums, too, but come before f.
+            all_of_it = [*some, *mixed[len(some) - len(old) :]]
+            if len(some) < len(old) == len(all_of_it) and _depends(f, old, position):
+                res = tuple(tuple(found.products[x][0] for found in all_of_it) for x in old)
+                products = frozenset(op for found in all_of_it for _, op in found.products.values())
+                yield ListWrite(f, old, tuple(found.out for found in all_of_it), (), res, products, to_some=True)
+
+
 def _depends(f: Value, streams: Streams, position: dict[Op, int]) -> bool:
-    """Whether a value is computed from all of some others."""
+    """Whether a value is computed from all of some others, and is no view of what holds them."""
     held = {origin(x, any_view)[0] for x in streams}
+    if origin(f, any_view)[0] in held:
+        return False
     first = min(position[x.op] if x.op is not None else -1 for x in held)
     wanted, seen, pending = set(held), {f}, [f]
     while pending and wanted:

@@ -40,10 +40,15 @@ class PartWrite:
                 f"this adds the sublayer's output to the {n} streams one after the other; the operator writes all at "
                 "once: add h_post.unsqueeze(-1) * f.unsqueeze(-2) to the streams"
             )
-        return (
-            f"this adds the sublayer's output f to some of the {n} streams; the operator adds h_post[i] f to each "
-            "stream i: multiply f by an h_post that is 0 for the other streams"
-        )
+        return to_some(n)
+
+
+def to_some(n: int) -> str:
+    """Why a write to fewer than n streams is left."""
+    return (
+        f"this adds the sublayer's output f to some of the {n} streams; the operator adds h_post[i] f to each "
+        "stream i: multiply f by an h_post that is 0 for the other streams"
+    )
 
 
 def part_writes(

@@ -2,7 +2,7 @@
 
 A tensor counts as streams if it is connected:
 - it is x, or x', of a write whose f depends on a read of the same x, and is not that read itself;
-- or a projection of it makes a known gate that acts on it;
+- or a projection of it makes a gate that acts on it: a known one, or that of a read that comes back to it somehow;
 - or a sublayer reads several rows of it side by side, and what is written comes from these (`mixing`).
 In a graph that was cut, f may come in from outside: then a write counts by itself if it has a matrix and a post gate
 for each token, in two tensors.

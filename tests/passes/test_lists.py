@@ -283,12 +283,33 @@ class InPlace(Static):
         return new
 
 
+class ToOne(Static):
+    """The output is added to one stream, and the others are only mixed."""
+
+    def write(self, xs: Streams, f: Tensor, p: Any, r: Any) -> Streams:
+        n = range(self.n)
+        new = [sum(r[o, i] * xs[i] for i in n) for o in n]
+        new[0] = new[0] + f  # type: ignore[operator]
+        return new  # type: ignore[return-value]
+
+
+class ToHalf(Listed):
+    """As far as the gates are known, a projection makes them."""
+
+    def write(self, xs: Streams, f: Tensor, p: Any, r: Any) -> Streams:
+        n = range(self.n)
+        mixed = [sum(r[..., o, i, None] * xs[i] for i in n) for o in n]
+        return [f + m if o >= self.n // 2 else m for o, m in enumerate(mixed)]  # type: ignore[misc]
+
+
 TOLD: list[tuple[type[Listed], str, int]] = [
     (Returned, "leave the graph as separate tensors", LAYERS - 1),
     (Given, "enter the graph as separate tensors", LAYERS - 1),
     (Same, "all streams in the list are one tensor", LAYERS - 1),
     (StaticDiagonal, "along a diagonal", 0),
     (InPlace, "writes in place into one of the streams", 0),
+    (ToOne, "to some of the 4 streams", 0),
+    (ToHalf, "to some of the 4 streams", 0),
 ]
 
 
