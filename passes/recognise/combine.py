@@ -17,7 +17,7 @@ from mhc_compile.passes.recognise.contraction import (
     joined,
     streams_in,
 )
-from mhc_compile.passes.recognise.layout import Layout, NotALayout, Steps, origin, refine, seen, tidy
+from mhc_compile.passes.recognise.layout import Layout, NotALayout, Steps, broadcasts, origin, refine, seen, tidy
 from mhc_compile.passes.recognise.misses import Miss
 from mhc_compile.passes.recognise.outer import Outer, flat, outer_sums
 from mhc_compile.passes.recognise.reader import Reader
@@ -115,8 +115,8 @@ def of_sum(
     """
     answers = list(read(reader))
     found = [c for c in answers if isinstance(c, Combine)]
-    products = {origin(source)[0] for source in op.sources if source.numel < op.out.numel}
-    products = {value for value in products if reader.is_made(value)}
+    added = (origin(source, broadcasts)[0] for source in op.sources)
+    products = {value for value in added if value.numel < op.out.numel and reader.is_made(value)}
     if not found and products:
         found = [c for c in read(Reader({*reader.whole, *products})) if isinstance(c, Combine)]
     if not found:

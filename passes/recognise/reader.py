@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from mhc_compile.passes.recognise.concatenation import TOGETHER, piece_of, put_together
-from mhc_compile.passes.recognise.layout import Layout, NotALayout, is_movement, move, origin, tidy
+from mhc_compile.passes.recognise.layout import Layout, NotALayout, broadcasts, is_movement, move, origin, tidy
 from mhc_compile.passes.recognise.sums_of_products import Factor, Source, Term, Terms, collected
 from mhc_compile.passes.shadow import Op, Value
 
@@ -308,10 +308,10 @@ class Reader:
         if factor is None or is_nought(value):
             return None if factor is None else ()
         terms = self.terms(value)
-        is_sum = len(terms) > 1 or (terms[0].summed and value.numel < prod(shape))
-        if (is_sum and (value.numel < prod(shape) or _is_shared(value))) or (
-            self.whole and origin(value)[0] in self.whole
-        ):
+        base = origin(value, broadcasts)[0]
+        to_several = base.numel < prod(shape)
+        is_sum = len(terms) > 1 or (terms[0].summed and to_several)
+        if (is_sum and (to_several or _is_shared(value))) or base in self.whole:
             moved = self._moved(self.views(value), len(value.shape), lambda lead: lead.expand(shape))
             return (Term(factor, (moved,)),)
         return self._scaled(value, factor, shape)
