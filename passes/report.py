@@ -111,7 +111,7 @@ class Fused:
 
 
 # What stands for the operator, and for the detail, of a function that Dynamo gives up on.
-FUNCTION, NOT_COMPILED, WITHOUT_STEPS = "function", "not compiled", "not compiled, without a step"
+FUNCTION, NOT_COMPILED, CANNOT_HOLD = "function", "not compiled", "not compiled, cannot hold a site"
 _SITES = ("sites", "called", "cut", "unchecked")
 _COUNTS = ("checked", "fusions", "shared", "lowered")
 
@@ -240,12 +240,12 @@ class Report:
     @property
     def unknown(self) -> list[SiteReport]:
         """The functions that Dynamo did not compile. They were not searched for sites."""
-        return [site for site in self.cut if site.op == FUNCTION and site.detail in (NOT_COMPILED, WITHOUT_STEPS)]
+        return [site for site in self.cut if site.op == FUNCTION and site.detail in (NOT_COMPILED, CANNOT_HOLD)]
 
     @property
     def torn(self) -> list[SiteReport]:
         """`cut` without functions that cannot hold a hyper-connection. Strict mode raises for these entries."""
-        return [site for site in self.cut if site.detail != WITHOUT_STEPS]
+        return [site for site in self.cut if site.detail != CANNOT_HOLD]
 
     def details(self) -> str:
         """Everything: each line of the program, and each detail."""

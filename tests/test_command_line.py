@@ -181,7 +181,7 @@ def test_strict_fails_for_what_is_cut(capsys: pytest.CaptureFixture[str]) -> Non
 def test_strict_accepts_a_function_without_streams(capsys: pytest.CaptureFixture[str]) -> None:
     """Dynamo gives up on it."""
     assert run("explain", f"{HERE}:harmless", "--strict") == 0
-    assert "  not compiled, without a step: 1 x function at tests/test_given_up.py" in capsys.readouterr().out
+    assert "  not compiled, cannot hold a site: 1 x function at tests/test_given_up.py" in capsys.readouterr().out
 
 
 def test_verbose_has_every_detail(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -161,7 +161,7 @@ def test_what_a_function_reaches(case: str) -> None:
     report = mhc_compile.explain(function, *given)
     (site,) = report.unknown
     assert report.torn == [one for one in report.cut if one is not site or case in CAN]
-    assert site.detail == ("not compiled" if case in CAN else "not compiled, without a step")
+    assert site.detail == ("not compiled" if case in CAN else "not compiled, cannot hold a site")
     assert ("Strict options accept it: it reaches neither" in (site.reason or "")) == (case in CANNOT)
 
 
@@ -180,7 +180,7 @@ def test_strict_options_accept_another_librarys_function() -> None:
     assert len(report.rewritten) == len(report.sites) == 2
     assert [site.location.code for site in report.unknown] == ["broken"]
     assert "; 1 function not looked at\n" in str(report)
-    assert "  not compiled, without a step: 1 x function at tests/test_given_up.py:" in str(report)
+    assert "  not compiled, cannot hold a site: 1 x function at tests/test_given_up.py:" in str(report)
 
 
 def test_a_program_that_is_too_large_to_look_through(monkeypatch: pytest.MonkeyPatch) -> None:
