@@ -140,7 +140,15 @@ _RANDOM = {
 
 def draws_random_numbers(node: fx.Node) -> bool:
     """Whether a node's result depends on where it stands among those that draw random numbers."""
-    return _is_random(node.op, node.target)
+    return _is_random(node.op, node.target) and not _has_dropout_of_0(node)
+
+
+def _has_dropout_of_0(node: fx.Node) -> bool:
+    """Whether a node is attention that drops nothing out, as it does by default."""
+    if getattr(node.target, "__name__", "").split(".")[0] != "scaled_dot_product_attention":
+        return False
+    dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+    return isinstance(dropout, (int, float)) and dropout == 0
 
 
 @functools.lru_cache(4096)

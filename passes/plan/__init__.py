@@ -48,9 +48,9 @@ from mhc_compile.passes.plan.sites import (
     visible,
 )
 from mhc_compile.passes.plan.surroundings import check_surroundings
-from mhc_compile.passes.plan.unwritten import Meetings, unwritten
+from mhc_compile.passes.plan.unwritten import come_back, unwritten
 from mhc_compile.passes.recognise import Findings, Mixture, Weight
-from mhc_compile.passes.recognise.aggregate import Aggregate
+from mhc_compile.passes.recognise.aggregate import Aggregate, Reading
 from mhc_compile.passes.recognise.combine import Combine
 from mhc_compile.passes.recognise.concatenation import TOGETHER
 from mhc_compile.passes.recognise.contraction import StreamsView
@@ -61,7 +61,6 @@ from mhc_compile.passes.recognise.mixing import Mixing as StreamsMixing
 from mhc_compile.passes.recognise.mixing import mixed_alone
 from mhc_compile.passes.recognise.part_writes import PartWrite
 from mhc_compile.passes.recognise.projection import streams_by_rows
-from mhc_compile.passes.recognise.streams import behind
 from mhc_compile.passes.shadow import Shadow, Value
 
 
@@ -112,6 +111,8 @@ class _Planner:
         # What is in a write, and the reads by which a write was known to be one of streams.
         self.claimed: set[Value] = set()
         self.evident: set[Value] = set()
+        # Reads of several rows at once, whose result comes back in an unknown way.
+        self.rows: list[Reading] = []
         # Reads of connections that write in another graph, with their gates.
         self.torn: dict[Value, Value] = {}
 
@@ -193,15 +194,18 @@ class _Planner:
         self._consider_mixings([mixing for mixing in mixings if mixing.out not in self.claimed])
 
     def _consider_mixings(self, mixings: list[StreamsMixing]) -> None:
-        for alike in _by_result(mixings):
+        considered = {site.mixing.out for site in self.sites if isinstance(site, MixingSite)}
+        for alike in _by_result([mixing for mixing in mixings if mixing.out not in considered]):
             self.consider("mix_streams", alike[0].op.node, *[lambda m=mixing: MixingSite(m) for mixing in alike])
 
     def unknown_writes(self) -> None:
-        """Reads with gates that a projection of their streams makes, whose result comes back in an unknown way."""
-        known = self.claimed | self.evident
-        left = [a for a in self.findings.aggregates if a.out not in known and _is_projected(a, self.findings)]
-        meetings = Meetings(self.shadow, self.findings) if left else None
-        self.evident |= {a.out for a in left if meetings is not None and meetings.of(a)}
+        """Reads that come back to their streams in an unknown way, and mixes of the same streams."""
+        for found in list(come_back(self.shadow, self.findings, self.claimed | self.evident)):
+            if isinstance(found.read, Aggregate):
+                self.evident.add(found.read.out)
+            else:
+                self.rows.append(found.read)
+            self._consider_mixings(found.mixings)
 
     def single_operators(self) -> None:
         """Reads and Sinkhorn projections that are in no larger site."""
@@ -228,7 +232,7 @@ class _Planner:
             name_own_gates(self.sites, self.findings)
             views = _views(self.sites)
             self.declined += list(misses(self.shadow, self.findings, self.sites, self.declined, views))
-            self.declined += list(unwritten(self.shadow, self.findings, self.sites, self.declined))
+            self.declined += list(unwritten(self.shadow, self.findings, self.sites, self.declined, self.rows))
         sites = self.sites
         if input_norms is not False:
             sites = [_with_norm(self.shadow, self.findings, site, input_norms, self.errors) for site in sites]
@@ -312,7 +316,7 @@ def _single_operators(
     """
     taken = {value for site in sites for value in site.targets()}
     views = _views(sites)
-    mixed = {site.mixing.out for site in sites if isinstance(site, MixingSite)}
+    mixed = {origin(site.mixing.out, any_view)[0] for site in sites if isinstance(site, MixingSite)}
     for alike in _by_result([a for a in aggregates if a.out not in taken]):
         out = alike[0].out
         if origin(out, any_view)[0] in mixed:  # a row of what another operator makes
@@ -334,19 +338,6 @@ def _is_view(read: Aggregate, views: dict[Value, StreamsView]) -> bool:
     if view is None or (read.streams.n, read.streams.stream) != (view.n, view.stream):
         return False
     return view.holds_tokens or not read.streams.holds_tokens
-
-
-def _is_projected(read: Aggregate, findings: Findings) -> bool:
-    """Whether the gates of a read are made, in whatever way, from a projection of all channels of its streams."""
-    streams = read.streams
-    own = {
-        out
-        for out, readings in findings.readings.items()
-        if any(
-            r.x is read.x and (r.tokens_at, r.width) == (streams.tokens, streams.n * streams.channels) for r in readings
-        )
-    }
-    return bool(behind([read.gate], own, {read.x}))
 
 
 def _views(sites: list[Site]) -> dict[Value, StreamsView]:

@@ -2,32 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 
 from mhc_compile.passes.called import calls_ours
 from mhc_compile.passes.plan.sites import AggregateSite, CombineSite, Declined, MixSite, Site
 from mhc_compile.passes.recognise import Findings
-from mhc_compile.passes.recognise.aggregate import Aggregate
-from mhc_compile.passes.recognise.layout import is_movement
+from mhc_compile.passes.recognise.aggregate import Aggregate, Reading
+from mhc_compile.passes.recognise.contraction import StreamsView
+from mhc_compile.passes.recognise.layout import any_view, is_movement, origin, seen
+from mhc_compile.passes.recognise.mixing import Mixing, mixings
+from mhc_compile.passes.recognise.streams import behind
 from mhc_compile.passes.shadow import Op, Shadow, Value
 
+# What sums products over streams.
+_PRODUCTS = {"mm", "bmm", "sum"}
 _REASON = (
     "this puts a sublayer's output together with the streams that the sublayer read, but not as h_post f + h_res x "
     "in one sum"
 )
 
 
-def unwritten(shadow: Shadow, findings: Findings, sites: list[Site], declined: list[Declined]) -> Iterator[Declined]:
-    """The places where the sublayer's output first meets the streams again, where nothing else was said of a write."""
+@dataclass
+class ComesBack:
+    """Streams that are known only because what reads them comes back to them.
+
+    read is a weighted sum, or of rows that one of the mixings makes. mixings are of the same streams.
+    """
+
+    read: Aggregate | Reading
+    mixings: list[Mixing]
+
+
+def come_back(shadow: Shadow, findings: Findings, claimed: Container[Value]) -> Iterator[ComesBack]:
+    """The reads outside `claimed` whose results meet the streams again, where more than this shows what streams are.
+
+    Either a projection of all channels makes the gates, or a matrix mixes the same streams, or both. Pooling has
+    neither and comes back, too; attention pooling has the first and does not come back.
+    """
+    projected = _Projected(findings)
+    mixed: dict[Value, list[tuple[StreamsView, Mixing]]] = {}
+    for op in shadow.ops:
+        if op.name in _PRODUCTS and op.outs:
+            for m in mixings(findings.reader, seen(op.out)):
+                if m.streams is not None and m.out not in claimed:
+                    mixed.setdefault(m.x, []).append((m.streams, m))
+    meetings = Meetings(shadow, findings)
+    for read in findings.aggregates:
+        same = [m for streams, m in mixed.get(read.x, ()) if streams == read.streams and m.sizes[1] >= m.sizes[0]]
+        shown = read.out not in claimed and (same or projected.makes(read.gate, read.x, read.streams))
+        if shown and meetings.of(read):
+            row = any(origin(read.out, any_view)[0] is origin(m.out, any_view)[0] for m in same)
+            yield ComesBack(Reading(read.out, read.x, read.streams) if row else read, same)
+    for streams, m in (one for ones in mixed.values() for one in ones):
+        rows = Reading(m.out, m.x, streams)
+        if m.sizes[1] < m.sizes[0] and projected.makes(m.gate, m.x, streams) and meetings.of(rows):
+            yield ComesBack(rows, [m])
+
+
+class _Projected:
+    """Which gates are made, in whatever way, from a projection of all channels of their streams."""
+
+    def __init__(self, findings: Findings) -> None:
+        self._of: dict[tuple[Value, object, int], set[Value]] = {}
+        for out, readings in findings.readings.items():
+            for r in readings:
+                self._of.setdefault((r.x, r.tokens_at, r.width), set()).add(out)
+
+    def makes(self, gate: Value, x: Value, streams: StreamsView) -> bool:
+        own = self._of.get((x, streams.tokens, streams.n * streams.channels))
+        return own is not None and bool(behind([gate], own, {x}))
+
+
+def unwritten(
+    shadow: Shadow, findings: Findings, sites: list[Site], declined: list[Declined], rows: list[Reading]
+) -> Iterator[Declined]:
+    """The places where the sublayer's output first meets the streams again, where nothing else was said of a write.
+
+    rows: reads of several rows at once, which `sites` read.
+    """
     written = {
         read.out
         for site in sites
         if isinstance(site, CombineSite)
         for read in findings.connections.reads_before(site.combine)
     }
-    left = [read for read in _reads(sites) if read.out not in written]
+    reads: list[Aggregate | Reading] = [*_reads(sites), *rows]
+    left = [read for read in reads if read.out not in written]
     if not left:
         return
     writes = (entry.node for entry in declined if entry.what in ("expand_combine", "mix_streams"))
@@ -55,7 +118,7 @@ class Meetings:
         self._streams = {read.x for read in findings.aggregates}
         self._streams |= {projected[0].x for projected in findings.readings.values()}
 
-    def of(self, read: Aggregate) -> tuple[Op, Op] | None:
+    def of(self, read: Aggregate | Reading) -> tuple[Op, Op] | None:
         """The first operator that reads the streams with what is made of the read, and the one that makes new streams.
 
         None if no new streams come of that.
@@ -70,7 +133,7 @@ def _reads(sites: list[Site]) -> Iterator[Aggregate]:
             yield site.aggregate
 
 
-def _first_meeting(ops: Iterable[Op], read: Aggregate, streams: set[Value]) -> tuple[Op, Op] | None:
+def _first_meeting(ops: Iterable[Op], read: Aggregate | Reading, streams: set[Value]) -> tuple[Op, Op] | None:
     """The first operator that reads the streams together with what is made of the read, and which makes new streams.
 
     ops are those after the streams. None also if the program calls an operator of ours there, or something that is not
@@ -106,7 +169,7 @@ def _first_meeting(ops: Iterable[Op], read: Aggregate, streams: set[Value]) -> t
     return None
 
 
-def _each(op: Op, read: Aggregate, one_by_one: set[Value]) -> Iterator[Value]:
+def _each(op: Op, read: Aggregate | Reading, one_by_one: set[Value]) -> Iterator[Value]:
     """Which results of an operator are one of the streams, as it is or element by element something else."""
     same = is_movement(op) and any(source is read.x or source in one_by_one for source in op.sources)
     if same or (_is_pointwise(op) and not one_by_one.isdisjoint(op.sources)):

@@ -72,9 +72,12 @@ def aggregates(reader: Reader, out: Value) -> Iterator[Aggregate | Miss]:
 
 
 def other_readings(reader: Reader, out: Value) -> Iterator[Reading]:
-    """Reads of streams that no operator makes: their mean or sum, or one with a gate for each channel."""
+    """Reads of streams that no operator makes: their mean or sum, or one with a gate for each channel.
+
+    The streams may be others that a matrix mixes: that is summed, too.
+    """
     terms = reader.terms(out)
-    if len(terms) > 1 and out.op is not None:
+    if (len(terms) > 1 or terms[0].summed > 1) and out.op is not None:
         terms = reader.reduction(out.op) or terms
     if len(terms) != 1 or not terms[0].summed or len(terms[0].factors) > 2:
         return
