@@ -11,8 +11,8 @@ from itertools import combinations
 from math import prod
 from typing import NamedTuple
 
+from mhc_compile.passes.recognise.layout import Dim, Layout, NotALayout, is_shown, merged, refine, tidy, tiles
 from mhc_compile.passes.recognise.layout import Factor as Step
-from mhc_compile.passes.recognise.layout import Layout, NotALayout, is_shown, merged, refine, tidy, tiles
 from mhc_compile.passes.recognise.sums_of_products import Factor, Source, Term
 from mhc_compile.passes.shadow import Value
 
@@ -164,6 +164,11 @@ def joined(axes: Sequence[Axis]) -> list[Axis]:
     return found
 
 
+def steps_in(axes: Sequence[Axis], side: str) -> Dim:
+    """How one of the tensors is stepped through along axes in this order: `side` is left, right or out."""
+    return tidy([(a.size, getattr(a, side)) for a in axes])
+
+
 def split(axes: Sequence[Axis], x: Value, streams_at: Step) -> Iterator[tuple[list[Axis], list[Axis]]]:
     """The axes that x and the result share as (tokens, channels), for a gate on the left.
 
@@ -207,8 +212,7 @@ def _with_view(
     tokens: Sequence[Axis], channels: Sequence[Axis], streams_at: Step
 ) -> tuple[list[Axis], list[Axis], StreamsView]:
     token, channel = (joined(by_stride(some, "right")) for some in (tokens, channels))
-    through, across = (tidy([(a.size, a.right) for a in some]) for some in (token, channel))
-    return token, channel, StreamsView(through, streams_at, across)
+    return token, channel, StreamsView(steps_in(token, "right"), streams_at, steps_in(channel, "right"))
 
 
 def _cut(axis: Axis, bound: int) -> list[Axis]:
