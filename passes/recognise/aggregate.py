@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 
 from mhc_compile.passes.recognise.contraction import (
     Contraction,
@@ -13,10 +12,8 @@ from mhc_compile.passes.recognise.contraction import (
     by_stride,
     contractions,
     exact,
-    is_innermost,
     is_stream_count,
     joined,
-    split,
     steps_in,
     streams_in,
 )
@@ -94,11 +91,11 @@ def other_readings(reader: Reader, out: Value) -> Iterator[Reading]:
             stream = (summed[0].size, summed[0].right)
             if any(a.right == 0 for a in axes) or stream[1] == 1:  # a mean over what may be the channels
                 continue
-            for tokens, channels in islice(split([a for a in axes if not a.summed], source.base, stream), 1, None):
-                token, channel = (joined(by_stride(some, "right")) for some in (tokens, channels))
-                at = StreamsView(steps_in(token, "right"), stream, steps_in(channel, "right"))
-                if is_innermost(at, source.base):
-                    yield Reading(out, source.base, at, len(factors) == 2)
+            # Without a gate, no axis is one of tokens. The last view takes only what lies innermost in x as channels.
+            walked = streams_in([a for a in axes if not a.summed], source.base, stream)
+            views = [view for _, _, view in walked if not view.holds_tokens]
+            for view in views[-1:]:
+                yield Reading(out, source.base, view, len(factors) == 2)
 
 
 def _read(c: Contraction) -> Aggregate | tuple[str, int]:

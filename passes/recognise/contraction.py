@@ -169,7 +169,7 @@ def steps_in(axes: Sequence[Axis], side: str) -> Dim:
     return tidy([(a.size, getattr(a, side)) for a in axes])
 
 
-def split(axes: Sequence[Axis], x: Value, streams_at: Step) -> Iterator[tuple[list[Axis], list[Axis]]]:
+def _split(axes: Sequence[Axis], x: Value, streams_at: Step) -> Iterator[tuple[list[Axis], list[Axis]]]:
     """The axes that x and the result share as (tokens, channels), for a gate on the left.
 
     A gate for each token goes with the tokens and not with the channels. Where it has tokens in common as well, the
@@ -194,9 +194,9 @@ def streams_in(
 
     Last come channels that hold tokens: some dims of one stream, along which the gates do not differ.
     """
-    for tokens, channels in split(axes, x, streams_at):
+    for tokens, channels in _split(axes, x, streams_at):
         found = _with_view(tokens, channels, streams_at)
-        if is_innermost(found[2], x):
+        if _is_innermost(found[2], x):
             yield found
     within = [bound for d in range(len(x.shape)) if 0 < (bound := prod(x.shape[d:])) <= streams_at[1]]
     for bound, inner in combinations(within, 2):
@@ -224,7 +224,7 @@ def _cut(axis: Axis, bound: int) -> list[Axis]:
     return [outer, Axis(inner, axis.left, axis.right, axis.out, axis.summed)]
 
 
-def is_innermost(streams: StreamsView, x: Value) -> bool:
+def _is_innermost(streams: StreamsView, x: Value) -> bool:
     """Whether the channels of a stream lie together, as far as streams between them allow.
 
     What the gates do not depend on would otherwise pass for channels: all tokens, where there is one gate for all.
