@@ -240,16 +240,21 @@ class Ledger:
     def report(self) -> Report:
         """All that Dynamo kept, with what it did not keep of the same code."""
         total = Report(cut=list(dict.fromkeys(map(_unknown, self._eager))), unreported=self._unreported)
+        functions: list[Location] = []
         for frame, compilations in self._frames.items():
-            kept = (one for number, one in compilations.items() if (frame, number) in compat.watched.kept)
-            joined = Report.joined(one.report() for one in kept)
-            if frame in compat.watched.limits and (joined.sites or joined.called):
-                joined.cut.append(_left_eager(compat.watched.limits[frame]))
+            kept = [number for number in compilations if (frame, number) in compat.watched.kept]
+            joined = Report.joined(compilations[number].report() for number in kept)
+            if joined.sites or joined.called:
+                functions.append(Location(*compat.watched.kept[frame, kept[0]]))
+                if frame in compat.watched.limits:
+                    joined.cut.append(_left_eager(compat.watched.limits[frame]))
             total.add(joined)
         without_frame = {graph.digest(): graph for graph in self._without_frame}
         for graph in without_frame.values():
             total.add(graph.report())
         total.cut += self._given_up({(site.op, site.location) for site in total.sites})
+        known = [*functions, *(site.location for site in (*total.sites, *total.cut))]
+        total.idle = [place for place in total.skipped if not any(where.is_among([place]) for where in known)]
         return total
 
     def _given_up(self, kept: set[tuple[str, Location]]) -> list[SiteReport]:
