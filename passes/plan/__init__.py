@@ -154,8 +154,7 @@ class _Planner:
             readings = [c for c in readings if not known.isdisjoint(c.gates()) or connections.is_write(c, known)]
             if not readings or readings[0].out in self.claimed:
                 continue
-            reads = connections.reads_before(readings[0])
-            self.evident |= {read.out for read in reads if isinstance(read, Aggregate)}
+            self._note_reads(readings[0])
             self._consider_write(*readings)
 
         for miss in self.findings.almost[::-1]:
@@ -166,12 +165,17 @@ class _Planner:
                 self.evident |= {read.out for read in before}
                 self.declined.append(Declined("expand_combine", f"this {miss.reason}", miss.combine.op.node))
 
+    def _note_reads(self, write: Combine) -> None:
+        reads = self.findings.connections.reads_before(write)
+        self.evident |= {read.out for read in reads if isinstance(read, Aggregate)}
+
     def _consider_write(self, *readings: Combine) -> None:
         made = [lambda c=combine: CombineSite(c) for combine in readings]
         if self.consider("expand_combine", readings[0].op.node, *made):
             accepted = self.sites[-1]
             assert isinstance(accepted, CombineSite)
             self.claimed |= _within(accepted.combine)
+            self._note_reads(accepted.combine)
 
     def cut_connections(self) -> None:
         """Reads and writes that are in different graphs."""
@@ -219,7 +223,7 @@ class _Planner:
             name_own_gates(self.sites, self.findings)
             views = _views(self.sites)
             self.declined += list(misses(self.shadow, self.findings, self.sites, self.declined, views))
-            self.declined += list(unwritten(self.shadow, self.findings, self.sites, self.declined))
+            self.declined += list(unwritten(self.shadow, self.findings, self.sites, self.declined, self.evident))
         sites = self.sites
         if input_norms is not False:
             sites = [_with_norm(self.shadow, self.findings, site, input_norms, self.errors) for site in sites]

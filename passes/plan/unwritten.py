@@ -18,15 +18,14 @@ _REASON = (
 )
 
 
-def unwritten(shadow: Shadow, findings: Findings, sites: list[Site], declined: list[Declined]) -> Iterator[Declined]:
-    """The places where the sublayer's output first meets the streams again, where nothing else was said of a write."""
-    written = {
-        read.out
-        for site in sites
-        if isinstance(site, CombineSite)
-        for read in findings.connections.reads_before(site.combine)
-    }
-    left = [read for read in _reads(sites) if read.out not in written]
+def unwritten(
+    shadow: Shadow, findings: Findings, sites: list[Site], declined: list[Declined], evident: set[Value]
+) -> Iterator[Declined]:
+    """The places where the sublayer's output first meets the streams again, where nothing else was said of a write.
+
+    evident: reads by which writes were known to be those of streams.
+    """
+    left = [read for read in _reads(sites) if read.out not in evident]
     if not left:
         return
     place = {op: i for i, op in enumerate(shadow.ops)}
