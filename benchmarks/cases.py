@@ -13,10 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks import own_gates
+from benchmarks.own_gates import EPS, KINDS
 from mhc_compile.testing.float64 import Float64Reference
 
-EPS = 1e-6
 ITERATIONS = 20
 FEW = 1000  # a gradient of fewer numbers is one of few
 WORDS = 512
@@ -278,12 +277,12 @@ class OwnGates(Workload):
     def make(self) -> tuple[nn.Module, tuple[Tensor, ...]]:
         case = self.case
         _, arguments = super().make()
-        kind = own_gates.KINDS[case.name]
+        kind = KINDS[case.name]
         return nn.Sequential(*(kind(case.streams, case.width) for _ in range(case.depth))), arguments
 
 
 WORKLOADS: dict[str, type[Workload]] = {"model": Model, "block": Block, "plain": Block}
-WORKLOADS |= dict.fromkeys(own_gates.KINDS, OwnGates)
+WORKLOADS |= dict.fromkeys(KINDS, OwnGates)
 
 
 def workload(case: Case, device: torch.device) -> Workload:

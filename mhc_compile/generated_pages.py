@@ -269,7 +269,7 @@ class _Errors:
     def __init__(self) -> None:
         self.functions: dict[tuple[str, str], ast.FunctionDef] = {}
         self.checks: dict[str, tuple[str, str]] = {}
-        for path in sorted(_OPS.glob("*.py")):
+        for path in (*sorted(_OPS.glob("*.py")), _OPS.parent / "forms.py"):
             tree = ast.parse(path.read_text(encoding="utf-8"))
             for node in ast.walk(tree):
                 if isinstance(node, ast.FunctionDef):
@@ -374,7 +374,7 @@ def _literal(node: ast.expr, known: dict[str, str]) -> str:
         return str(node.value)
     if isinstance(node, ast.Name):
         constant = getattr(_checks(), node.id, "…")
-        if isinstance(constant, tuple):
+        if isinstance(constant, (tuple, dict)):
             constant = ", ".join(map(repr, constant))
         return known.get(node.id, str(constant))
     if isinstance(node, ast.JoinedStr):

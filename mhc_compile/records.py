@@ -30,14 +30,15 @@ class Compiled:
 
     traced is of the graph before autograd and of its joint graph. lowered has a report for each graph that Inductor
     makes of these: of the forward, and of the backward, which may follow much later. loaded has both reports of each
-    of these graphs that a cache had, or a package if packaged. checked is what `mhc.check` did in its first calls.
+    of these graphs that a cache had, or a package if packaged, by their text. They say what other processes did, so
+    they have no seconds. checked is what `mhc.check` did in its first calls.
     before and after are the breaks by which the graph began, and ended. failure says why there is no compiled graph,
     strict whether options ask for errors.
     """
 
     traced: Report = field(default_factory=Report)
     lowered: list[Report] = field(default_factory=list)
-    loaded: list[tuple[Report, Report]] = field(default_factory=list)
+    loaded: dict[str, tuple[Report, Report]] = field(default_factory=dict)
     packaged: bool = False
     checked: Report = field(default_factory=Report)
     before: compat.GraphBreak | None = None
@@ -53,18 +54,19 @@ class Compiled:
             log.info("graph %s/%s, %.1f s: %s", frame, number, time.perf_counter() - self.begun, what)
 
     def report(self) -> Report:
-        # Loaded reports say what other processes did. No time was spent on them here.
-        loaded = [(replace(traced, seconds=0.0), replace(lowered, seconds=0.0)) for traced, lowered in self.loaded]
-        traced = self.traced
         # Where the passes ran here, too, they know of the program as it is now.
-        if loaded and _digest(loaded[-1][0]) != _digest(traced):
-            traced = loaded[-1][0]
-        count = traced.graphs if loaded else 0
+        traced = self.traced if self.digest() == _digest(self.traced) else self._latest
+        count = traced.graphs if self.loaded else 0
         total = Report(packaged=count) if self.packaged else Report(cached=count)
-        for one in (traced, *self.lowered, *(lowered for _, lowered in loaded), self.checked):
+        for one in (traced, *self.lowered, *(lowered for _, lowered in self.loaded.values()), self.checked):
             total.add(one)
         total.cut = list(self._cut(total.cut))
         return total
+
+    @property
+    def _latest(self) -> Report:
+        """The report of the graph before it is lowered: the last that was loaded, if any."""
+        return list(self.loaded.values())[-1][0] if self.loaded else self.traced
 
     def discard(self) -> None:
         """Nothing counts that was done to this graph: it is compiled again."""
@@ -85,7 +87,7 @@ class Compiled:
         It is part of what Inductor's cache knows a graph by. Otherwise two programs that become the same graph would
         have the same report.
         """
-        return _digest(self.loaded[-1][0] if self.loaded else self.traced)
+        return _digest(self._latest)
 
     def packed(self) -> str:
         """The report that Inductor's object for the graph lowered last carries."""
@@ -93,9 +95,9 @@ class Compiled:
 
     def unpack(self, text: str) -> None:
         """Add the report of a graph that comes from a cache."""
-        report = _unpacked(text)
-        if report not in self.loaded:  # a file may be loaded twice
-            self.loaded.append(report)
+        if text not in self.loaded:  # a file may be loaded twice
+            traced, lowered = _unpacked(text)
+            self.loaded[text] = replace(traced, seconds=0.0), replace(lowered, seconds=0.0)
             log.info("from a %s: %s", "package" if self.packaged else "cache", self.report())
 
 
@@ -238,16 +240,21 @@ class Ledger:
     def report(self) -> Report:
         """All that Dynamo kept, with what it did not keep of the same code."""
         total = Report(cut=list(dict.fromkeys(map(_unknown, self._eager))), unreported=self._unreported)
+        functions: list[Location] = []
         for frame, compilations in self._frames.items():
-            kept = (one for number, one in compilations.items() if (frame, number) in compat.watched.kept)
-            joined = Report.joined(one.report() for one in kept)
-            if frame in compat.watched.limits and (joined.sites or joined.called):
-                joined.cut.append(_left_eager(compat.watched.limits[frame]))
+            kept = [number for number in compilations if (frame, number) in compat.watched.kept]
+            joined = Report.joined(compilations[number].report() for number in kept)
+            if joined.sites or joined.called:
+                functions.append(Location(*compat.watched.kept[frame, kept[0]]))
+                if frame in compat.watched.limits:
+                    joined.cut.append(_left_eager(compat.watched.limits[frame]))
             total.add(joined)
         without_frame = {graph.digest(): graph for graph in self._without_frame}
         for graph in without_frame.values():
             total.add(graph.report())
         total.cut += self._given_up({(site.op, site.location) for site in total.sites})
+        known = [*functions, *(site.location for site in (*total.sites, *total.cut))]
+        total.idle = [place for place in total.skipped if not any(where.is_among([place]) for where in known)]
         return total
 
     def _given_up(self, kept: set[tuple[str, Location]]) -> list[SiteReport]:

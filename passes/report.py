@@ -135,7 +135,8 @@ class Report:
       once. lowered: the number of operators that Inductor compiled as parts of a graph;
     - fused: the operators of forward passes that fusions made, each with the sites that it replaces;
     - excerpts: by name, the lines of a graph for a site, before and after the rewriting. Identical sites share one;
-    - skipped: the places that `mhc.skip` names.
+    - skipped: the places that `mhc.skip` names. idle: those where no site is, and no function with sites that Dynamo
+      compiled by itself. The report of a single graph has none, since other graphs may have such a site.
 
     `str(report)` is for people and has at most one screen; `details()` has everything, and `html()` is a page.
     """
@@ -159,6 +160,7 @@ class Report:
     fused: list[Fused] = field(default_factory=list)
     excerpts: dict[str, list[str]] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
+    idle: list[str] = field(default_factory=list)
 
     @property
     def rewritten(self) -> list[SiteReport]:
@@ -352,9 +354,7 @@ def _lines(report: Report, most: int | None) -> list[str]:
     for group in unchecked[:most]:
         lines += _site("  not checked: {count} x {op} at {place}", group)
     lines += _more(len(unchecked), most, "kind", "of sites that were not checked")
-    for place in report.skipped:
-        if not any(site.location.is_among([place]) for site in (*report.sites, *report.cut)):
-            lines.append(f"  mhc.skip names {place}, and no site is there")
+    lines += [f"  mhc.skip names {place}, and no site is there" for place in report.idle]
     counted = {"checked in the first calls": report.checked, "fused": report.fusions}
     for what, counts in (counted | {"compiled once": report.shared, "lowered": report.lowered}).items():
         if counts:

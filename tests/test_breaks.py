@@ -427,6 +427,18 @@ def test_strict_options_do_not_put_up_with_the_recompile_limit() -> None:
     assert mhc_compile.report().cut == [site]
 
 
+@pytest.mark.usefixtures("passes_only")
+def test_a_function_to_skip_is_known_before_the_recompile_limit() -> None:
+    """A place to skip is of use if Dynamo compiles the function there by itself, and the function has sites."""
+    compiled, inlined = _place(Sublayer, "def forward").removeprefix("tests/"), _place(Annealed, "def res")
+    options = {"mhc.skip": [compiled, inlined, "model.py:1"]}
+    torch.compile(Annealed(4, 6, 3, 2), backend="mhc", options=options)(torch.randn(X))
+    assert "mhc.skip" not in str(records.last())  # other graphs may have sites there
+    torch.compile(torch.nn.Linear(6, 6), backend="mhc", options=options)(torch.randn(X))
+    told = [line for line in str(mhc_compile.report()).splitlines() if "mhc.skip" in line]
+    assert told == [f"  mhc.skip names {place}, and no site is there" for place in (inlined, "model.py:1")]
+
+
 def test_explaining_again_and_again() -> None:
     """Each time Dynamo compiles the model anew, however often that is."""
     model = Sublayer(4, 6, 3, 2)

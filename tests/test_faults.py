@@ -310,7 +310,7 @@ def test_a_folder_whose_name_is_no_text() -> None:
     assert "folder\\udcff/model.py:1" in str(report)
     compiled = records.Compiled(report)
     compiled.unpack(compiled.packed())
-    assert compiled.loaded == [(report, Report())]
+    assert list(compiled.loaded.values()) == [(report, Report())]
 
 
 def test_a_working_directory_that_was_deleted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

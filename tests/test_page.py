@@ -94,7 +94,7 @@ def test_every_place_is_escaped() -> None:
     lost = SiteReport(tag, Location(tag, 1, tag), tag, tag, module=f"{tag}.1")
     function = SiteReport("function", Location(tag, 1, tag), tag, tag)
     told = Report([site, lost], [site], [lost, function], [tag], 1, errors=[tag], unchecked=[lost])
-    told.excerpts, told.skipped = {"a": [tag, tag]}, [tag]
+    told.excerpts, told.skipped, told.idle = {"a": [tag, tag]}, [tag], [tag]
     told.fusions = told.shared = told.lowered = told.checked = Counter({tag: 1})
     page = Page(told.html({tag: 1.0}))
     assert "i" not in {name for name, _ in page.elements}

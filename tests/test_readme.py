@@ -22,17 +22,14 @@ IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 LONGEST_SENTENCE = 25  # words, as in our rules of style
 
 
-def _snippets(heading: str) -> list[str]:
-    """The Python snippets of a section."""
-    section = README.split(f"### {heading}")[1].partition("\n## ")[0].partition("\n### ")[0]
-    return re.findall(r"^```python\n(.*?)^```", section, flags=re.MULTILINE | re.DOTALL)
+MODEL, *OTHERS = re.findall(r"^```python\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("heading", ["2. Call the operators", "3. Snapshot-test"])
+@pytest.mark.parametrize("snippet", OTHERS, ids=["enable", "operators", "snapshot"])
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_snippets_run(heading: str) -> None:
-    (snippet,) = _snippets(heading)
+def test_each_snippet_runs_alone(snippet: str) -> None:
     exec(compile(snippet, "README.md", "exec"), {})
+    assert not mhc_compile.is_enabled()
 
 
 @pytest.mark.thorough
@@ -41,14 +38,12 @@ def test_snippets_run(heading: str) -> None:
 def test_a_model_is_compiled_as_readme_says() -> None:
     """Inductor compiles a model of transformers three times."""
     names: dict[str, Any] = {}
-    first, *others = _snippets("1. Compile a model")
-    exec(compile(first, "README.md", "exec"), names)
+    exec(compile(MODEL, "README.md", "exec"), names)
     report = mhc_compile.report()
     assert (len(report.rewritten), report.declined, report.cut) == (9, [], [])
     assert all(parameter.grad is not None for name, parameter in names["model"].named_parameters() if "hc" in name)
-    for snippet in others:
-        exec(compile(snippet, "README.md", "exec"), names)
-    assert not mhc_compile.is_enabled()
+    (verify,) = re.findall(r"`(mhc_compile\.verify\(.*?\))`", README)
+    assert eval(verify, names).ok
     with torch.no_grad():
         ids = names["model"].eval().generate(names["ids"][:, :8], max_new_tokens=2, do_sample=False)
     assert ids.shape == (1, 10)

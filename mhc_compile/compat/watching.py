@@ -85,7 +85,9 @@ class RecompileLimit:
 
 @dataclass
 class Watched:
-    """What Dynamo did since it was reset. kept has the compilations whose code it keeps, limits are by frame.
+    """What Dynamo did since it was reset. limits are by frame.
+
+    kept has the compilations whose code it keeps, each with file, first line and name of the function.
 
     strategies has what Dynamo does with code that it does not compile, by the id of the code. at_limit is called with a
     frame that has reached a limit. The functions of at_given_up are called with a function that Dynamo gave up on,
@@ -93,7 +95,7 @@ class Watched:
     may raise.
     """
 
-    kept: set[tuple[Any, Any]] = field(default_factory=set)
+    kept: dict[tuple[Any, Any], tuple[str, int, str]] = field(default_factory=dict)
     breaks: dict[GraphBreak, None] = field(default_factory=dict)
     limits: dict[Any, RecompileLimit] = field(default_factory=dict)
     strategies: dict[int, tuple[weakref.ref[CodeType], Any]] = field(default_factory=dict)
@@ -175,7 +177,7 @@ def watch_dynamo() -> None:
 
 def _note_code(code: CodeType, new_code: CodeType) -> None:
     on_dynamo_reset(watched)  # with each note: Dynamo has forgotten it after a reset
-    watched.kept.add(compile_id()[:2])
+    watched.kept[compile_id()[:2]] = (code.co_filename, code.co_firstlineno, code.co_name)
 
 
 def _note_break(translator: Any, error: Any, ends: bool) -> None:

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 import torch
 from torch import Tensor
 
-from mhc_compile.forms import RMS_MODES, SINKHORN_AXES, SINKHORN_STARTS, Gates, Rms, Sinkhorn
+from mhc_compile.forms import RMS_MODES, SINKHORN_AXES, SINKHORN_STARTS, Gates, Rms, Sinkhorn, check_choice
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MAX_K = 1024
@@ -174,18 +174,13 @@ def check_out_dtype(out_dtype: torch.dtype | None, name: str = "out_dtype") -> N
         raise TypeError(f"{name} is {out_dtype}; expected bfloat16, float16, float32, float64 or None")
 
 
-def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}; expected one of {', '.join(map(repr, choices))}")
-
-
 def _check_eps(name: str, value: float) -> None:
     if not (value >= 0 and math.isfinite(value)):
         raise ValueError(f"{name} is {value}; expected a finite number >= 0")
 
 
 def check_rms(rms: Rms) -> None:
-    _check_choice("rms_mode", rms.mode, RMS_MODES)
+    check_choice("rms_mode", rms.mode, RMS_MODES)
     _check_eps("rms_eps", rms.eps)
 
 
@@ -198,7 +193,7 @@ def check_gates(gates: Gates) -> None:
 def check_sinkhorn(sinkhorn: Sinkhorn, prefix: str = "sinkhorn_") -> None:
     if sinkhorn.steps < 0:
         raise ValueError(f"{prefix}steps is {sinkhorn.steps}; expected a number of half-steps >= 0")
-    _check_choice(f"{prefix}start", sinkhorn.start, tuple(SINKHORN_STARTS))
-    _check_choice(f"{prefix}first", sinkhorn.first, SINKHORN_AXES)
+    check_choice(f"{prefix}start", sinkhorn.start, SINKHORN_STARTS)
+    check_choice(f"{prefix}first", sinkhorn.first, SINKHORN_AXES)
     _check_eps(f"{prefix}eps", sinkhorn.eps)
     _check_eps(f"{prefix}start_eps", sinkhorn.start_eps)

@@ -121,9 +121,16 @@ def projection_backward(
         if d_x is not None:
             wide = wide + d_x.to(dtype)
         dx = wide.to(x.dtype)
-    product = _loops.phi_gradient(dh, x) if needs[1] or needs[2] else None
-    dphi, dnorm_weight = parameter_gradients(product, phi, norm_weight, needs[1:])
-    return dx, settle_gradient(dphi, phi, x), settle_gradient(dnorm_weight, norm_weight, x)
+    return dx, *_phi_gradients(dh, x, phi, norm_weight, needs[1:])
+
+
+def _phi_gradients(
+    dh: Tensor, x: Tensor, phi: Tensor, norm_weight: Tensor | None, needs: Sequence[bool]
+) -> tuple[Tensor, Tensor]:
+    """The gradients of phi and norm_weight."""
+    product = _loops.phi_gradient(dh, x) if any(needs) else None
+    dphi, dnorm_weight = parameter_gradients(product, phi, norm_weight, needs)
+    return settle_gradient(dphi, phi, x), settle_gradient(dnorm_weight, norm_weight, x)
 
 
 def generate_mix(x: Tensor, *parameters: Any, **scalars: Any) -> tuple[Tensor, ...]:
@@ -189,15 +196,10 @@ def _mix_backward(
             dx = dx + h_pre[..., None] * gradients[0].to(dx.dtype)[..., None, :]
         if d_x is not None:
             dx = dx + d_x.to(dx.dtype)
-    product = _loops.phi_gradient(dh, x) if needs[1] or needs[4] else None
-    dphi, dnorm_weight = parameter_gradients(product, phi, norm_weight, (needs[1], needs[4]))
-    return (
-        dx.to(x.dtype),
-        settle_gradient(dphi, phi, x),
-        settle_gradient(dscale if needs[2] else None, scale, x),
-        settle_gradient(dbias if needs[3] else None, bias, x),
-        settle_gradient(dnorm_weight, norm_weight, x),
-    )
+    dphi, dnorm_weight = _phi_gradients(dh, x, phi, norm_weight, (needs[1], needs[4]))
+    dscale = settle_gradient(dscale if needs[2] else None, scale, x)
+    dbias = settle_gradient(dbias if needs[3] else None, bias, x)
+    return dx.to(x.dtype), dphi, dscale, dbias, dnorm_weight
 
 
 def generate_mix_backward(

@@ -111,8 +111,8 @@ class _Planner:
         # What is in a write, and the reads by which a write was known to be one of streams.
         self.claimed: set[Value] = set()
         self.evident: set[Value] = set()
-        # Reads of several rows at once, whose result comes back in an unknown way.
-        self.rows: list[Reading] = []
+        # Reads whose result comes back to their streams in an unknown way.
+        self.unwritten: list[Aggregate | Reading] = []
         # Reads of connections that write in another graph, with their gates.
         self.torn: dict[Value, Value] = {}
 
@@ -157,8 +157,7 @@ class _Planner:
             readings = [c for c in readings if not known.isdisjoint(c.gates()) or connections.is_write(c, known)]
             if not readings or readings[0].out in self.claimed:
                 continue
-            reads = connections.reads_before(readings[0])
-            self.evident |= {read.out for read in reads if isinstance(read, Aggregate)}
+            self._note_reads(readings[0])
             self._consider_write(*readings)
 
         for miss in self.findings.almost[::-1]:
@@ -169,12 +168,17 @@ class _Planner:
                 self.evident |= {read.out for read in before}
                 self.declined.append(Declined("expand_combine", f"this {miss.reason}", miss.combine.op.node))
 
+    def _note_reads(self, write: Combine) -> None:
+        reads = self.findings.connections.reads_before(write)
+        self.evident |= {read.out for read in reads if isinstance(read, Aggregate)}
+
     def _consider_write(self, *readings: Combine) -> None:
         made = [lambda c=combine: CombineSite(c) for combine in readings]
         if self.consider("expand_combine", readings[0].op.node, *made):
             accepted = self.sites[-1]
             assert isinstance(accepted, CombineSite)
             self.claimed |= _within(accepted.combine)
+            self._note_reads(accepted.combine)
 
     def cut_connections(self) -> None:
         """Reads and writes that are in different graphs."""
@@ -201,16 +205,14 @@ class _Planner:
     def unknown_writes(self) -> None:
         """Reads that come back to their streams in an unknown way, and mixes of the same streams."""
         for found in list(come_back(self.shadow, self.findings, self.claimed | self.evident)):
-            if isinstance(found.read, Aggregate):
-                self.evident.add(found.read.out)
-            else:
-                self.rows.append(found.read)
+            self.unwritten.append(found.read)
             self._consider_mixings(found.mixings)
 
     def single_operators(self) -> None:
         """Reads and Sinkhorn projections that are in no larger site."""
         free = [a for a in self.findings.aggregates if a.out not in self.claimed]
-        _single_operators(self.findings, free, self.sites, self.known, self.evident, self.consider)
+        evident = self.evident | {read.out for read in self.unwritten if isinstance(read, Aggregate)}
+        _single_operators(self.findings, free, self.sites, self.known, evident, self.consider)
 
     def mixed_alone(self) -> None:
         """Streams that are mixed without a write."""
@@ -232,7 +234,9 @@ class _Planner:
             name_own_gates(self.sites, self.findings)
             views = _views(self.sites)
             self.declined += list(misses(self.shadow, self.findings, self.sites, self.declined, views))
-            self.declined += list(unwritten(self.shadow, self.findings, self.sites, self.declined, self.rows))
+            rows = [read for read in self.unwritten if isinstance(read, Reading)]
+            told = unwritten(self.shadow, self.findings, self.sites, self.declined, self.evident, rows)
+            self.declined += list(told)
         sites = self.sites
         if input_norms is not False:
             sites = [_with_norm(self.shadow, self.findings, site, input_norms, self.errors) for site in sites]

@@ -77,20 +77,19 @@ class _Projected:
 
 
 def unwritten(
-    shadow: Shadow, findings: Findings, sites: list[Site], declined: list[Declined], rows: list[Reading]
+    shadow: Shadow,
+    findings: Findings,
+    sites: list[Site],
+    declined: list[Declined],
+    evident: set[Value],
+    rows: list[Reading],
 ) -> Iterator[Declined]:
     """The places where the sublayer's output first meets the streams again, where nothing else was said of a write.
 
-    rows: reads of several rows at once, which `sites` read.
+    evident: reads by which writes were known to be those of streams. rows: reads of several rows, which `sites` read.
     """
-    written = {
-        read.out
-        for site in sites
-        if isinstance(site, CombineSite)
-        for read in findings.connections.reads_before(site.combine)
-    }
     reads: list[Aggregate | Reading] = [*_reads(sites), *rows]
-    left = [read for read in reads if read.out not in written]
+    left = [read for read in reads if read.out not in evident]
     if not left:
         return
     writes = (entry.node for entry in declined if entry.what in ("expand_combine", "mix_streams"))

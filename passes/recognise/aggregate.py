@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 
 from mhc_compile.passes.recognise.contraction import (
     Contraction,
@@ -13,13 +12,12 @@ from mhc_compile.passes.recognise.contraction import (
     by_stride,
     contractions,
     exact,
-    is_innermost,
     is_stream_count,
     joined,
-    split,
+    steps_in,
     streams_in,
 )
-from mhc_compile.passes.recognise.layout import Layout, tidy
+from mhc_compile.passes.recognise.layout import Layout
 from mhc_compile.passes.recognise.misses import Miss
 from mhc_compile.passes.recognise.reader import Reader
 from mhc_compile.passes.shadow import Op, Value
@@ -96,13 +94,11 @@ def other_readings(reader: Reader, out: Value) -> Iterator[Reading]:
             stream = (summed[0].size, summed[0].right)
             if any(a.right == 0 for a in axes) or stream[1] == 1:  # a mean over what may be the channels
                 continue
-            for tokens, channels in islice(split([a for a in axes if not a.summed], source.base, stream), 1, None):
-                token, channel = (joined(by_stride(some, "right")) for some in (tokens, channels))
-                at = StreamsView(
-                    tidy([(a.size, a.right) for a in token]), stream, tidy([(a.size, a.right) for a in channel])
-                )
-                if is_innermost(at, source.base):
-                    yield Reading(out, source.base, at, len(factors) == 2)
+            # Without a gate, no axis is one of tokens. The last view takes only what lies innermost in x as channels.
+            walked = streams_in([a for a in axes if not a.summed], source.base, stream)
+            views = [view for _, _, view in walked if not view.holds_tokens]
+            for view in views[-1:]:
+                yield Reading(out, source.base, view, len(factors) == 2)
 
 
 def _read(c: Contraction) -> Aggregate | tuple[str, int]:
@@ -113,7 +109,7 @@ def _read(c: Contraction) -> Aggregate | tuple[str, int]:
     if not is_stream_count(stream[0]) or any(a.right == 0 for a in c.axes):
         return f"sums {stream[0]} streams (the operators take at most 31), or reads streams that are broadcast", 1
     for token, channel, streams in streams_in([a for a in c.axes if not a.summed], c.right, stream):
-        gate = Layout((tidy([(a.size, a.left) for a in token]), ((stream[0], summed[0].left),)), c.left_offset)
-        out = Layout((tidy([(a.size, a.out) for a in token]), tidy([(a.size, a.out) for a in channel])))
+        gate = Layout((steps_in(token, "left"), ((stream[0], summed[0].left),)), c.left_offset)
+        out = Layout((steps_in(token, "out"), steps_in(channel, "out")))
         return Aggregate(c.out, c.left, gate, c.right, streams, out, c.const)
     return "reads streams whose channels are not adjacent", 2

@@ -15,6 +15,7 @@ from mhc_compile.passes.recognise.contraction import (
     exact,
     is_stream_count,
     joined,
+    steps_in,
     streams_in,
 )
 from mhc_compile.passes.recognise.layout import Layout, NotALayout, Steps, broadcasts, origin, refine, seen, tidy
@@ -338,13 +339,9 @@ def _read_mix(c: Contraction, *, alike: bool = False) -> Iterator[tuple[Mix, Str
     for token, channel, streams in streams_in(shared, c.right, (n, summed[0].right)):
         if streams.holds_tokens or not found:
             found = True
-            written = _view(token, (n, stream[0].out), channel)
-            dims = (tidy([(a.size, a.left) for a in token]), ((n, summed[0].left),), ((n, stream[0].left),))
+            written = StreamsView(steps_in(token, "out"), (n, stream[0].out), steps_in(channel, "out"))
+            dims = (steps_in(token, "left"), ((n, summed[0].left),), ((n, stream[0].left),))
             yield Mix(c.left, Layout(dims, c.left_offset), c.const), streams, written
     if not found:
         reason = "multiplies it by a part of the streams, or by streams whose channels are not adjacent"
         yield Miss(c.out, c.left, reason, 2)
-
-
-def _view(token: list[Axis], stream: tuple[int, int], channel: list[Axis]) -> StreamsView:
-    return StreamsView(tidy([(a.size, a.out) for a in token]), stream, tidy([(a.size, a.out) for a in channel]))

@@ -11,8 +11,8 @@ from itertools import combinations
 from math import prod
 from typing import NamedTuple
 
+from mhc_compile.passes.recognise.layout import Dim, Layout, NotALayout, is_shown, merged, refine, tidy, tiles
 from mhc_compile.passes.recognise.layout import Factor as Step
-from mhc_compile.passes.recognise.layout import Layout, NotALayout, is_shown, merged, refine, tidy, tiles
 from mhc_compile.passes.recognise.sums_of_products import Factor, Source, Term
 from mhc_compile.passes.shadow import Value
 
@@ -164,7 +164,12 @@ def joined(axes: Sequence[Axis]) -> list[Axis]:
     return found
 
 
-def split(axes: Sequence[Axis], x: Value, streams_at: Step) -> Iterator[tuple[list[Axis], list[Axis]]]:
+def steps_in(axes: Sequence[Axis], side: str) -> Dim:
+    """How one of the tensors is stepped through along axes in this order: `side` is left, right or out."""
+    return tidy([(a.size, getattr(a, side)) for a in axes])
+
+
+def _split(axes: Sequence[Axis], x: Value, streams_at: Step) -> Iterator[tuple[list[Axis], list[Axis]]]:
     """The axes that x and the result share as (tokens, channels), for a gate on the left.
 
     A gate for each token goes with the tokens and not with the channels. Where it has tokens in common as well, the
@@ -189,9 +194,9 @@ def streams_in(
 
     Last come channels that hold tokens: some dims of one stream, along which the gates do not differ.
     """
-    for tokens, channels in split(axes, x, streams_at):
+    for tokens, channels in _split(axes, x, streams_at):
         found = _with_view(tokens, channels, streams_at)
-        if is_innermost(found[2], x):
+        if _is_innermost(found[2], x):
             yield found
     within = [bound for d in range(len(x.shape)) if 0 < (bound := prod(x.shape[d:])) <= streams_at[1]]
     for bound, inner in combinations(within, 2):
@@ -207,8 +212,7 @@ def _with_view(
     tokens: Sequence[Axis], channels: Sequence[Axis], streams_at: Step
 ) -> tuple[list[Axis], list[Axis], StreamsView]:
     token, channel = (joined(by_stride(some, "right")) for some in (tokens, channels))
-    through, across = (tidy([(a.size, a.right) for a in some]) for some in (token, channel))
-    return token, channel, StreamsView(through, streams_at, across)
+    return token, channel, StreamsView(steps_in(token, "right"), streams_at, steps_in(channel, "right"))
 
 
 def _cut(axis: Axis, bound: int) -> list[Axis]:
@@ -220,7 +224,7 @@ def _cut(axis: Axis, bound: int) -> list[Axis]:
     return [outer, Axis(inner, axis.left, axis.right, axis.out, axis.summed)]
 
 
-def is_innermost(streams: StreamsView, x: Value) -> bool:
+def _is_innermost(streams: StreamsView, x: Value) -> bool:
     """Whether the channels of a stream lie together, as far as streams between them allow.
 
     What the gates do not depend on would otherwise pass for channels: all tokens, where there is one gate for all.

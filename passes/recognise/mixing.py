@@ -13,16 +13,16 @@ from math import prod
 
 from mhc_compile.passes.recognise.contraction import (
     MAX_ROWS,
-    Axis,
     Contraction,
     StreamsView,
     by_stride,
     contractions,
     exact,
     joined,
+    steps_in,
     streams_in,
 )
-from mhc_compile.passes.recognise.layout import Dim, Layout, is_movement, tidy
+from mhc_compile.passes.recognise.layout import Layout, is_movement
 from mhc_compile.passes.recognise.reader import Reader
 from mhc_compile.passes.recognise.streams import Connections
 from mhc_compile.passes.shadow import Op, Value
@@ -85,9 +85,9 @@ def _read(c: Contraction) -> Mixing | None:
         # A linear layer mixes the channels of all tokens so, and a read by as many gates the streams.
         if view.channels == 1 or view.channels_first:
             continue
-        gate = Layout(tuple(_steps(axes, "left") for axes in (token, streams, rows)), c.left_offset)
-        x = Layout(tuple(_steps(axes, "right") for axes in (token, streams, channel)))
-        out = Layout(tuple(_steps(axes, "out") for axes in (token, rows, channel)))
+        gate = Layout(tuple(steps_in(axes, "left") for axes in (token, streams, rows)), c.left_offset)
+        x = Layout(tuple(steps_in(axes, "right") for axes in (token, streams, channel)))
+        out = Layout(tuple(steps_in(axes, "out") for axes in (token, rows, channel)))
         return Mixing(c.out, c.left, gate, c.right, x, out, c.const)
     return None
 
@@ -105,10 +105,6 @@ def mixed_alone(reader: Reader, views: Mapping[Value, StreamsView]) -> Iterator[
                     known[mixing.x] = mixing.streams
                     pending.append(mixing.x)
                 break
-
-
-def _steps(axes: list[Axis], side: str) -> Dim:
-    return tidy([(a.size, getattr(a, side)) for a in axes])
 
 
 def fractions(sums: Iterable[Value], reader: Reader, connections: Connections) -> list[Mixing]:

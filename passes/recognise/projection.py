@@ -11,7 +11,7 @@ import torch
 
 from mhc_compile import compat
 from mhc_compile.passes.recognise.concatenation import put_together
-from mhc_compile.passes.recognise.contraction import MAX_ROWS, Contraction, by_stride, contractions, exact
+from mhc_compile.passes.recognise.contraction import MAX_ROWS, Contraction, by_stride, contractions, exact, steps_in
 from mhc_compile.passes.recognise.layout import Dim, Layout, NotALayout, Steps, merged, origin, refine, tidy, tiles
 from mhc_compile.passes.recognise.reader import Reader
 from mhc_compile.passes.shadow import Op, Value
@@ -124,10 +124,10 @@ def _readings(reader: Reader, c: Contraction, addend: Value | None) -> Iterator[
     part = Part(
         c.right,
         rows,
-        tidy([(a.size, a.right) for a in row_axes]),
+        steps_in(row_axes, "right"),
         tuple((a.size, a.left, a.right) for a in by_stride(inner, "left")),
     )
-    tokens = tidy([(a.size, a.left) for a in token_axes])
+    tokens = steps_in(token_axes, "left")
     pending = [Projection(c.out, c.left, tokens, rows, width, (part,), (), addend)]
     while pending:
         reading = pending.pop(0)
