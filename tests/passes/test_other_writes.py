@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.passes.test_own_gates import ALL, BOTH, SHAPE, WIDTH, N, Own, Softmax, Static
@@ -332,30 +331,6 @@ def test_an_output_that_meets_the_streams_in_another_way_is_told(name: str, flat
     (told,) = outcome.report.declined
     assert told.op == "expand_combine", str(outcome.report)
     assert "lambda" in told.location.code or "table" in told.location.code, str(outcome.report)
-
-
-GATES: dict[str, Callable[[Any, Tensor], Tensor]] = {
-    "softplus": lambda m, x: F.softplus(F.linear(x.flatten(-2), m.phi[:4])),
-    "normed": lambda m, x: torch.tanh(F.linear(F.rms_norm(x.flatten(-2), (24,)), m.phi[:4])) + 1,
-    "of two layers": lambda m, x: F.linear(F.silu(F.linear(x.flatten(-2), m.low)), m.high[:4]),
-    "of an einsum": lambda m, x: torch.einsum("bsnc,knc->bsk", x, m.phi[:4].view(4, 4, 6)).square(),
-}
-
-
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("name", ["the larger of both", "stream by stream"])
-def test_neither_the_gates_nor_the_write_are_known(gate: str, name: str) -> None:
-    """A projection of all streams makes the gates: that shows what is read."""
-
-    def body(self: Any, x: Tensor) -> Tensor:
-        pre = GATES[gate](self, x)
-        return UNKNOWN[name](self, x, self.layer((pre.unsqueeze(-1) * x).sum(-2), x))
-
-    outcome = check.run(type("Model", (KnownGateAlone,), {"body": body})(4, 6, 3, 2), (torch.randn(SHAPE),))
-    check.assert_as_accurate(outcome)
-    assert outcome.operators == ["aggregate", "projection"], str(outcome.report)
-    (told,) = (site for site in outcome.report.declined if site.op == "expand_combine")
-    assert "together with the streams" in str(told.reason), str(outcome.report)
 
 
 def test_what_is_no_write_is_not_told() -> None:
