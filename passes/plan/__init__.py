@@ -30,6 +30,7 @@ from mhc_compile.passes.plan.projections import projection_sites
 from mhc_compile.passes.plan.roles import connections
 from mhc_compile.passes.plan.sites import (
     INTERNAL,
+    TURNS,
     AggregateSite,
     CombineSite,
     Decline,
@@ -44,6 +45,7 @@ from mhc_compile.passes.plan.sites import (
     Vector,
     WithGates,
     outputs,
+    product_shown,
     surface,
     visible,
 )
@@ -198,8 +200,8 @@ class _Planner:
         self._consider_mixings([mixing for mixing in mixings if mixing.out not in self.claimed])
 
     def _consider_mixings(self, mixings: list[StreamsMixing]) -> None:
-        considered = {site.mixing.out for site in self.sites if isinstance(site, MixingSite)}
-        for alike in _by_result([mixing for mixing in mixings if mixing.out not in considered]):
+        made = {_whole(site.mixing) for site in self.sites if isinstance(site, MixingSite)}
+        for alike in _by_result([mixing for mixing in mixings if _whole(mixing) not in made]):
             self.consider("mix_streams", alike[0].op.node, *[lambda m=mixing: MixingSite(m) for mixing in alike])
 
     def unknown_writes(self) -> None:
@@ -241,6 +243,11 @@ class _Planner:
         if input_norms is not False:
             sites = [_with_norm(self.shadow, self.findings, site, input_norms, self.errors) for site in sites]
         return Plan(sites, self.declined, untold, torn)
+
+
+def _whole(mixing: StreamsMixing) -> tuple[Value, int]:
+    """What a mixing makes, whichever of its views the mixing was found by."""
+    return origin(mixing.out, any_view)[0], mixing.out.numel
 
 
 def _part_writes(findings: Findings, known: set[Value], views: dict[Value, StreamsView]) -> Iterator[PartWrite]:
@@ -418,6 +425,7 @@ def _by_streams(mixtures: list[Mixture]) -> list[list[Mixture]]:
 
 __all__ = [
     "INTERNAL",
+    "TURNS",
     "AggregateSite",
     "CombineSite",
     "Decline",
@@ -434,6 +442,7 @@ __all__ = [
     "WithGates",
     "outputs",
     "plan",
+    "product_shown",
     "surface",
     "visible",
 ]

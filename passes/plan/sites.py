@@ -22,7 +22,7 @@ from mhc_compile.passes.recognise.input_norm import InputNorm
 from mhc_compile.passes.recognise.layout import Layout, broadcasts, keeps_order, origin
 from mhc_compile.passes.recognise.mixing import Mixing
 from mhc_compile.passes.recognise.projection import Projection
-from mhc_compile.passes.shadow import Value
+from mhc_compile.passes.shadow import Op, Value
 
 # How reasons begin that are failures of ours, and not something that a user can act on.
 INTERNAL = "an internal failure"
@@ -243,6 +243,8 @@ class ProjectionSite:
                 yield product.projection.addend
 
 
+# Views that put the elements in another order, and are the same for all sizes.
+TURNS = ("permute", "transpose", "t")
 # What takes gates from elsewhere.
 WithGates = CombineSite | AggregateSite | MixingSite
 Site = MixSite | WithGates | SinkhornSite | ProjectionSite
@@ -271,6 +273,28 @@ def surface(value: Value) -> Value:
     return value
 
 
+def product_shown(product: Product) -> tuple[Value, list[Op]]:
+    """The value that the Dynamo graph shows for a projection's result, and the views within its node on the way there.
+
+    An einsum may permute what its product makes.
+    """
+    value = product.projection.out
+    try:
+        return surface(value), []
+    except Decline:
+        moves = []
+        while not value.nodes:
+            if (
+                len(value.users) != 1
+                or value.is_output
+                or not (value.users[0].name in TURNS or keeps_order(value.users[0]))
+            ):
+                raise
+            moves.append(value.users[0])
+            value = value.users[0].out
+        return value, moves
+
+
 def visible(value: Value) -> Value | None:
     """A value of the program with the elements of this one, in order, possibly of another float type or shape."""
     try:
@@ -289,7 +313,7 @@ def outputs(site: Site) -> list[Value]:
     if isinstance(site, (WithGates, SinkhornSite)):
         return [surface(next(site.targets()))]
     if isinstance(site, ProjectionSite):
-        return [*(surface(product.projection.out) for product in site.products), *site.squares]
+        return [*(product_shown(product)[0] for product in site.products), *site.squares]
     first = site.layer_input
     found = [surface(first)] if first is not None else []
     found += [v for v in site.made() if v.nodes and v is not first]

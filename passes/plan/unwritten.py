@@ -49,6 +49,7 @@ def come_back(shadow: Shadow, findings: Findings, claimed: Container[Value]) -> 
             for m in mixings(findings.reader, seen(op.out)):
                 if m.streams is not None and m.out not in claimed:
                     mixed.setdefault(m.x, []).append((m.streams, m))
+    written = {origin(m.out, any_view)[0] for m in findings.mixings}
     meetings = Meetings(shadow, findings)
     for read in findings.aggregates:
         same = [m for streams, m in mixed.get(read.x, ()) if streams == read.streams and m.sizes[1] >= m.sizes[0]]
@@ -58,7 +59,8 @@ def come_back(shadow: Shadow, findings: Findings, claimed: Container[Value]) -> 
             yield ComesBack(Reading(read.out, read.x, read.streams) if row else read, same)
     for streams, m in (one for ones in mixed.values() for one in ones):
         rows = Reading(m.out, m.x, streams)
-        if m.sizes[1] < m.sizes[0] and projected.makes(m.gate, m.x, streams) and meetings.of(rows):
+        fewer = m.sizes[1] < m.sizes[0] and origin(m.out, any_view)[0] not in written
+        if fewer and projected.makes(m.gate, m.x, streams) and meetings.of(rows):
             yield ComesBack(rows, [m])
 
 
@@ -157,7 +159,7 @@ def _first_meeting(ops: Iterable[Op], read: Aggregate | Reading, streams: set[Va
                 return None
             for out in op.outs:
                 new[out] = met
-                again = out.shape == x.shape and (out in streams or _is_reduced(out, read.streams.n))
+                again = out in streams or (out.shape == x.shape and _is_reduced(out, read.streams.n))
                 if out.numel == x.numel and (out.is_output or again):
                     return met, op
         elif not with_streams and not made.isdisjoint(op.sources) and not _is_scaled(op, made):
@@ -177,7 +179,9 @@ def _each(op: Op, read: Aggregate | Reading, one_by_one: set[Value]) -> Iterator
 
 def _is_reduced(value: Value, n: int) -> bool:
     """Whether a sum or mean takes n numbers at a time, as that of the streams at the end of a model does."""
-    return any(op.name in ("sum", "mean") and op.out.numel * n == value.numel for op in value.users)
+    views = (op.out for op in value.users if is_movement(op) and op.outs and op.out.numel == value.numel)
+    reduced = any(op.name in ("sum", "mean") and op.out.numel * n == value.numel for op in value.users)
+    return reduced or any(_is_reduced(view, n) for view in views)
 
 
 def _is_pointwise(op: Op) -> bool:

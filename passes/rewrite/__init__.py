@@ -12,6 +12,7 @@ from torch import fx
 from mhc_compile import compat
 from mhc_compile.forms import Rms
 from mhc_compile.passes.plan import (
+    TURNS,
     AggregateSite,
     CombineSite,
     Decline,
@@ -23,6 +24,7 @@ from mhc_compile.passes.plan import (
     SinkhornSite,
     Site,
     outputs,
+    product_shown,
     surface,
 )
 from mhc_compile.passes.recognise.combine import Mix
@@ -229,8 +231,7 @@ class Rewriter(Vectors):
 
     def _projection(self, site: ProjectionSite) -> None:
         """One operator call. After it, for each product, comes the scaling that the program has before the product."""
-        targets = [*(surface(product.projection.out) for product in site.products), *site.squares]
-        self.anchor = self.copies[min(map(self._node, targets), key=self.shadow.position.__getitem__)]
+        self.anchor = self.copies[min(map(self._node, outputs(site)), key=self.shadow.position.__getitem__)]
         x, _ = self._streams(site.x, site.streams)
         weights = {product.weight for product in site.products}
         weight = next(iter(weights)) if len(weights) == 1 else None
@@ -251,12 +252,16 @@ class Rewriter(Vectors):
             self._replace(value, made)
         start = 0
         for product in site.products:
-            target = surface(product.projection.out)
+            target, moves = product_shown(product)
             self.anchor = self.copies[self._node(target)]
             rows = product.projection.rows
             part = h if len(site.products) == 1 else self._call("narrow", h, -1, start, rows)
             start += rows
-            self._replace(target, self._scaled(product, part, ms))
+            made = self._scaled(product, part, ms)
+            for op in moves:
+                made = self._shaped(made, next(op.inputs()).meta.shape)
+                made = self._call(op.target, made, *op.args[1:]) if op.name in TURNS else made
+            self._replace(target, made)
 
     def _with_rows_read(self, call: fx.Node, site: ProjectionSite) -> fx.Node:
         """A projection of the rows whose logits are read: what read the others may have been replaced."""

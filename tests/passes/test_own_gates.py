@@ -273,6 +273,43 @@ def test_low_rank_matrices_beside_phi_read_the_streams_in_one_operator() -> None
     assert "another tensor, [2, 3, 24], in add" in read.own
 
 
+class Proposals(Tanh):
+    """The mean of several proposals of one gate, whose logits one einsum makes and permutes."""
+
+    proposals = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_proposal = random_parameter(self.proposals, WIDTH, N + 1, std=WIDTH**-0.5)
+
+    def body(self, x: Tensor) -> Any:
+        normed = F.rms_norm(x, (WIDTH,))
+        logits = torch.einsum("...d,pde->p...e", normed, self.of_proposal)
+        alpha = (torch.tanh(logits) * self.scale[0] + self.both).mean(0)
+        both = torch.einsum("...st,...sd->...td", alpha, x)
+        f = self.layer(both[..., 0, :])
+        return both[..., 1:, :] + self.post(normed).unsqueeze(-1) * f.unsqueeze(-2)
+
+    def post(self, normed: Tensor) -> Tensor:
+        return self.p
+
+
+class ProposalsAndAProduct(Proposals):
+    def post(self, normed: Tensor) -> Tensor:
+        return torch.tanh(normed @ self.of_stream[:, -1]) + self.p
+
+
+@pytest.mark.parametrize(("kind", "logits"), [(Proposals, 15), (ProposalsAndAProduct, 16)])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_projection_that_an_einsum_permutes(kind: type[Proposals], logits: int, dynamic: bool) -> None:
+    outcome = check.run(kind(), (torch.randn(SHAPE),), dynamic=dynamic)
+    check.assert_as_accurate(outcome)
+    assert outcome.operators == ALL, str(outcome.report)
+    assert not outcome.report.declined, str(outcome.report)
+    (projection,) = [site for site in outcome.report.rewritten if site.op == "projection"]
+    assert f"{logits} logits" in projection.detail
+
+
 class SinkhornOfParameters(Static):
     """A matrix for all tokens, which is expanded before it is projected."""
 
