@@ -87,9 +87,10 @@ def run(
     begin = time.perf_counter()
     report = Report(graphs=1, skipped=list(skipped))
     failures: list[str] = []
+    places: dict[int, Location] = {}
 
     def change() -> fx.Graph | None:
-        new = _rewritten(graph, input_norms, left, skipped, report, failures)
+        new = _rewritten(graph, input_norms, left, skipped, report, failures, places)
         if new is not None and module is not None:
             put(module, new)
         return new
@@ -105,7 +106,7 @@ def run(
     with guard("operators that the program calls are not reported", report.errors):
         report.called = called(graph)
     with guard("sites whose gates are in another graph are not reported", report.errors):
-        report.cut += cut(new or graph)
+        report.cut += cut(new or graph, places)
         report.advice = advice(graph)
     report.seconds = time.perf_counter() - begin
     with guard("the report is not logged", report.errors):
@@ -114,9 +115,18 @@ def run(
 
 
 def _rewritten(
-    graph: fx.Graph, input_norms: bool | None, left: Left, skipped: Sequence[str], report: Report, failures: list[str]
+    graph: fx.Graph,
+    input_norms: bool | None,
+    left: Left,
+    skipped: Sequence[str],
+    report: Report,
+    failures: list[str],
+    places: dict[int, Location],
 ) -> fx.Graph | None:
-    """The new graph, if any. Failures of the graph go to `failures`, those of the report to the report's errors."""
+    """The new graph, if any. Failures of the graph go to `failures`, those of the report to the report's errors.
+
+    places: the places of sites, to be filled in by what the editor notes in their nodes.
+    """
     stages = Stages()
     with _planned(graph, input_norms, left, failures, stages) as (shadow, plan):
         _skip(plan, skipped)
@@ -132,6 +142,7 @@ def _rewritten(
             with guard("sites are reported without bytes and lines of the graph", report.errors):
                 shown = before_after(shadow, plan, new)
         with guard("sites are reported without their places", report.errors):
+            places |= {id(site): location(_node(site)) for site in plan.sites}
             report.sites = _sites(shadow, plan, shown)
             report.excerpts = {one.excerpt: list(one.lines) for one in shown.values()}
             # A graph that calls this one reads its gates.

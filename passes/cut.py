@@ -5,14 +5,15 @@ The other side is another graph, or code that Dynamo does not compile.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import fx
 
 from mhc_compile import compat
+from mhc_compile.passes.called import INSERTED
 from mhc_compile.passes.fuse.joint import calls
-from mhc_compile.passes.report import SiteReport, location, module_path
+from mhc_compile.passes.report import Location, SiteReport, location, module_path
 
 CUT = "cut"
 MADE_ELSEWHERE = "its gates are made outside this graph"
@@ -33,14 +34,23 @@ _FORMS = {"getitem", "view", "reshape", "unsqueeze", "squeeze", "transpose", "pe
 _FORMS |= {"unflatten", "to", "float", "type", "expand", "mT", "view_as", "type_as"}
 
 
-def cut(graph: fx.Graph) -> list[SiteReport]:
-    """The operators of a rewritten graph with a gate that comes from outside of it, or that is read there alone."""
+def cut(graph: fx.Graph, places: Mapping[int, Location]) -> list[SiteReport]:
+    """The operators of a rewritten graph with a gate that comes from outside of it, or that is read there alone.
+
+    places: where sites are, by what their nodes have in `INSERTED`.
+    """
     if compat.is_called(graph):  # the calling graph makes its gates, or reads them
         return []
     found = [(node, MADE_ELSEWHERE) for node in calls(graph, *_READ) if any(map(_is_given, _gates_read(node)))]
     found += [(node, READ_ELSEWHERE) for node in calls(graph, *_MADE) if any(map(_only_leaves, _gates_made(node)))]
     return [
-        SiteReport(str(node.target._opname), location(node), CUT, why, module=module_path(node))  # type: ignore[union-attr]
+        SiteReport(
+            str(node.target._opname),  # type: ignore[union-attr]
+            places.get(node.meta.get(INSERTED, 0)) or location(node),
+            CUT,
+            why,
+            module=module_path(node),
+        )
         for node, why in found
     ]
 

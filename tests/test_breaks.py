@@ -52,6 +52,8 @@ def _names(sites: list[SiteReport]) -> list[str]:
 def _check_cut(report: Report) -> None:
     assert _names(report.rewritten) == BOTH
     assert [(site.op, site.detail) for site in report.cut] == [(op, "cut") for op in BOTH]
+    # `mhc.skip` takes what either list shows.
+    assert {(site.op, site.location) for site in report.cut} <= {(site.op, site.location) for site in report.rewritten}
     words = f"Dynamo breaks the graph at {_place(Broken)}: Call to `torch._dynamo.graph_break()`"
     read, write = (site.reason or "" for site in report.cut)
     assert read.startswith(f"its gates are read outside this graph: {words}")
