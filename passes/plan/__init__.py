@@ -206,7 +206,8 @@ class _Planner:
 
     def unknown_writes(self) -> None:
         """Reads that come back to their streams in an unknown way, and mixes of the same streams."""
-        for found in list(come_back(self.shadow, self.findings, self.claimed | self.evident)):
+        taken = {value for site in self.sites for value in site.targets()}
+        for found in list(come_back(self.shadow, self.findings, taken | self.claimed | self.evident)):
             self.unwritten.append(found.read)
             self._consider_mixings(found.mixings)
 
