@@ -22,6 +22,7 @@ from tests.passes import test_norms as norms
 from tests.passes import test_other_writes as writes
 from tests.passes import test_own_gates as own
 from tests.passes import test_reasons as reasons
+from tests.passes import test_unwritten as unwritten
 from tests.zoo import ZOO
 from tests.zoo.common import BATCH, LENGTH, WIDTH
 from tests.zoo.near import Sublayer
@@ -206,6 +207,30 @@ GROUPS: dict[str, list[Form]] = {
             PROJECT,
             state="left",
             reason="to some of the 4 streams",
+        ),
+        _own(
+            "streams that are normalised between mixing and writing",
+            unwritten.NormBetween,
+            READ,
+            MIX,
+            state="left",
+            reason="together with the streams",
+        ),
+        _own(
+            "an output with a gate of the output and of each stream",
+            unwritten.GatedSum,
+            MIX,
+            PROJECT,
+            state="left",
+            reason="together with the streams",
+        ),
+        Form(
+            "streams in a Python list of which one gets the output",
+            lists.ToOne,
+            lambda: (torch.randn(2, 3, 4, lists.WIDTH),),
+            (),
+            "left",
+            "to some of the 4 streams",
         ),
         Form(
             "an image's streams, stored [b, n, C, h, w], and gates for each pixel",
