@@ -178,7 +178,7 @@ def _planned(
                 stages.done("record")
             findings = recognise(shadow, failures)
             stages.done("recognise")
-            plan = planning.plan(shadow, findings, failures, input_norms=wanted)
+            plan = planning.plan(shadow, findings, failures, input_norms=wanted, lists_left=lists.left())
             if lists.are_made(plan):
                 break
         lists.tell(plan)

@@ -99,19 +99,23 @@ class Lists:
         node = write.new[0].users[0].node
         return self._copies.get(node, node)
 
+    def left(self) -> list[fx.Node]:
+        """Where the writes that are left end, in the graph made last."""
+        nodes = [write.new[-1].nodes[-1] for write in self._left]
+        return [self._copies.get(node, node) for node in nodes]
+
     def tell(self, plan: Plan) -> None:
         """Add the writes that are left to a plan, in place of findings about their sums and products.
 
         Each new stream by itself looks like a read of all old streams. An operator for each would read them n times.
         """
-        for write, reason in self._left.items():
+        for (write, reason), node in zip(self._left.items(), self.left(), strict=True):
             inner = {self._copies.get(op.node, op.node) for op in _within(write)}
             plan.declined[:] = [d for d in plan.declined if d.what == "sinkhorn" or d.node not in inner]
             plan.sites[:] = [
                 s for s in plan.sites if not (isinstance(s, AggregateSite) and s.aggregate.op.node in inner)
             ]
-            node = write.new[-1].nodes[-1]
-            plan.declined.append(Declined("expand_combine", reason, self._copies.get(node, node)))
+            plan.declined.append(Declined("expand_combine", reason, node))
 
     def _wanted(self) -> list[Streams]:
         """The lists to be stacked, in program order; writes that this leaves get their reasons."""

@@ -6,7 +6,7 @@ turns it into nodes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
@@ -79,11 +79,18 @@ class Plan:
     torn: list[AggregateSite | MixSite] = field(default_factory=list)
 
 
-def plan(shadow: Shadow, findings: Findings, errors: list[str] | None = None, *, input_norms: bool | None) -> Plan:
+def plan(
+    shadow: Shadow,
+    findings: Findings,
+    errors: list[str] | None = None,
+    *,
+    input_norms: bool | None,
+    lists_left: Sequence[fx.Node] = (),
+) -> Plan:
     """Compose what was recognised into sites, each accepted or declined.
 
     input_norms: whether with the norms that read layer inputs; None is yes on a GPU. What goes wrong costs the site at
-    which it does, and is added to `errors`.
+    which it does, and is added to `errors`. lists_left: where writes of lists end that are told elsewhere.
     """
     planner = _Planner(shadow, findings, [] if errors is None else errors)
     for step, what_if_it_fails in (
@@ -98,7 +105,7 @@ def plan(shadow: Shadow, findings: Findings, errors: list[str] | None = None, *,
     ):
         with guard(what_if_it_fails, planner.errors):
             step()
-    return planner.plan(input_norms)
+    return planner.plan(input_norms, lists_left)
 
 
 class _Planner:
@@ -228,7 +235,7 @@ class _Planner:
             node = projected.products[0].projection.out.op.node  # type: ignore[union-attr]
             self.consider("projection", node, lambda site=projected: site)  # type: ignore[misc]
 
-    def plan(self, input_norms: bool | None) -> Plan:
+    def plan(self, input_norms: bool | None, lists_left: Sequence[fx.Node]) -> Plan:
         """All decisions, and the reasons for a report."""
         remember(self.sites)
         torn = _torn_reads(self.sites, self.torn)
@@ -238,7 +245,8 @@ class _Planner:
             views = _views(self.sites)
             self.declined += list(misses(self.shadow, self.findings, self.sites, self.declined, views))
             rows = [read for read in self.unwritten if isinstance(read, Reading)]
-            told = unwritten(self.shadow, self.findings, self.sites, self.declined, self.evident, rows)
+            writes = [d.node for d in self.declined if d.what in ("expand_combine", "mix_streams")]
+            told = unwritten(self.shadow, self.findings, self.sites, [*writes, *lists_left], self.evident, rows)
             self.declined += list(told)
         sites = self.sites
         if input_norms is not False:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from mhc_compile.passes.recognise.concatenation import TOGETHER
 from mhc_compile.passes.recognise.contraction import is_stream_count
 from mhc_compile.passes.recognise.layout import any_view, keeps_order, origin
 from mhc_compile.passes.recognise.reader import is_nought
@@ -75,7 +76,7 @@ def list_writes(ops: Iterable[Op]) -> tuple[list[ListWrite], list[ListRead]]:
         streams = known.get(frozenset(found.products))
         if streams is not None and not found.plain:
             reads.append(ListRead(found.out, streams, tuple(found.products[x][0] for x in streams)))
-    for write in _to_some(sums, position):
+    for write in _to_some(sums, position, {frozenset(write.old) for write in writes.values()}):
         writes.setdefault(write.new, write)
     ordered = sorted(writes.values(), key=lambda write: position[write.new[-1].op])  # type: ignore[index]
     return ordered, reads
@@ -184,33 +185,54 @@ def _write(group: list[_Sum], position: dict[Op, int]) -> ListWrite | None:
     return ListWrite(f, old, new, post, res, products)
 
 
-def _to_some(sums: Iterable[_Sum], position: dict[Op, int]) -> Iterator[ListWrite]:
-    """Writes of which only some sums add f; the others mix the same old streams and add nothing."""
+def _to_some(sums: Iterable[_Sum], position: dict[Op, int], known: set[frozenset[Value]]) -> Iterator[ListWrite]:
+    """Writes of which only some sums add f, and the others mix the same old streams and add nothing.
+
+    f depends on a read, which is such a sum without f, too. Where more sums than streams are left, nothing shows which
+    are new streams. They are streams if another write is of them, `known` or such a one, or if one operator puts them
+    together.
+    """
     groups: dict[object, list[_Sum]] = {}
     for found in sums:
         if is_stream_count(len(found.products)):
             groups.setdefault((frozenset(found.products), found.out.shape), []).append(found)
+    writes: list[ListWrite] = []
     for group in groups.values():
         old = tuple(group[0].products)
         mixed = [found for found in group if not found.plain]
         for f in dict.fromkeys(found.plain[0] for found in group if len(found.plain) == 1):
             some = [found for found in group if found.plain == [f]]
-            # Reads are such sums, too, but come before f.
-            all_of_it = [*some, *mixed[len(some) - len(old) :]]
-            if len(some) < len(old) == len(all_of_it) and _depends(f, old, position):
-                res = tuple(tuple(found.products[x][0] for found in all_of_it) for x in old)
-                products = frozenset(op for found in all_of_it for _, op in found.products.values())
-                yield ListWrite(f, old, tuple(found.out for found in all_of_it), (), res, products, to_some=True)
+            behind = _behind(f, old, position)
+            rest = [found for found in mixed if behind is not None and found.out not in behind]
+            all_of_it = [*some, *rest]
+            if behind is None or len(rest) == len(mixed) or not len(some) < len(all_of_it) == len(old):
+                continue
+            res = tuple(tuple(found.products[x][0] for found in all_of_it) for x in old)
+            products = frozenset(op for found in all_of_it for _, op in found.products.values())
+            writes.append(ListWrite(f, old, tuple(found.out for found in all_of_it), (), res, products, to_some=True))
+    read = {frozenset(write.old) for write in writes} | known
+    for write in writes:
+        new = frozenset(write.new)
+        if new in read or any(op.name in TOGETHER and new <= {*op.sources} for op in write.new[0].users):
+            yield write
 
 
 def _depends(f: Value, streams: Streams, position: dict[Op, int]) -> bool:
     """Whether a value is computed from all of some others, and is no view of what holds them."""
+    return _behind(f, streams, position) is not None
+
+
+def _behind(f: Value, streams: Streams, position: dict[Op, int]) -> set[Value] | None:
+    """What a value is computed from, as far back as some others; None if it is not computed from all of these.
+
+    Or if it is a view of what holds them.
+    """
     held = {origin(x, any_view)[0] for x in streams}
     if origin(f, any_view)[0] in held:
-        return False
+        return None
     first = min(position[x.op] if x.op is not None else -1 for x in held)
     wanted, seen, pending = set(held), {f}, [f]
-    while pending and wanted:
+    while pending:
         op = pending.pop().op
         if op is None or position[op] < first:
             continue
@@ -218,4 +240,4 @@ def _depends(f: Value, streams: Streams, position: dict[Op, int]) -> bool:
         seen.update(fresh)
         wanted.difference_update(fresh)
         pending += [source for source in fresh if source not in held]
-    return not wanted
+    return None if wanted else seen

@@ -280,6 +280,44 @@ def pooling_that_is_added_to_all_nodes(m: Any, x: Tensor, scores: Tensor) -> Ten
     return x + torch.relu(m.one(pooled.mT)).mT.unsqueeze(1)
 
 
+@_model((B, N, C), (B, N, N), (B, N))
+def graph_layer_with_a_readout_for_all_nodes(m: Any, x: Tensor, adjacency: Tensor, mask: Tensor) -> Tensor:
+    readout = (mask.unsqueeze(-1) * x).sum(1) / mask.square().sum(1, keepdim=True)
+    return x + torch.relu(m.one(adjacency.softmax(-1) @ x)) + m.two(readout).unsqueeze(1)
+
+
+@_model((B, N, C))
+def nodes_without_their_weighted_mean(m: Any, x: Tensor) -> Tensor:
+    mixed = torch.einsum("st,btc->bsc", m.matrix, x)
+    return mixed - torch.einsum("t,btc->bc", m.nodes.softmax(0), x).unsqueeze(1)
+
+
+@_model((B, N, C))
+def channels_scaled_by_pooled_positions(m: Any, x: Tensor) -> Tensor:
+    pooled = torch.einsum("bn,bnc->bc", m.wide(x.flatten(1)).softmax(-1), x)
+    return x * torch.sigmoid(m.one(pooled)).unsqueeze(1)
+
+
+@_model(SETS)
+def members_beside_their_gated_mean(m: Any, members: Tensor) -> Tensor:
+    weights = m.wide(members.flatten(-2)).softmax(-1)
+    return members - m.one((weights.unsqueeze(-1) * members).sum(-2)).unsqueeze(-2)
+
+
+@_model((B, N, C))
+def positions_mixed_and_gated_by_one_vector(m: Any, x: Tensor) -> Tensor:
+    gate = torch.sigmoid(m.one(torch.einsum("t,btc->bc", m.nodes.softmax(0), x)))
+    return x + torch.einsum("st,btc->bsc", m.matrix, x) * gate.unsqueeze(1)
+
+
+@_model(TOKENS)
+def tasks_of_which_one_shares_a_feature(m: Any, x: Tensor) -> Any:
+    experts = [torch.tanh(m.one(x) * (i + 1)) for i in range(N)]
+    gates = m.matrix.softmax(-1)
+    tasks = [sum(gates[task, i] * experts[i] for i in range(N)) for task in range(N)]
+    return tasks[0] + torch.relu(m.two(sum(experts) / N)), *tasks[1:]  # type: ignore[operator, arg-type]
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_nothing_is_rewritten_or_told(name: str, dynamic: bool) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.passes.test_other_writes import UNKNOWN, KnownGateAlone
+from tests.passes.test_other_writes import KnownGateAlone
 from tests.passes.test_own_gates import SHAPE, WIDTH, N, Own, Softmax, Static
 from tests.zoo import check
 from tests.zoo.common import random_parameter, random_phi
@@ -25,14 +25,20 @@ GATES: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
+WRITES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "the larger of both": lambda x, p, f: torch.maximum(x, p.unsqueeze(-1) * f.unsqueeze(-2)),
+    "after a nonlinearity": lambda x, p, f: x.tanh() * 2 + torch.einsum("bsn,bsc->bsnc", p, f).relu(),
+}
+
+
 @pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("name", ["the larger of both", "stream by stream"])
+@pytest.mark.parametrize("name", WRITES)
 def test_neither_the_gates_nor_the_write_are_known(gate: str, name: str) -> None:
-    """A projection of all streams makes the gates: that shows what is read."""
+    """A projection of all streams makes the gates, and another gate comes back: that shows what is read."""
 
     def body(self: Any, x: Tensor) -> Tensor:
         pre = GATES[gate](self, x)
-        return UNKNOWN[name](self, x, self.layer((pre.unsqueeze(-1) * x).sum(-2), x))
+        return WRITES[name](x, pre.sin(), self.layer((pre.unsqueeze(-1) * x).sum(-2), x))
 
     outcome = check.run(type("Model", (KnownGateAlone,), {"body": body})(4, 6, 3, 2), (torch.randn(SHAPE),))
     check.assert_as_accurate(outcome)
