@@ -287,12 +287,6 @@ def graph_layer_with_a_readout_for_all_nodes(m: Any, x: Tensor, adjacency: Tenso
 
 
 @_model((B, N, C))
-def nodes_without_their_weighted_mean(m: Any, x: Tensor) -> Tensor:
-    mixed = torch.einsum("st,btc->bsc", m.matrix, x)
-    return mixed - torch.einsum("t,btc->bc", m.nodes.softmax(0), x).unsqueeze(1)
-
-
-@_model((B, N, C))
 def channels_scaled_by_pooled_positions(m: Any, x: Tensor) -> Tensor:
     pooled = torch.einsum("bn,bnc->bc", m.wide(x.flatten(1)).softmax(-1), x)
     return x * torch.sigmoid(m.one(pooled)).unsqueeze(1)
