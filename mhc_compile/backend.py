@@ -129,9 +129,11 @@ def _compiling(options: dict[str, Any]) -> Iterator[records.Compiled]:
             raise
 
 
-def _left_eager(frame: Any) -> None:
-    """Raise if a function with hyper-connections is not compiled any more, and options are strict."""
-    if records.is_strict(frame):
+def left_eager(frame: Any, ours: Any) -> None:
+    """Note a function that is compiled no more. Strict options raise if it may hold, or call, hyper-connections."""
+    limit = compat.watched.limits[frame]
+    wanted = _wanted(limit.backend, ours, limit.options)
+    if wanted is not None and records.reach_limit(frame, wanted.get(SKIP, ())) and wanted.get("mhc.strict"):
         raise StrictError(str(records.report()))
 
 
@@ -232,6 +234,5 @@ def _settings() -> dict[str, Any]:
     return settings
 
 
-compat.watched.at_limit = _left_eager
 compat.watched.at_compiled.append(_tell_of_nothing)
 importlib.import_module("mhc_compile.entry")  # which registers the backend, once, and has Dynamo watched

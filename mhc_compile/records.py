@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -154,6 +154,7 @@ class Ledger:
         self._frames: dict[Any, dict[Any, _Compilation]] = {}
         self._without_frame: list[Compiled] = []
         self._eager: list[compat.GivenUp] = []
+        self._limits: set[Any] = set()
         self._unreported = 0
         self._active: ContextVar[Compiled | None] = ContextVar("active", default=None)
         self._last: _Compilation | Compiled | None = None
@@ -246,9 +247,8 @@ class Ledger:
             joined = Report.joined(compilations[number].report() for number in kept)
             if joined.sites or joined.called:
                 functions.append(Location(*compat.watched.kept[frame, kept[0]]))
-                if frame in compat.watched.limits:
-                    joined.cut.append(_left_eager(compat.watched.limits[frame]))
             total.add(joined)
+        total.cut += [_left_eager(limit, self._may_hold(frame)) for frame, limit in self._reached()]
         without_frame = {graph.digest(): graph for graph in self._without_frame}
         for graph in without_frame.values():
             total.add(graph.report())
@@ -271,12 +271,19 @@ class Ledger:
                     lost = Report.joined([lost, Report(cut=told)])
         return lost.cut
 
-    def is_strict(self, frame: Any) -> bool:
-        """Whether strict options forbid that a frame has reached its limit: it has sites, and they do not skip it."""
+    def reach_limit(self, frame: Any, skipped: Sequence[str]) -> bool:
+        """Note a frame that is compiled no more. Returns whether strict options that skip these places forbid it."""
+        compat.on_dynamo_reset(_forgetful)
+        self._limits.add(frame)
+        return self._may_hold(frame) and not place(compat.watched.limits[frame]).is_among(skipped)
+
+    def _reached(self) -> list[tuple[Any, compat.RecompileLimit]]:
+        return [(frame, limit) for frame, limit in compat.watched.limits.items() if frame in self._limits]
+
+    def _may_hold(self, frame: Any) -> bool:
+        """Whether a frame that is compiled no more has sites, or may have some, or calls what may have some."""
         graphs = [graph for one in self._frames.get(frame, {}).values() for graph in one.graphs]
-        where = _left_eager(compat.watched.limits[frame]).location
-        skipped = any(where.is_among(graph.report().skipped) for graph in graphs)
-        return not skipped and any(graph.strict for graph in graphs) and any(graph.report().sites for graph in graphs)
+        return any(graph.report().sites for graph in graphs) or can_hold(compat.watched.limits[frame].reached)
 
     def finds_nothing(self, frame: Any, number: Any) -> bool:
         """Whether strict options have found nothing yet: not in a compilation of a frame, and not before.
@@ -305,11 +312,12 @@ class Ledger:
         self._frames.clear()
         self._without_frame.clear()
         self._eager.clear()
+        self._limits.clear()
         self._unreported = 0
         self._last = None
 
 
-def place(function: compat.GivenUp) -> Location:
+def place(function: compat.GivenUp | compat.RecompileLimit) -> Location:
     """Where a function begins, with its name."""
     return Location(function.file, function.line, function.function)
 
@@ -330,13 +338,12 @@ def _unknown(function: compat.GivenUp) -> SiteReport:
     return SiteReport(FUNCTION, place(function), CANNOT_HOLD, words)
 
 
-def _left_eager(limit: compat.RecompileLimit) -> SiteReport:
+def _left_eager(limit: compat.RecompileLimit, may_hold: bool) -> SiteReport:
     words = (
-        f"Dynamo compiled it {limit.number} times (torch._dynamo.config.{limit.limit}), and runs it eagerly for "
-        f"anything new; what changed last: {limit.changed}"
+        f"Dynamo compiled it {limit.number} times (torch._dynamo.config.{limit.limit}), and runs it, and all that it "
+        f"calls, eagerly for anything new; what changed last: {limit.changed}"
     )
-    where = Location(limit.file, limit.line, limit.function)
-    return SiteReport(FUNCTION, where, "not compiled any more", words)
+    return SiteReport(FUNCTION, place(limit), "not compiled any more" if may_hold else CANNOT_HOLD, words)
 
 
 class _Forgetful:
@@ -350,8 +357,8 @@ class _Forgetful:
 _forgetful = _Forgetful()
 _process = Ledger()
 # The ledger of this process.
-graph, current, last, is_strict = _process.graph, _process.current, _process.last, _process.is_strict
-give_up, finds_nothing = _process.give_up, _process.finds_nothing
+graph, current, last = _process.graph, _process.current, _process.last
+give_up, finds_nothing, reach_limit = _process.give_up, _process.finds_nothing, _process.reach_limit
 
 
 def forget() -> None:

@@ -23,12 +23,12 @@ class Reached:
     learned: bool
 
 
-def reached(frame: Any) -> frozenset[Reached] | None:
+def reached(frame: Any, below: bool = False) -> frozenset[Reached] | None:
     """The floating point tensors that a function can read by itself, when it is about to be called.
 
     These are its arguments, the globals and closures that it names, attributes that it names, and items of containers.
     All parameters of a module that it reaches count if the module has no grandchildren: the function may call it. None
-    if there are too many objects to find out.
+    if there are too many objects to find out. below: with all tensors of the modules that it reaches.
     """
     names = set(_names(frame.f_code))
     left = [*frame.f_locals.values(), *(_content(cell) for cell in getattr(frame, "closure", None) or ())]
@@ -46,6 +46,7 @@ def reached(frame: Any) -> frozenset[Reached] | None:
             found |= _described(value)
         else:
             left += _parts(value, names)
+            left += [*value.parameters(), *value.buffers()] if below and isinstance(value, nn.Module) else []
     return frozenset(found)
 
 

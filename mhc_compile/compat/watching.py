@@ -14,6 +14,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
@@ -73,7 +74,11 @@ class GivenUp:
 
 @dataclass(frozen=True)
 class RecompileLimit:
-    """A function that was compiled as often as Dynamo's setting `limit` allows; changed is the guard that failed."""
+    """A function that was compiled as often as Dynamo's setting `limit` allows; changed is the guard that failed.
+
+    Dynamo compiles nothing new that the function calls, either: reached has all tensors of the modules that it reaches.
+    backend and options are as in `GivenUp`.
+    """
 
     limit: str
     number: int
@@ -81,6 +86,9 @@ class RecompileLimit:
     file: str
     line: int
     changed: str
+    backend: Any
+    options: dict[str, Any]
+    reached: frozenset[Reached] | None
 
 
 @dataclass
@@ -110,6 +118,8 @@ class Watched:
 
 
 watched = Watched()
+# The frames that Dynamo is compiling, outermost first, each with what compiles it.
+_converting: ContextVar[tuple[tuple[Any, Any], ...]] = ContextVar("converting", default=())
 
 
 def breaks_around() -> tuple[GraphBreak | None, GraphBreak | None]:
@@ -160,7 +170,11 @@ def watch_dynamo() -> None:
         @functools.wraps(convert)
         def convert_and_note(self: Any, frame: Any, cache_entry: Any, frame_state: Any) -> Any:
             breaks = len(watched.breaks)
-            result = convert(self, frame, cache_entry, frame_state)
+            token = _converting.set((*_converting.get(), (frame, self)))
+            try:
+                result = convert(self, frame, cache_entry, frame_state)
+            finally:
+                _converting.reset(token)
             with _guard("a function that Dynamo gives up on is not reported"):
                 if result.guarded_code is None:
                     _note_strategy(frame.f_code, result)
@@ -297,12 +311,20 @@ def _note_limit(record: logging.LogRecord) -> bool:
             limit, number, function, reason = map(str, record.args[:4])
             name, file, line = (_FUNCTION.fullmatch(function) or re.match("()()(0?)", "")).groups()  # type: ignore[union-attr]
             changed = _GUARD.fullmatch(reason.strip().partition("\n")[0])
-            frame = compile_id()[0]
+            number_of_frame = compile_id()[0]
+            frame, compiler = _converting.get()[-1]
             on_dynamo_reset(watched)
-            watched.limits[frame] = RecompileLimit(
-                limit, int(number), name or function, file, int(line or 0), changed.group(1) if changed else reason
+            watched.limits[number_of_frame] = RecompileLimit(
+                limit,
+                int(number),
+                name or function,
+                file,
+                int(line or 0),
+                changed.group(1) if changed else reason,
+                *_given_to_compile(compiler),
+                reached(frame, below=True),
             )
-            watched.at_limit(frame)
+            watched.at_limit(number_of_frame)
     return True
 
 
