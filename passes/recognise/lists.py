@@ -194,7 +194,7 @@ def _to_some(sums: Iterable[_Sum], position: dict[Op, int], known: set[frozenset
     """
     groups: dict[object, list[_Sum]] = {}
     for found in sums:
-        if is_stream_count(len(found.products)):
+        if len(found.products) > 1 and is_stream_count(len(found.products)):
             groups.setdefault((frozenset(found.products), found.out.shape), []).append(found)
     writes: list[ListWrite] = []
     for group in groups.values():
