@@ -1,0 +1,167 @@
+"""Functions that reach Dynamo's recompile limit: what reports say of them, and what strict options do."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mhc_compile
+from mhc_compile import records
+from tests.test_breaks import BOTH, X, _names, _place
+from tests.zoo.near import Sublayer
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+class Annealed(Sublayer):
+    """The number of iterations changes while the model is trained."""
+
+    iterations = 1
+
+    def res(self, logits: Tensor) -> Tensor:
+        m = self.columns(self.start(logits))
+        for _ in range(self.iterations):
+            m = self.columns(self.rows(m))
+        return m
+
+
+@pytest.mark.usefixtures("passes_only")
+def test_a_function_that_is_not_compiled_any_more() -> None:
+    model = Annealed(4, 6, 3, 2)
+    compiled = torch.compile(model, backend="mhc")
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=2):
+        for iterations in (1, 2):
+            model.iterations = iterations
+            compiled(torch.randn(X))
+        assert mhc_compile.report().cut == []
+        model.iterations = 3
+        compiled(torch.randn(X))
+    (site,) = mhc_compile.report().cut
+    assert (site.op, site.detail, site.location.code) == ("function", "not compiled any more", "forward")
+    assert site.location.name == "tests/zoo/near.py"
+    words = (
+        "Dynamo compiled it 2 times (torch._dynamo.config.recompile_limit), and runs it, and all that it calls, "
+        "eagerly for anything new"
+    )
+    assert site.reason == f"{words}; what changed last: self.iterations == 2"
+
+
+@pytest.mark.usefixtures("passes_only")
+def test_strict_options_do_not_put_up_with_the_recompile_limit() -> None:
+    model = Annealed(4, 6, 3, 2)
+    compiled = torch.compile(model, backend="mhc", options={"mhc.strict": True})
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1):
+        model.iterations = 1
+        compiled(torch.randn(X))
+        model.iterations = 2
+        with pytest.raises(mhc_compile.StrictError, match=r"what changed last: self\.iterations == 1"):
+            compiled(torch.randn(X))
+    (site,) = mhc_compile.report().cut
+    torch._dynamo.reset()
+    options = {"mhc.strict": True, "mhc.skip": [str(site.location)]}
+    compiled = torch.compile(model, backend="mhc", options=options)
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1):
+        for model.iterations in (1, 2):
+            compiled(torch.randn(X))
+    assert mhc_compile.report().cut == [site]
+
+
+def _wrapped(forward: Any) -> Any:
+    """All methods that are wrapped have one code object, and one recompile limit."""
+
+    @functools.wraps(forward)
+    def wrapper(*args: Any) -> Any:
+        return forward(*args)
+
+    return wrapper
+
+
+class _Inner(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Sublayer(4, 6, 3, 2)
+
+    @_wrapped
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return self.layer(x)
+
+
+class _Outer(torch.nn.Module):
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    @_wrapped
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * 1
+
+
+def _nest() -> torch.nn.Module:
+    model: torch.nn.Module = _Inner()
+    for _ in range(3):
+        model = _Outer(model)
+    return model
+
+
+@pytest.mark.usefixtures("passes_only")
+def test_a_function_without_sites_that_is_not_compiled_any_more() -> None:
+    """Nothing that it calls is compiled, either."""
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1):
+        torch.compile(_nest(), backend="mhc")(torch.randn(X))
+    report = mhc_compile.report()
+    (site,) = (site for site in report.cut if site.detail == "not compiled any more")
+    assert str(site.location) == _place(_Outer, "@_wrapped")
+    assert not report.sites
+    assert "it, and all that it calls, eagerly" in (site.reason or "")
+    assert "no hyper-connection code was found" not in str(report)
+
+
+@pytest.mark.usefixtures("passes_only")
+def test_strict_options_do_not_put_up_with_a_limit_above_hyper_connections() -> None:
+    options: dict[str, Any] = {"mhc.strict": True, "mhc.skip": [_place(_Inner, "@_wrapped")]}
+    limit = torch._dynamo.config.patch(recompile_limit=1)
+    with torch.no_grad(), limit, pytest.raises(mhc_compile.StrictError, match="not compiled any more"):
+        torch.compile(_nest(), backend="mhc", options=options)(torch.randn(X))
+    torch._dynamo.reset()
+    options["mhc.skip"].append(_place(_Outer, "@_wrapped"))
+    with torch.no_grad(), limit:
+        torch.compile(_nest(), backend="mhc", options=options)(torch.randn(X))
+
+
+@pytest.mark.usefixtures("passes_only")
+def test_a_limit_of_what_cannot_hold_a_hyper_connection() -> None:
+    """It is told, and strict options accept it; one of another backend is nobody's business here."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False), torch.nn.Tanh())
+    for backend, told in (("mhc", 1), ("eager", 0)):
+        torch._dynamo.reset()
+        options = {"mhc.strict": True} if told else None
+        compiled = torch.compile(model, backend=backend, options=options, dynamic=False)
+        with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1):
+            for tokens in (3, 4):
+                compiled(torch.randn(tokens, 64))
+        assert [site.detail for site in mhc_compile.report().cut] == ["not compiled, cannot hold a site"] * told
+
+
+@pytest.mark.usefixtures("passes_only")
+def test_a_function_to_skip_is_known_before_the_recompile_limit() -> None:
+    """A place to skip is of use if Dynamo compiles the function there by itself, and the function has sites."""
+    compiled, inlined = _place(Sublayer, "def forward").removeprefix("tests/"), _place(Annealed, "def res")
+    options = {"mhc.skip": [compiled, inlined, "model.py:1"]}
+    torch.compile(Annealed(4, 6, 3, 2), backend="mhc", options=options)(torch.randn(X))
+    assert "mhc.skip" not in str(records.last())  # other graphs may have sites there
+    torch.compile(torch.nn.Linear(6, 6), backend="mhc", options=options)(torch.randn(X))
+    told = [line for line in str(mhc_compile.report()).splitlines() if "mhc.skip" in line]
+    assert told == [f"  mhc.skip names {place}, and no site is there" for place in (inlined, "model.py:1")]
+
+
+def test_explaining_again_and_again() -> None:
+    """Each time Dynamo compiles the model anew, however often that is."""
+    model = Sublayer(4, 6, 3, 2)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for _ in range(4):
+            assert _names(mhc_compile.explain(model, torch.randn(X)).rewritten) == BOTH
