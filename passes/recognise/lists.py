@@ -78,8 +78,8 @@ def list_writes(ops: Iterable[Op]) -> tuple[list[ListWrite], list[ListRead]]:
             reads.append(ListRead(found.out, streams, tuple(found.products[x][0] for x in streams)))
     for write in _to_some(sums, position, {frozenset(write.old) for write in writes.values()}):
         writes.setdefault(write.new, write)
-    ordered = sorted(writes.values(), key=lambda write: position[write.new[-1].op])  # type: ignore[index]
-    return ordered, reads
+    shown = [write for write in writes.values() if all(x.nodes for x in write.new)]
+    return sorted(shown, key=lambda write: position[write.new[-1].op]), reads  # type: ignore[index]
 
 
 def _keys(found: _Sum) -> Iterator[object]:
