@@ -134,8 +134,9 @@ def test_a_matrix_inside_one_node_is_told() -> None:
     outcome = check.run(RowsOfOneHead(), (torch.randn(5, 6, WIDTH),))
     check.assert_as_accurate(outcome)
     (told,) = outcome.report.declined
-    assert told.op == "mix_streams", str(outcome.report)
-    assert "not a value of its own" in str(told.reason), str(outcome.report)
+    # From torch 2.14 on, the record has attention as one operator, and no matrix.
+    reasons = {"mix_streams": "not a value of its own", "expand_combine": "together with the streams"}
+    assert reasons[told.op] in str(told.reason), str(outcome.report)
 
 
 class PooledOnly(Static):
