@@ -185,7 +185,7 @@ class Rewriter(Vectors):
             return self._gate_operand(outer.post, outer.post_layout, dims, shape)
         assert self.anchor is not None
         ones = self._call(torch.ones, shape[-1], dtype=torch.float32, device=compat.example(self.anchor).device)
-        return self._call("expand", ones, *map(self._size_of, shape))
+        return self._call("expand", ones, *map(self._size, shape))
 
     def _mixed(self, mix: Mix, dims: list[int], tokens: Sequence[Any], n: int) -> fx.Node:
         """The matrices [*tokens, n, n] that streams are multiplied by."""
@@ -194,7 +194,7 @@ class Rewriter(Vectors):
             device = compat.example(self.anchor).device
             made, sizes = (torch.ones, (n, n)) if mix.is_matrix else (torch.eye, (n,))
             matrix = self._times(self._call(made, *sizes, dtype=torch.float32, device=device), mix.const)
-            return self._call("expand", matrix, *map(self._size_of, tokens), n, n)
+            return self._call("expand", matrix, *map(self._size, tokens), n, n)
         if mix.is_matrix:
             return self._times(self._gate_operand(mix.res, mix.res_layout, dims, (*tokens, n, n)), mix.const)
         diagonal = self._times(self._gate_operand(mix.res, mix.res_layout, dims, (*tokens, n)), mix.const)
@@ -337,7 +337,7 @@ class Rewriter(Vectors):
         new = self._operator(site.op, logits, **form)
         self.calls.append((new, site))
         if shared is not None:
-            new = self._call("expand", new, *map(self._size_of, shape))
+            new = self._call("expand", new, *map(self._size, shape))
         self._gate(target, new, m.kind.transposed)
         if not target.nodes:
             self._replace(surface(target), self._call("transpose", new, -1, -2) if m.kind.transposed else new)

@@ -76,15 +76,19 @@ class Editor:
 
     def _sizes(self, shape: Sequence[Any]) -> list[Any]:
         """A shape as arguments of a call: nodes for symbolic sizes. One of them at most is -1, to be inferred."""
-        symbolic = [d for d, size in enumerate(shape) if not isinstance(size, int)]
+        symbolic = [d for d, size in enumerate(shape) if not isinstance(compat.as_number(size), int)]
         # The one that is left is one that no input has: a product of symbolic sizes.
         left = next((d for d in symbolic if self._dimension(shape[d]) is None), symbolic[-1] if symbolic else None)
-        return [
-            size if isinstance(size, int) else -1 if d == left else self._size(size) for d, size in enumerate(shape)
-        ]
+        return [-1 if d == left else self._size(size) for d, size in enumerate(shape)]
 
-    def _size(self, size: Any) -> fx.Node:
-        """A node for a symbolic size."""
+    def _size(self, size: Any) -> fx.Node | int:
+        """A node for a symbolic size; a number where guards have fixed it.
+
+        AOTAutograd may know a fixed size by another symbol, which Dynamo can make no guard for.
+        """
+        size = compat.as_number(size)
+        if isinstance(size, int):
+            return size
         found = self._dimension(size)
         if found is None:
             raise Decline("a symbolic size is not the size of any input")

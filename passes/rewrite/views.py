@@ -115,10 +115,7 @@ class Views(Editor):
 
     def _sizes_of(self, shape: Sequence[Any], own: Sequence[bool]) -> list[Any]:
         """A shape to expand to: dimensions that are there stay."""
-        return [-1 if there else self._size_of(size) for size, there in zip(shape, own, strict=True)]
-
-    def _size_of(self, size: Any) -> Any:
-        return size if isinstance(size, int) else self._size(size)
+        return [-1 if there else self._size(size) for size, there in zip(shape, own, strict=True)]
 
     def _split(self, sizes_of: Sizes, node: fx.Node, dims: Sequence[Dim]) -> tuple[fx.Node, list[list[int]]]:
         """A view of one dimension for each step, ordered as in `dims`, and the sizes of these by dimension.
@@ -163,7 +160,7 @@ class Views(Editor):
 
     def _actual(self, size: Any, parts: list[int]) -> list[int]:
         """Sizes of the parts of a dimension; if it is symbolic, the first size is inferred."""
-        if isinstance(size, int):
+        if isinstance(compat.as_number(size), int):
             return parts
         rest = prod(parts[1:])
         if int(compat.hint(size)) % rest:

@@ -119,6 +119,35 @@ def test_sizes_that_are_marked_and_then_fixed(kind: type[Skipping], marked: tupl
     assert [site.op for site in compiled.report.rewritten] == BOTH, str(compiled.report)
 
 
+class AndFlat(Skipping):
+    """Its streams come twice: flat, and as a view of that, as the graph behind a break gets them."""
+
+    def forward(self, flat: Tensor, *others: Tensor) -> Tensor:
+        (x,) = others
+        pre, post, res = self.logits(self.split(self.project(flat) * self.rms(flat)))
+        f = self.layer(self.read(x, self.pre(pre)), x)
+        return self.write(x, f, self.post(post), self.res(res))
+
+
+@pytest.mark.parametrize("marked", [(False, True), (True, False), (True, True)], ids=["view", "flat", "both"])
+def test_sizes_of_a_tensor_and_its_view_that_are_marked_and_then_fixed(marked: tuple[bool, bool]) -> None:
+    """AOTAutograd knows them by other symbols than Dynamo, for which no guard can be made but that they are fixed."""
+    model, leaf, found = AndFlat(), torch.randn(2, 3, N * C, requires_grad=True), []
+    compiled = program(model)
+    for call in (model, compiled.call):
+        flat = leaf * 1.0
+        given = flat, flat.unflatten(-1, (N, C))
+        for tensor, mark in zip(given, marked, strict=True):
+            for axis in range(2, tensor.dim()) if mark else ():
+                torch._dynamo.maybe_mark_dynamic(tensor, axis)
+        out = call(*given)
+        found.append([out, *torch.autograd.grad(out.square().sum(), [leaf, model.phi, model.scale, model.bias])])
+    # Two float32 evaluations of some hundred sums.
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+    assert compiled.report.declined == []
+    assert [site.op for site in compiled.report.rewritten] == ["generate_mix", "aggregate", "expand_combine"]
+
+
 @pytest.mark.usefixtures("_no_duck_shapes")
 def test_channels_that_nothing_fixes_stay_symbols() -> None:
     """Two inputs agree in a size that no parameter has."""
