@@ -6,6 +6,7 @@ import contextlib
 import copy
 import signal
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -62,13 +63,18 @@ def check(program: Program) -> Verdict:
     """Run a program eagerly, in float64 and rewritten, and judge the results.
 
     Eager code that raises is no program, and not judged; nor is one that torch.compile alone does not run as eager
-    does.
+    does. The passes make constants of sizes that guards leave only one value for, so one that torch.compile alone does
+    not run with constants, and for the same reason, is none either (docs/limits.md).
     """
     verdict = _check(program, rewriting=True)
     if verdict.complaint:
         alone = _check(program, rewriting=False)
         if alone.complaint:
-            verdict = Verdict(invalid=f"without the passes: {alone.complaint}")
+            return Verdict(invalid=f"without the passes: {alone.complaint}")
+        if program.dynamic is not False:
+            constant = _check(replace(program, dynamic=False, marked=(), later=()), rewriting=False)
+            if constant.complaint == verdict.complaint:
+                return Verdict(invalid=f"without the passes, where sizes are constants: {constant.complaint}")
     return verdict
 
 

@@ -62,3 +62,16 @@ def test_a_scale_of_symbolic_size(begin: int) -> None:
     assert outcome.report.errors == []
     reasons = [site.reason for site in outcome.report.declined]
     assert reasons == ([] if begin == 0 else ["a scale or bias of symbolic size is read from its end"])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_torch_fails_where_a_size_is_a_constant() -> None:
+    """What docs/limits.md says of torch itself, and what the fuzzer does not blame us for."""
+
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = (x * 2)[..., 8:]
+        return y.detach(), y
+
+    x = torch.randn(1, 24, requires_grad=True)
+    with pytest.raises(AssertionError, match="incorrect out shape after application of ViewMeta sequence"):
+        torch.compile(function, backend="aot_eager", dynamic=False)(x)
