@@ -6,7 +6,9 @@ from typing import Any
 
 from mhc_compile.forms import Sinkhorn
 from mhc_compile.passes.plan import AggregateSite, CombineSite, MixingSite, ProjectionSite, SinkhornSite, Site
+from mhc_compile.passes.plan.sites import visible
 from mhc_compile.passes.recognise.combine import Mix
+from mhc_compile.passes.shadow import Value
 
 
 def form_of(site: Site) -> str:
@@ -15,9 +17,7 @@ def form_of(site: Site) -> str:
         c = site.combine
         kinds = " + ".join(dict.fromkeys(_mixed(mix) for mix in sorted(c.mixes, key=lambda mix: mix is not c.mix)))
         kinds = "x" if c.is_plain else kinds
-        return (
-            f"n = {c.streams.n}, C = {c.streams.channels}, {str(c.x.dtype).removeprefix('torch.')}, h_post f + {kinds}"
-        )
+        return f"n = {c.streams.n}, C = {c.streams.channels}, {_dtype(c.x)}, h_post f + {kinds}"
     if isinstance(site, MixingSite):
         n, m, channels = site.mixing.sizes
         return f"n = {n}, {m} rows, C = {channels}"
@@ -32,7 +32,7 @@ def form_of(site: Site) -> str:
         if site.streams.n == 1:  # of something that is made of the streams, such as a dropout
             return f"{site.streams.channels} values a token, {rows} logits"
         return f"n = {site.streams.n}, C = {site.streams.channels}, {rows} logits"
-    parts = [f"n = {site.streams.n}, C = {site.streams.channels}, {str(site.x.dtype).removeprefix('torch.')}"]
+    parts = [f"n = {site.streams.n}, C = {site.streams.channels}, {_dtype(site.x)}"]
     parts.append(f"rms eps {site.normed.rms.eps:g} {site.normed.rms.mode}")
     if site.res is not None:
         parts.append(_half_steps(site.sinkhorn))
@@ -43,6 +43,11 @@ def form_of(site: Site) -> str:
     if site.norm_apart:
         parts.append(f"the RMS norm after it stays apart: {site.norm_apart}")
     return ", ".join(parts)
+
+
+def _dtype(streams: Value) -> str:
+    """The dtype in which an operator gets the streams: recognition looks through the casts before them."""
+    return str((visible(streams) or streams).dtype).removeprefix("torch.")
 
 
 def _mixed(mix: Mix) -> str:

@@ -17,6 +17,7 @@ from mhc_compile.page.layers import layers, with_fusion
 from mhc_compile.passes.fuse import joint
 from mhc_compile.passes.report import Report
 from tests.passes import shifted
+from tests.zoo import ZOO
 from tests.zoo.common import BATCH, LENGTH, WIDTH
 
 N, C, TOKENS = 4, 32, 16
@@ -193,3 +194,13 @@ def test_a_shifted_boundary_knows_its_three_sites() -> None:
     found = layers(report)
     assert sum(len(entry.fused) for layer in found for entry in layer.entries) == 6
     assert with_fusion(report, found) is not None
+
+
+@pytest.mark.parametrize("name", ["deepseek", "tilekernels", "megatron-dev"])
+def test_the_dtype_of_streams_is_the_program_s(name: str) -> None:
+    """Each sublayer writes its streams in float32 and casts them: the next one is given what the cast made."""
+    model = ZOO[name].build(layers=3).to(torch.bfloat16)
+    report = mhc_compile.explain(model, torch.randn(2, 5, WIDTH, dtype=torch.bfloat16))
+    told = [site.detail for site in report.rewritten if site.op in ("generate_mix_and_aggregate", "expand_combine")]
+    assert len(told) >= 6
+    assert all(", bfloat16, " in detail for detail in told), told
