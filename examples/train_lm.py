@@ -5,9 +5,11 @@
     torchrun --standalone --nproc-per-node 2 examples/train_lm.py --parallel fsdp
     torchrun --standalone --nproc-per-node 4 examples/train_lm.py --parallel fsdp=2,tp=2
 
-It trains on the sources of Python's standard library. Look at `language_model/connections.py` for the hyper-connections,
-which are plain PyTorch, and at `language_model/parallel.py` for how a model is divided. `--out` gets `losses.csv`, a plot
-`losses.png` if matplotlib is there, and checkpoints, from which `--resume` goes on under any division.
+It trains on the sources of Python's standard library. Look at `language_model/connections.py` for the
+hyper-connections, which are plain PyTorch, and at `language_model/parallel.py` for how a model is divided.
+
+The folder `--out` gets `losses.csv`, checkpoints, and a plot `losses.png` if matplotlib is there. `--resume` goes on
+from the checkpoint, under any division.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ import contextlib
 import csv
 import math
 import os
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,12 +47,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--variant", choices=VARIANTS, default="mhc", help="the hyper-connection (default %(default)s)")
     parser.add_argument("--compile", choices=("eager", "inductor", "mhc"), default="mhc", help="(default %(default)s)")
     parser.add_argument("--parallel", default="", help="how processes divide the work, e.g. fsdp=2,tp=2 (default ddp)")
-    parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="of pipeline stages (default %(default)s)")
+    parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="of stages (default %(default)s)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(default %(default)s)")
     parser.add_argument("--batch", type=int, default=16, help="rows of a step, of all processes (default %(default)s)")
     parser.add_argument("--steps", type=int, default=100, help="(default %(default)s)")
     parser.add_argument("--lr", type=float, default=2e-3, help="the highest learning rate (default %(default)s)")
-    parser.add_argument("--clip", type=float, default=1.0, help="the largest norm of all gradients (default %(default)s)")
+    parser.add_argument("--clip", type=float, default=1.0, help="largest norm of all gradients (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and rows (default %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("train_lm"), help="folder of results (default %(default)s)")
     parser.add_argument("--save-every", type=int, default=0, help="steps between checkpoints (default: none)")
@@ -161,6 +164,21 @@ class Trainer:
         self.step = int(state["step"])
 
 
+@contextlib.contextmanager
+def progress(reports: bool, steps: int) -> Iterator[Callable[[int, str], None]]:
+    """What shows a step's line: a bar on a terminal if `rich` is installed, else lines; nothing on other processes."""
+    if reports and sys.stdout.isatty():
+        with contextlib.suppress(ImportError):
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(), TextColumn("{task.description}")
+            with Progress(*columns) as bar:
+                task = bar.add_task("", total=steps)
+                yield lambda step, line: bar.update(task, completed=step, description=line)
+            return
+    yield lambda step, line: print(f"step {step}/{steps}  {line}", flush=True) if reports else None
+
+
 def plot(file: Path, rows: list[dict[str, float]]) -> None:
     try:
         import matplotlib
@@ -185,22 +203,20 @@ def main() -> None:
             trainer.load()
         options.out.mkdir(parents=True, exist_ok=True)
         rows: list[dict[str, float]] = []
-        while trainer.step < options.steps:
-            if options.judge and trainer.step + 1 in JUDGED:
-                found = trainer.judge()
-                print(f"step {trainer.step + 1}: {'as accurate as eager' if found.ok else found}", flush=True)
-                if not found.ok:
-                    raise SystemExit(1)
-            begin = time.perf_counter()
-            loss, norm = trainer.train_step()
-            seconds = time.perf_counter() - begin
-            tokens = options.batch * trainer.config.context / seconds
-            rows.append({"step": trainer.step, "loss": loss, "gradient_norm": norm, "tokens_per_second": tokens})
-            if reports:
-                line = f"step {trainer.step}/{options.steps}  loss {loss:.4f}  gradient norm {norm:.3f}"
-                print(f"{line}  {tokens:,.0f} tokens/s", flush=True)
-            if options.save_every and trainer.step % options.save_every == 0:
-                trainer.save()
+        with progress(reports, options.steps) as show:
+            while trainer.step < options.steps:
+                if options.judge and trainer.step + 1 in JUDGED:
+                    found = trainer.judge()
+                    print(f"step {trainer.step + 1}: {'as accurate as eager' if found.ok else found}", flush=True)
+                    if not found.ok:
+                        raise SystemExit(1)
+                begin = time.perf_counter()
+                loss, norm = trainer.train_step()
+                tokens = options.batch * trainer.config.context / (time.perf_counter() - begin)
+                rows.append({"step": trainer.step, "loss": loss, "gradient_norm": norm, "tokens_per_second": tokens})
+                show(trainer.step, f"loss {loss:.4f}  gradient norm {norm:.3f}  {tokens:,.0f} tokens/s")
+                if options.save_every and trainer.step % options.save_every == 0:
+                    trainer.save()
         if reports:
             with (options.out / "losses.csv").open("w", newline="") as file:
                 writer = csv.DictWriter(file, rows[0].keys())

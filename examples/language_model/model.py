@@ -77,9 +77,7 @@ class Attention(nn.Module):
         here = self.first_token + torch.arange(q.shape[2], device=x.device)
         k, v = self.gathered(rotated(k, here)), self.gathered(v)
         everywhere = torch.arange(k.shape[2], device=x.device)
-        mixed = F.scaled_dot_product_attention(
-            rotated(q, here), k, v, attn_mask=here.unsqueeze(-1) >= everywhere
-        )
+        mixed = F.scaled_dot_product_attention(rotated(q, here), k, v, attn_mask=here.unsqueeze(-1) >= everywhere)
         return self.out(mixed.transpose(1, 2).flatten(-2))
 
 
@@ -141,7 +139,8 @@ class LanguageModel(nn.Module):
         return (x, gates) if self.config.variant == "v41" else (x,)
 
     def end(self, x: Tensor, *gates: Tensor) -> Tensor:
-        assert self.norm is not None and self.unembedding is not None
+        assert self.norm is not None
+        assert self.unembedding is not None
         hidden = read(x, *gates) if gates else x.sum(-2)
         return self.unembedding(self.norm(hidden)).float()
 

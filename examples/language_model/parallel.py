@@ -151,15 +151,17 @@ class Parallel:
 
 
 class Pipeline:
-    """The schedule of this process's stages. A row is a microbatch of its own if there are too few for two a stage."""
+    """The schedule of this process's stages: two microbatches for each stage of the model, if the rows divide so."""
 
     def __init__(self, parallel: Parallel, stages: list[nn.Module], schedule: str, device: str, batch: int) -> None:
         self.parallel, ranks = parallel, parallel.size("pp")
         assert parallel.mesh is not None
         count = ranks * len(stages)
         group = parallel.mesh["pp"].get_group()
-        indices = range(parallel.rank("pp"), count, ranks)
-        made = [PipelineStage(s, i, count, torch.device(device), group=group) for s, i in zip(stages, indices, strict=True)]
+        made = [
+            PipelineStage(stage, index, count, torch.device(device), group=group)
+            for stage, index in zip(stages, range(parallel.rank("pp"), count, ranks), strict=True)
+        ]
         microbatches = math.gcd(batch, 2 * count)
         if schedule == "interleaved":
             self.schedule: Any = ScheduleInterleaved1F1B(made, microbatches, loss_fn=loss_of)
