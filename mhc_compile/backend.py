@@ -129,12 +129,13 @@ def _compiling(options: dict[str, Any]) -> Iterator[records.Compiled]:
             raise
 
 
-def left_eager(frame: Any, ours: Any) -> None:
+def left_eager(frame: Any, limit: compat.RecompileLimit, ours: Any) -> None:
     """Note a function that is compiled no more. Strict options raise if it may hold, or call, hyper-connections."""
-    limit = compat.watched.limits[frame]
     wanted = _wanted(limit.backend, ours, limit.options)
-    if wanted is not None and records.reach_limit(frame, wanted.get(SKIP, ())) and wanted.get("mhc.strict"):
-        raise StrictError(str(records.report()))
+    if wanted is not None:
+        skipped = records.place(limit).is_among(wanted.get(SKIP, ()))
+        if records.reach_limit(frame, limit) and wanted.get("mhc.strict") and not skipped:
+            raise StrictError(str(records.report()))
 
 
 def _tell_of_nothing(code: CodeType, compilation: Any, used: Any) -> None:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -154,7 +154,7 @@ class Ledger:
         self._frames: dict[Any, dict[Any, _Compilation]] = {}
         self._without_frame: list[Compiled] = []
         self._eager: list[compat.GivenUp] = []
-        self._limits: set[Any] = set()
+        self._limits: dict[Any, compat.RecompileLimit] = {}
         self._unreported = 0
         self._active: ContextVar[Compiled | None] = ContextVar("active", default=None)
         self._last: _Compilation | Compiled | None = None
@@ -248,7 +248,7 @@ class Ledger:
             if joined.sites or joined.called:
                 functions.append(Location(*compat.watched.kept[frame, kept[0]]))
             total.add(joined)
-        total.cut += [_left_eager(limit, self._may_hold(frame)) for frame, limit in self._reached()]
+        total.cut += [_left_eager(limit, self._may_hold(frame)) for frame, limit in self._limits.items()]
         without_frame = {graph.digest(): graph for graph in self._without_frame}
         for graph in without_frame.values():
             total.add(graph.report())
@@ -271,19 +271,16 @@ class Ledger:
                     lost = Report.joined([lost, Report(cut=told)])
         return lost.cut
 
-    def reach_limit(self, frame: Any, skipped: Sequence[str]) -> bool:
-        """Note a frame that is compiled no more. Returns whether strict options that skip these places forbid it."""
+    def reach_limit(self, frame: Any, limit: compat.RecompileLimit) -> bool:
+        """Note a frame that is compiled no more. Returns whether it has sites, or may have some."""
         compat.on_dynamo_reset(_forgetful)
-        self._limits.add(frame)
-        return self._may_hold(frame) and not place(compat.watched.limits[frame]).is_among(skipped)
-
-    def _reached(self) -> list[tuple[Any, compat.RecompileLimit]]:
-        return [(frame, limit) for frame, limit in compat.watched.limits.items() if frame in self._limits]
+        self._limits[frame] = limit
+        return self._may_hold(frame)
 
     def _may_hold(self, frame: Any) -> bool:
         """Whether a frame that is compiled no more has sites, or may have some, or calls what may have some."""
         graphs = [graph for one in self._frames.get(frame, {}).values() for graph in one.graphs]
-        return any(graph.report().sites for graph in graphs) or can_hold(compat.watched.limits[frame].reached)
+        return any(graph.report().sites for graph in graphs) or can_hold(self._limits[frame].reached)
 
     def finds_nothing(self, frame: Any, number: Any) -> bool:
         """Whether strict options have found nothing yet: not in a compilation of a frame, and not before.
@@ -339,8 +336,9 @@ def _unknown(function: compat.GivenUp) -> SiteReport:
 
 
 def _left_eager(limit: compat.RecompileLimit, may_hold: bool) -> SiteReport:
+    times = "once" if limit.number == 1 else f"{limit.number} times"
     words = (
-        f"Dynamo compiled it {limit.number} times (torch._dynamo.config.{limit.limit}), and runs it, and all that it "
+        f"Dynamo compiled it {times} (torch._dynamo.config.{limit.limit}), and runs it, and all that it "
         f"calls, eagerly for anything new; what changed last: {limit.changed}"
     )
     return SiteReport(FUNCTION, place(limit), "not compiled any more" if may_hold else CANNOT_HOLD, words)

@@ -25,7 +25,6 @@ from mhc_compile.compat.driver import (
 )
 from mhc_compile.compat.graphs import (
     Snapshot,
-    any_number_of_compilations,
     asks_to_trace_again,
     compilation_again,
     compile_id,
@@ -180,7 +179,6 @@ __all__ = [
     "aliased",
     "analyse_once",
     "another_fake",
-    "any_number_of_compilations",
     "apart",
     "apply_at_this_level",
     "as_list",
