@@ -30,7 +30,7 @@ from mhc_compile.hooks import (
 )
 from mhc_compile.options import CHECK, INPUT_NORM, OPTIONS, PREFIX, SKIP, OptionError, split
 from mhc_compile.passes.cut import can_hold
-from mhc_compile.passes.report import Location
+from mhc_compile.passes.report import function_at
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ def left_eager(frame: Any, limit: compat.RecompileLimit, ours: Any) -> None:
 def _tell_of_nothing(code: CodeType, compilation: Any, used: Any) -> None:
     """Warn if options are strict and there is nothing that they could guard."""
     if records.finds_nothing(compilation.frame_id, compilation.frame_compile_id):
-        _warn_of_nothing(f"{code.co_name} ({Location(code.co_filename, code.co_firstlineno, '')})")
+        _warn_of_nothing(f"{code.co_name} ({function_at(code.co_filename, code.co_firstlineno, code.co_name)})")
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from typing import Any
 
 from mhc_compile import compat, guard
 from mhc_compile.passes.cut import MADE_ELSEWHERE, can_hold
-from mhc_compile.passes.report import CANNOT_HOLD, FUNCTION, NOT_COMPILED, Location, Report, SiteReport
+from mhc_compile.passes.report import CANNOT_HOLD, FUNCTION, NOT_COMPILED, Location, Report, SiteReport, function_at
 
 log = logging.getLogger(__name__)
 
@@ -246,7 +246,7 @@ class Ledger:
             kept = [number for number in compilations if (frame, number) in compat.watched.kept]
             joined = Report.joined(compilations[number].report() for number in kept)
             if joined.sites or joined.called:
-                functions.append(Location(*compat.watched.kept[frame, kept[0]]))
+                functions.append(function_at(*compat.watched.kept[frame, kept[0]]))
             total.add(joined)
         total.cut += [_left_eager(limit, self._may_hold(frame)) for frame, limit in self._limits.items()]
         without_frame = {graph.digest(): graph for graph in self._without_frame}
@@ -315,8 +315,8 @@ class Ledger:
 
 
 def place(function: compat.GivenUp | compat.RecompileLimit) -> Location:
-    """Where a function begins, with its name."""
-    return Location(function.file, function.line, function.function)
+    """Where a function begins, with its name; the rest of a function begins where its first part ends."""
+    return function_at(function.file, function.line, function.function)
 
 
 def _unknown(function: compat.GivenUp) -> SiteReport:
@@ -336,10 +336,11 @@ def _unknown(function: compat.GivenUp) -> SiteReport:
 
 
 def _left_eager(limit: compat.RecompileLimit, may_hold: bool) -> SiteReport:
+    what = "the part of it after an earlier break" if limit.resumed else "it"
     times = "once" if limit.number == 1 else f"{limit.number} times"
     words = (
-        f"Dynamo compiled it {times} (torch._dynamo.config.{limit.limit}), and runs it, and all that it "
-        f"calls, eagerly for anything new; what changed last: {limit.changed}"
+        f"Dynamo compiled {what} {times} (torch._dynamo.config.{limit.limit}), and runs it, and all that it calls, "
+        f"eagerly for anything new; what changed last: {limit.changed}"
     )
     return SiteReport(FUNCTION, place(limit), "not compiled any more" if may_hold else CANNOT_HOLD, words)
 

@@ -17,6 +17,8 @@ from mhc_compile.encoding import printable
 
 # The compiled module, in its own code. Dynamo wraps torch's own modules, or their methods, into a function of fn.
 _COMPILED = re.compile(r"^L\['(self|fn)'\](\.__self__)?\.?")
+# The line by which a function's definition is known.
+_DEF = re.compile(r"\s*(?:async\s+)?def\s+(\w+)")
 # Whose lines stand for the user's line that calls them: libraries, and the typed wrappers of the operators.
 _SPELLERS = ("/einops/", "/torch/")
 _WRAPPERS = os.path.join(os.path.dirname(ops.__file__), "")
@@ -405,6 +407,16 @@ def location(node: fx.Node | None) -> Location:
     own = [entry for entry in found if not _spells(entry[0])]
     file, line = (own or found)[-1][0], int((own or found)[-1][1])
     return Location(file, line, linecache.getline(file, line).strip())
+
+
+def function_at(file: str, line: int, name: str) -> Location:
+    """A function by the line of its `def`, and its name. Python has it begin with its first decorator."""
+    lines = linecache.getlines(file)[line - 1 :]
+    if lines and lines[0].lstrip().startswith("@"):
+        defined = ((number, _DEF.match(text)) for number, text in enumerate(lines, line))
+        number, found = next(((number, found) for number, found in defined if found), (line, None))
+        line = number if found and found[1] == name else line
+    return Location(file, line, name)
 
 
 def module_path(node: fx.Node | None) -> str:

@@ -118,20 +118,42 @@ def test_a_function_without_sites_that_is_not_compiled_any_more() -> None:
         torch.compile(_nest(), backend="mhc")(torch.randn(X))
     report = mhc_compile.report()
     (site,) = (site for site in report.cut if site.detail == "not compiled any more")
-    assert str(site.location) == _place(_Outer, "@_wrapped")
+    assert str(site.location) == _place(_Outer, "def forward")
     assert not report.sites
     assert "it, and all that it calls, eagerly" in (site.reason or "")
     assert "no hyper-connection code was found" not in str(report)
 
 
+class _Resumed(_Inner):
+    scale = 1
+
+    @_wrapped
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.sin()
+        torch._dynamo.graph_break()
+        return x * self.scale
+
+
+@pytest.mark.usefixtures("passes_only")
+def test_the_rest_of_a_function_is_not_compiled_any_more() -> None:
+    model = _Resumed()
+    compiled = torch.compile(model, backend="mhc", dynamic=False)
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1):
+        for model.scale in (1, 2):
+            compiled(torch.randn(X))
+    (site,) = mhc_compile.report().cut
+    assert (site.location.code, str(site.location)) == ("forward", _place(_Resumed))
+    assert "Dynamo compiled the part of it after an earlier break once" in (site.reason or "")
+
+
 @pytest.mark.usefixtures("passes_only")
 def test_strict_options_do_not_put_up_with_a_limit_above_hyper_connections() -> None:
-    options: dict[str, Any] = {"mhc.strict": True, "mhc.skip": [_place(_Inner, "@_wrapped")]}
+    options: dict[str, Any] = {"mhc.strict": True, "mhc.skip": [_place(_Inner, "def forward")]}
     limit = torch._dynamo.config.patch(recompile_limit=1)
     with torch.no_grad(), limit, pytest.raises(mhc_compile.StrictError, match="not compiled any more"):
         torch.compile(_nest(), backend="mhc", options=options)(torch.randn(X))
     torch._dynamo.reset()
-    options["mhc.skip"].append(_place(_Outer, "@_wrapped"))
+    options["mhc.skip"].append(_place(_Outer, "def forward"))
     with torch.no_grad(), limit:
         torch.compile(_nest(), backend="mhc", options=options)(torch.randn(X))
 

@@ -35,7 +35,6 @@ _SETTING = re.compile(r"^\s*Hint: Set (`?torch\._dynamo\.config\..*?)\.?$", re.M
 _ENDS = "skipping the rest of the function"
 _LIMIT = "torch._dynamo hit config.%s"
 _ALIKE = "num_cache_entries_with_same_id_matched_objs"
-_FUNCTION = re.compile(r"'(.*)' \((.*):(\d+)\)")
 _GUARD = re.compile(r"(?:\d+/\d+: )?(.*?)(?:\s+#.*)?")
 
 
@@ -77,7 +76,7 @@ class GivenUp:
 class RecompileLimit:
     """A function that was compiled as often as Dynamo's setting `limit` allows; changed is the guard that failed.
 
-    Dynamo compiles nothing new that the function calls, either: reached has all tensors of the modules that it reaches.
+    Of a function that is resumed, this is the part after an earlier break. Dynamo compiles nothing new that the function calls, either: reached has all tensors of the modules that it reaches.
     backend and options are as in `GivenUp`.
     """
 
@@ -86,6 +85,7 @@ class RecompileLimit:
     function: str
     file: str
     line: int
+    resumed: bool
     changed: str
     backend: Any
     options: dict[str, Any]
@@ -361,17 +361,18 @@ def _act(strategies: dict[int, tuple[weakref.ref[CodeType], Any]], ordinary: boo
 def _note_limit(record: logging.LogRecord) -> bool:
     with _guard("a function that is compiled no more is not reported"):
         if str(record.msg).startswith(_LIMIT) and isinstance(record.args, tuple):
-            limit, number, function, reason = map(str, record.args[:4])
-            name, file, line = (_FUNCTION.fullmatch(function) or re.match("()()(0?)", "")).groups()  # type: ignore[union-attr]
+            limit, number, _, reason = map(str, record.args[:4])
             changed = _GUARD.fullmatch(reason.strip().partition("\n")[0])
             frame, compiler = _converting.get()[-1]
+            code, (name, file) = frame.f_code, _named(frame.f_code)
             on_dynamo_reset(watched)
             reaching = RecompileLimit(
                 limit,
                 int(number),
-                name or function,
+                name,
                 file,
-                int(line or 0),
+                code.co_firstlineno,
+                name != code.co_name,
                 changed.group(1) if changed else reason,
                 *_given_to_compile(compiler),
                 reached(frame, below=True),
