@@ -124,7 +124,7 @@ def _compiling(options: dict[str, Any]) -> Iterator[records.Compiled]:
             expected = isinstance(error, Deliberate) or compat.asks_to_trace_again(error)
             sites = lost(compiled.traced.sites, options)
             if compiled.strict and sites and not expected:
-                why = ". ".join([in_one_line(error), *dict.fromkeys(compiled.traced.advice)])
+                why = ". ".join([in_one_line(error).rstrip("."), *dict.fromkeys(compiled.traced.advice)])
                 raise StrictError(f"a graph with {len(sites)} hyper-connection sites is not compiled: {why}") from error
             raise
 
