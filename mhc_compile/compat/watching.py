@@ -76,8 +76,9 @@ class GivenUp:
 class RecompileLimit:
     """A function that was compiled as often as Dynamo's setting `limit` allows; changed is the guard that failed.
 
-    Of a function that is resumed, this is the part after an earlier break. Dynamo compiles nothing new that the function calls, either: reached has all tensors of the modules that it reaches.
-    backend and options are as in `GivenUp`.
+    Of a function that is resumed, this is the part after an earlier break. Dynamo compiles nothing new that the
+    function calls, either: reached has all tensors of the modules that it reaches. backend and options are as in
+    `GivenUp`.
     """
 
     limit: str
