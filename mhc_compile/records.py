@@ -20,6 +20,7 @@ from typing import Any
 from mhc_compile import compat, guard
 from mhc_compile.passes.cut import MADE_ELSEWHERE, can_hold
 from mhc_compile.passes.report import CANNOT_HOLD, FUNCTION, NOT_COMPILED, Location, Report, SiteReport, function_at
+from mhc_compile.sites_once import Functions, number_of
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,8 @@ class Compiled:
     makes of these: of the forward, and of the backward, which may follow much later. loaded has both reports of each
     of these graphs that a cache had, or a package if packaged, by their text. They say what other processes did, so
     they have no seconds. checked is what `mhc.check` did in its first calls.
-    before and after are the breaks by which the graph began, and ended. failure says why there is no compiled graph,
+    before and after are the breaks by which the graph began, and ended. modules has numbers for the modules that paths
+    in its report name. failure says why there is no compiled graph,
     strict whether options ask for errors.
     """
 
@@ -43,6 +45,7 @@ class Compiled:
     checked: Report = field(default_factory=Report)
     before: compat.GraphBreak | None = None
     after: compat.GraphBreak | None = None
+    modules: dict[str, int] = field(default_factory=dict)
     failure: str | None = None
     strict: bool = False
     begun: float = field(default_factory=time.perf_counter)
@@ -67,6 +70,15 @@ class Compiled:
     def _latest(self) -> Report:
         """The report of the graph before it is lowered: the last that was loaded, if any."""
         return list(self.loaded.values())[-1][0] if self.loaded else self.traced
+
+    def note_modules(self) -> None:
+        """Note which modules its report is about, while Dynamo still has them at hand."""
+        report = self.report()
+        sites = [*report.sites, *report.called, *report.cut, *(part for one in report.fused for part in one.parts)]
+        for path in dict.fromkeys(site.module for site in sites):
+            module = compat.module_at(path)
+            if module is not None:
+                self.modules[path] = number_of(module)
 
     def discard(self) -> None:
         """Nothing counts that was done to this graph: it is compiled again."""
@@ -168,6 +180,8 @@ class Ledger:
         token = self._active.set(graph)
         try:
             yield graph
+            with guard.guard("a site that several functions have counts several times"):
+                graph.note_modules()
             with guard.guard("the log is not complete"):
                 graph.say("compiled")
         except Exception as error:
@@ -242,12 +256,17 @@ class Ledger:
         """All that Dynamo kept, with what it did not keep of the same code."""
         total = Report(cut=list(dict.fromkeys(map(_unknown, self._eager))), unreported=self._unreported)
         functions: list[Location] = []
+        put = Functions(total)
         for frame, compilations in self._frames.items():
             kept = [number for number in compilations if (frame, number) in compat.watched.kept]
             joined = Report.joined(compilations[number].report() for number in kept)
+            if not kept:
+                continue
+            function = function_at(*compat.watched.kept[frame, kept[0]])
             if joined.sites or joined.called:
-                functions.append(function_at(*compat.watched.kept[frame, kept[0]]))
-            total.add(joined)
+                functions.append(function)
+            graphs = [graph for number in reversed(kept) for graph in compilations[number].graphs]
+            put.add(joined, {path: number for graph in graphs for path, number in graph.modules.items()}, function)
         total.cut += [_left_eager(limit, self._may_hold(frame)) for frame, limit in self._limits.items()]
         without_frame = {graph.digest(): graph for graph in self._without_frame}
         for graph in without_frame.values():

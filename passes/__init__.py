@@ -147,7 +147,7 @@ def _rewritten(
             report.excerpts = {one.excerpt: list(one.lines) for one in shown.values()}
             # A graph that calls this one reads its gates.
             torn = [] if compat.is_called(graph) else [site for site in plan.torn if site in plan.sites]
-            report.cut = [SiteReport(site.op, location(_node(site)), CUT, WRITTEN_ELSEWHERE) for site in torn]
+            report.cut = [_torn(_node(site), site.op) for site in torn]
         return new
 
 
@@ -462,6 +462,10 @@ def _sites(shadow: shadowing.Shadow, plan: Plan, shown: Mapping[int, BeforeAfter
         module = module_path(declined.node)
         entries.append((at, SiteReport(declined.what, location(declined.node), "", declined.reason, module=module)))
     return [entry for _, entry in sorted(entries, key=lambda pair: pair[0])]
+
+
+def _torn(node: fx.Node, op: str) -> SiteReport:
+    return SiteReport(op, location(node), CUT, WRITTEN_ELSEWHERE, module=module_path(node))
 
 
 def _node(site: Site) -> fx.Node:

@@ -114,8 +114,9 @@ class Fused:
 
 # What stands for the operator, and for the detail, of a function that Dynamo gives up on.
 FUNCTION, NOT_COMPILED, CANNOT_HOLD = "function", "not compiled", "not compiled, cannot hold a site"
-_SITES = ("sites", "called", "cut", "unchecked")
-_COUNTS = ("checked", "fusions", "shared", "lowered")
+# The fields of a report that list sites, and those that count by names.
+SITES = ("sites", "called", "cut", "unchecked")
+COUNTS = ("checked", "fusions", "shared", "lowered")
 
 
 @dataclass
@@ -137,6 +138,7 @@ class Report:
       once. lowered: the number of operators that Inductor compiled as parts of a graph;
     - fused: the operators of forward passes that fusions made, each with the sites that it replaces;
     - excerpts: by name, the lines of a graph for a site, before and after the rewriting. Identical sites share one;
+    - functions: by name, how many of its sites each function has, if reports of several functions were put together;
     - skipped: the places that `mhc.skip` names. idle: those where no site is, and no function with sites that Dynamo
       compiled by itself. The report of a single graph has none, since other graphs may have such a site.
 
@@ -161,6 +163,7 @@ class Report:
     lowered: Counter[str] = field(default_factory=Counter)
     fused: list[Fused] = field(default_factory=list)
     excerpts: dict[str, list[str]] = field(default_factory=dict)
+    functions: dict[str, int] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     idle: list[str] = field(default_factory=list)
 
@@ -204,7 +207,7 @@ class Report:
         """The report of one program that was compiled several times: what is true of each graph is reported once."""
         total = Report()
         for one in reports:
-            for name in (*_SITES, "fused"):
+            for name in (*SITES, "fused"):
                 setattr(total, name, _united(getattr(total, name), getattr(one, name)))
             total.skipped = list(dict.fromkeys([*total.skipped, *one.skipped]))
             total.compiled = total._in_all() + one._in_all()
@@ -221,16 +224,16 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain values, to be stored."""
-        counts = {name: dict(getattr(self, name)) for name in _COUNTS}
-        sites = {name: [asdict(site) for site in getattr(self, name)] for name in _SITES}
+        counts = {name: dict(getattr(self, name)) for name in COUNTS}
+        sites = {name: [asdict(site) for site in getattr(self, name)] for name in SITES}
         return vars(self) | counts | sites | {"fused": [asdict(one) for one in self.fused]}
 
     @classmethod
     def from_dict(cls, told: dict[str, Any]) -> Report:
         """What `as_dict` was made of; fields that this version does not know are left out."""
         known = {one.name: told[one.name] for one in fields(cls) if one.name in told}
-        sites = {name: list(map(_site_from_dict, told.get(name, []))) for name in _SITES}
-        counts = {name: Counter(told.get(name, {})) for name in _COUNTS}
+        sites = {name: list(map(_site_from_dict, told.get(name, []))) for name in SITES}
+        counts = {name: Counter(told.get(name, {})) for name in COUNTS}
         fused = [_fused_from_dict(one) for one in told.get("fused", [])]
         return cls(**known | sites | counts | {"fused": fused})
 
@@ -253,7 +256,9 @@ class Report:
 
     def details(self) -> str:
         """Everything: each line of the program, and each detail."""
-        return printable("\n".join([self._head(), *_lines(self, None), *self._nothing()]))
+        several = [f"  in {name}: {_counted(count, 'site')}" for name, count in self.functions.items()]
+        shown = several if len(several) > 1 else []
+        return printable("\n".join([self._head(), *_lines(self, None), *shown, *self._nothing()]))
 
     def html(self, times: Mapping[str, float] | None = None) -> str:
         """A page about the model that needs no other file: its layers, their sites, and what became of each.
@@ -307,7 +312,11 @@ _WIDTH = 160
 
 
 def _packages(count: int) -> str:
-    return f"{count} loaded package{'s' if count > 1 else ''}"
+    return _counted(count, "loaded package")
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' if count > 1 else ''}"
 
 
 T = TypeVar("T", SiteReport, Fused)

@@ -34,6 +34,7 @@ _THEN = re.compile(r"another graph break occurred: \*\*\*\s*(.*)")
 _SETTING = re.compile(r"^\s*Hint: Set (`?torch\._dynamo\.config\..*?)\.?$", re.MULTILINE)
 _ENDS = "skipping the rest of the function"
 _LIMIT = "torch._dynamo hit config.%s"
+_STEP = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.?(\w+)")
 _ALIKE = "num_cache_entries_with_same_id_matched_objs"
 _GUARD = re.compile(r"(?:\d+/\d+: )?(.*?)(?:\s+#.*)?")
 
@@ -335,6 +336,37 @@ def _as_in_a_new_process(cache_size: Any, compilation: Any) -> tuple[Any, Any]:
     first = look.first.setdefault(compilation.frame_id, compilation.frame_compile_id)
     own = replace(compilation, frame_compile_id=compilation.frame_compile_id - first)
     return replace(cache_size, **counts), own
+
+
+def module_at(path: str) -> torch.nn.Module | None:
+    """The module that a report's path names in the function that Dynamo is compiling, outermost first; None if unknown.
+
+    A path begins at the function's own module, or with a local or global variable: "L['args'][0].layers.1".
+    """
+    if not _converting.get():
+        return None
+    frame = _converting.get()[-1][0]
+    scope = {"L[": frame.f_locals, "G[": frame.f_globals}.get(path[:2])
+    if scope is not None:
+        found: Any = _followed(scope, path[1:])
+    else:
+        own = next((frame.f_locals[name] for name in ("self", "fn") if name in frame.f_locals), None)
+        found = _followed(getattr(own, "__self__", own), path)
+    return found if isinstance(found, torch.nn.Module) else None
+
+
+def _followed(value: Any, path: str) -> Any:
+    at = 0
+    with contextlib.suppress(Exception):  # properties of the user's classes may raise any
+        while at < len(path):
+            step = _STEP.match(path, at)
+            if step is None:
+                return None
+            key, number, name = step.groups()
+            value = getattr(value, name) if name else value[key if number is None else int(number)]
+            at = step.end()
+        return value
+    return None
 
 
 def _forget(compiled: list[tuple[CodeType, Any]]) -> None:
