@@ -30,6 +30,7 @@ from mhc_compile.hooks import (
 )
 from mhc_compile.options import CHECK, INPUT_NORM, OPTIONS, PREFIX, SKIP, OptionError, split
 from mhc_compile.passes.cut import can_hold
+from mhc_compile.passes.places import Places
 from mhc_compile.passes.report import function_at
 
 log = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ def mhc(
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise OptionError(str(error)) from error
     checked = _checked(gm, own)
-    with _compiling(own) as entry:
+    with _compiling(own, gm) as entry:
         compiled: Callable[..., Any] = compiler(gm, example_inputs)
     return checked(compiled, entry)
 
@@ -114,9 +115,12 @@ def _checked(gm: fx.GraphModule, own: dict[str, Any]) -> checking.Instead:
 
 
 @contextlib.contextmanager
-def _compiling(options: dict[str, Any]) -> Iterator[records.Compiled]:
+def _compiling(options: dict[str, Any], module: Any) -> Iterator[records.Compiled]:
     """Around the compilation of one graph: its report is kept, and strict options raise if it fails."""
     with records.graph() as compiled:
+        with guard("a report from a cache has the lines that it was made of", compiled.traced.errors):
+            if isinstance(module, fx.GraphModule):
+                compiled.places = Places.of(module)
         compiled.strict = bool(options.get("mhc.strict"))
         try:
             yield compiled
@@ -151,6 +155,10 @@ def _warn_of_nothing(function: str) -> None:
     )
 
 
+def _compiling_enabled(module: Any) -> contextlib.AbstractContextManager[Any]:
+    return _compiling(_enabled[-1]._options if _enabled else {}, module)
+
+
 class enable:
     """Rewrite hyper-connections in every plain `torch.compile(model)` of the process.
 
@@ -178,7 +186,7 @@ class enable:
             raise ValueError(f"options: {names} is not an option of mhc; expected names that begin with mhc.")
         with _switch:
             _enabled.append(self)
-            compat.set_while_compiling(_settings, lambda: _compiling(_enabled[-1]._options if _enabled else {}))
+            compat.set_while_compiling(_settings, _compiling_enabled)
 
     def __enter__(self) -> None:
         return None

@@ -19,6 +19,7 @@ from typing import Any
 
 from mhc_compile import compat, guard
 from mhc_compile.passes.cut import MADE_ELSEWHERE, can_hold
+from mhc_compile.passes.places import Places
 from mhc_compile.passes.report import CANNOT_HOLD, FUNCTION, NOT_COMPILED, Location, Report, SiteReport, function_at
 from mhc_compile.sites_once import Functions, number_of
 
@@ -33,9 +34,9 @@ class Compiled:
     makes of these: of the forward, and of the backward, which may follow much later. loaded has both reports of each
     of these graphs that a cache had, or a package if packaged, by their text. They say what other processes did, so
     they have no seconds. checked is what `mhc.check` did in its first calls.
-    before and after are the breaks by which the graph began, and ended. modules has numbers for the modules that paths
-    in its report name. failure says why there is no compiled graph,
-    strict whether options ask for errors.
+    places are those of the graph's nodes, if they are known: with them, loaded has the lines of the program as it is
+    now. before and after are the breaks by which the graph began, and ended. modules has numbers for the modules that
+    paths in its report name. failure says why there is no compiled graph, strict whether options ask for errors.
     """
 
     traced: Report = field(default_factory=Report)
@@ -43,6 +44,7 @@ class Compiled:
     loaded: dict[str, tuple[Report, Report]] = field(default_factory=dict)
     packaged: bool = False
     checked: Report = field(default_factory=Report)
+    places: Places | None = None
     before: compat.GraphBreak | None = None
     after: compat.GraphBreak | None = None
     modules: dict[str, int] = field(default_factory=dict)
@@ -64,6 +66,10 @@ class Compiled:
         for one in (traced, *self.lowered, *(lowered for _, lowered in self.loaded.values()), self.checked):
             total.add(one)
         total.cut = list(self._cut(total.cut))
+        if self.loaded and self.places is None:
+            total.outdated = list(
+                dict.fromkeys(site.location.name for site in total.sites if site.location.is_outdated)
+            )
         return total
 
     @property
@@ -103,18 +109,22 @@ class Compiled:
 
     def packed(self) -> str:
         """The report that Inductor's object for the graph lowered last carries."""
-        return json.dumps([self.traced.as_dict(), (self.lowered or [Report()])[-1].as_dict()])
+        places = None if self.places is None else self.places.told()
+        return json.dumps([self.traced.as_dict(), (self.lowered or [Report()])[-1].as_dict(), places])
 
     def unpack(self, text: str) -> None:
         """Add the report of a graph that comes from a cache."""
         if text not in self.loaded:  # a file may be loaded twice
-            traced, lowered = _unpacked(text)
+            traced, lowered = _unpacked(text, self.places)
             self.loaded[text] = replace(traced, seconds=0.0), replace(lowered, seconds=0.0)
             log.info("from a %s: %s", "package" if self.packaged else "cache", self.report())
 
 
-def _unpacked(text: str) -> tuple[Report, Report]:
-    traced, lowered = map(Report.from_dict, json.loads(text))
+def _unpacked(text: str, places: Places | None = None) -> tuple[Report, Report]:
+    *told, before = json.loads(text)
+    if places is not None and before is not None:
+        told = [places.moved(one, before) for one in told]
+    traced, lowered = map(Report.from_dict, told)
     return traced, lowered
 
 

@@ -46,6 +46,12 @@ class Location:
         return self.file.rpartition("site-packages/")[2].removeprefix(_working_directory())
 
     @property
+    def is_outdated(self) -> bool:
+        """Whether the file has another line there by now."""
+        lines = linecache.getlines(self.file)
+        return bool(lines) and self.code not in [line.strip() for line in lines[self.line - 1 : self.line]]
+
+    @property
     def short(self) -> str:
         """The same on all machines of a job; empty if the graph does not know the line."""
         return f"{os.path.basename(self.file)}:{self.line}" if self.file else ""
@@ -133,6 +139,7 @@ class Report:
     - graphs: the number of graphs that were looked at. compiled counts a graph again for each recompilation, such as
       for other shapes. cached counts those from a cache, packaged those from packages of AOTInductor;
     - unreported: the number of loaded packages without a report;
+    - outdated: the files that have changed since, if a loaded file or package names lines of the older version;
     - errors: internal failures. After each, a site or a graph was left as it was, or a log or report is incomplete;
     - fusions: the number of fusions in joint graphs, by name. shared: the number of calls of graphs that are compiled
       once. lowered: the number of operators that Inductor compiled as parts of a graph;
@@ -154,6 +161,7 @@ class Report:
     cached: int = 0
     packaged: int = 0
     unreported: int = 0
+    outdated: list[str] = field(default_factory=list)
     seconds: float = 0.0
     errors: list[str] = field(default_factory=list)
     checked: Counter[str] = field(default_factory=Counter)
@@ -192,6 +200,7 @@ class Report:
         self.cached += other.cached
         self.packaged += other.packaged
         self.unreported += other.unreported
+        self.outdated = list(dict.fromkeys([*self.outdated, *other.outdated]))
         self.seconds += other.seconds
         self.errors += other.errors
         self.checked += other.checked
@@ -366,6 +375,7 @@ def _lines(report: Report, most: int | None) -> list[str]:
         lines += _site("  not checked: {count} x {op} at {place}", group)
     lines += _more(len(unchecked), most, "kind", "of sites that were not checked")
     lines += [f"  mhc.skip names {place}, and no site is there" for place in report.idle]
+    lines += [f"  lines of {file} are those of an older version, which was compiled" for file in report.outdated]
     counted = {"checked in the first calls": report.checked, "fused": report.fusions}
     for what, counts in (counted | {"compiled once": report.shared, "lowered": report.lowered}).items():
         if counts:
