@@ -20,7 +20,16 @@ from typing import Any
 from mhc_compile import compat, guard
 from mhc_compile.passes.cut import MADE_ELSEWHERE, can_hold
 from mhc_compile.passes.places import Places
-from mhc_compile.passes.report import CANNOT_HOLD, FUNCTION, NOT_COMPILED, Location, Report, SiteReport, function_at
+from mhc_compile.passes.report import (
+    CANNOT_HOLD,
+    FUNCTION,
+    NOT_COMPILED,
+    Location,
+    Report,
+    SiteReport,
+    counted,
+    function_at,
+)
 from mhc_compile.sites_once import Functions, number_of
 
 log = logging.getLogger(__name__)
@@ -324,10 +333,11 @@ class Ledger:
         return not (found.sites or found.called or found.cut)
 
     def progress(self) -> str:
-        """How many graphs there are so far, those that Dynamo may throw away included."""
+        """How many graphs there are so far, those that Dynamo may throw away included, and what Dynamo is at."""
         graphs = [graph for all in list(self._frames.values()) for one in list(all.values()) for graph in one.graphs]
         sites = sum(len(graph.traced.sites) for graph in graphs)
-        return f"{len(graphs)} graphs traced, with {sites} sites"
+        now = [f"; Dynamo is at {name}" for name in compat.watched.at_work[-1:]]
+        return "".join([f"{counted(len(graphs), 'graph')} traced, with {counted(sites, 'site')}", *now])
 
     def last(self) -> Report:
         """The report of the last compilation, whether it is kept or not."""

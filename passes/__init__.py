@@ -300,7 +300,9 @@ def _fuse(module: fx.GraphModule, names: Collection[str], layers: fusing.Layers,
 
     attempt("fusing", old, report.errors, change, undo)
     report.seconds = time.perf_counter() - begin
-    log.info("fused: %s", ", ".join(f"{count} x {name}" for name, count in report.fusions.items()) or "nothing")
+    log.info(
+        "fused: %s", ", ".join(f"{count} x {name}" for name, count in report.fusions.items() if count) or "nothing"
+    )
 
 
 def put(module: fx.GraphModule, graph: fx.Graph) -> None:

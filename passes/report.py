@@ -265,7 +265,7 @@ class Report:
 
     def details(self) -> str:
         """Everything: each line of the program, and each detail."""
-        several = [f"  in {name}: {_counted(count, 'site')}" for name, count in self.functions.items()]
+        several = [f"  in {name}: {counted(count, 'site')}" for name, count in self.functions.items()]
         shown = several if len(several) > 1 else []
         return printable("\n".join([self._head(), *_lines(self, None), *shown, *self._nothing()]))
 
@@ -321,11 +321,12 @@ _WIDTH = 160
 
 
 def _packages(count: int) -> str:
-    return _counted(count, "loaded package")
+    return counted(count, "loaded package")
 
 
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' if count > 1 else ''}"
+def counted(count: int, noun: str) -> str:
+    """A number of things in words: 1 graph, 2 graphs, 0 graphs."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 T = TypeVar("T", SiteReport, Fused)

@@ -100,7 +100,8 @@ class Watched:
 
     kept has the compilations whose code it keeps, each with file, first line and name of the function.
 
-    strategies has what Dynamo does with code that it does not compile, by the id of the code. looks are at work now.
+    strategies has what Dynamo does with code that it does not compile, by the id of the code. at_work has the functions
+    that it is compiling, outermost first, and looks are those that last.
 
     The functions of at_limit are called with a frame that has reached a limit, those of at_given_up with a function
     that Dynamo gave up on, and those of at_compiled with the code, the compilation and the backend of a compiled
@@ -110,6 +111,7 @@ class Watched:
     kept: dict[tuple[Any, Any], tuple[str, int, str]] = field(default_factory=dict)
     breaks: dict[GraphBreak, None] = field(default_factory=dict)
     strategies: dict[int, tuple[weakref.ref[CodeType], Any]] = field(default_factory=dict)
+    at_work: list[str] = field(default_factory=list)
     looks: list[_Look] = field(default_factory=list)
     at_limit: list[Callable[[Any, RecompileLimit], None]] = field(default_factory=list)
     at_given_up: list[Callable[[GivenUp], None]] = field(default_factory=list)
@@ -187,9 +189,12 @@ def watch_dynamo() -> None:
         def convert_and_note(self: Any, frame: Any, cache_entry: Any, frame_state: Any) -> Any:
             breaks = len(watched.breaks)
             token = _converting.set((*_converting.get(), (frame, self)))
+            name = _named(frame.f_code)[0]
+            watched.at_work.append(name)
             try:
                 result = convert(self, frame, cache_entry, frame_state)
             finally:
+                watched.at_work.remove(name)
                 _converting.reset(token)
             with _guard("a function that Dynamo gives up on is not reported"):
                 if result.guarded_code is None:
