@@ -28,7 +28,7 @@ from mhc_compile.passes import shadow as shadowing
 from mhc_compile.passes import share as sharing
 from mhc_compile.passes import sizes
 from mhc_compile.passes.before_after import BeforeAfter, before_after, of_nodes
-from mhc_compile.passes.called import called
+from mhc_compile.passes.called import called, forget_sites
 from mhc_compile.passes.cut import CUT, WRITTEN_ELSEWHERE, advice, cut
 from mhc_compile.passes.functional import functional
 from mhc_compile.passes.fuse.joint import is_operator, noted_parts, operator_name
@@ -128,6 +128,7 @@ def _rewritten(
     places: the places of sites, to be filled in by what the editor notes in their nodes.
     """
     stages = Stages()
+    forget_sites(graph)
     with _planned(graph, input_norms, left, failures, stages) as (shadow, plan):
         _skip(plan, skipped)
         report.errors += plan.untold

@@ -14,6 +14,7 @@ from torch import nn
 
 import mhc_compile
 from mhc_compile import compat, hooks, passes, records
+from mhc_compile.passes.called import INSERTED
 from mhc_compile.passes.places import Places
 from mhc_compile.passes.report import Location, Report, SiteReport
 
@@ -161,3 +162,20 @@ def test_a_loaded_file_of_an_older_version(tmp_path: Path) -> None:
     path.unlink()
     linecache.checkcache()
     assert ledger.report().outdated == []
+
+
+def test_nodes_of_an_earlier_run_name_no_site(tmp_path: Path) -> None:
+    """A site is named by its id, which a site of a later run may have, too."""
+    graphs: list[Any] = []
+
+    def look(gm: Any, inputs: Any) -> Callable[..., Any]:
+        new, _ = passes.run(gm.graph)
+        again, report = passes.run(new)
+        graphs.extend([new, again or new, report])
+        return lambda *given: gm(*given)
+
+    torch.compile(_model(tmp_path, "model.py").get_submodule("layer"), backend=look)(torch.randn(X))
+    new, again, report = graphs
+    assert len(report.called) == 0
+    for graph in (new, again):
+        assert {node.meta[INSERTED] for node in graph.nodes if INSERTED in node.meta} == {True}
