@@ -30,7 +30,8 @@ from mhc_compile.hooks import (
 )
 from mhc_compile.options import CHECK, INPUT_NORM, OPTIONS, PREFIX, SKIP, OptionError, split
 from mhc_compile.passes.cut import can_hold
-from mhc_compile.passes.report import Location
+from mhc_compile.passes.places import Places
+from mhc_compile.passes.report import function_at
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ def mhc(
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise OptionError(str(error)) from error
     checked = _checked(gm, own)
-    with _compiling(own) as entry:
+    with _compiling(own, gm) as entry:
         compiled: Callable[..., Any] = compiler(gm, example_inputs)
     return checked(compiled, entry)
 
@@ -114,9 +115,12 @@ def _checked(gm: fx.GraphModule, own: dict[str, Any]) -> checking.Instead:
 
 
 @contextlib.contextmanager
-def _compiling(options: dict[str, Any]) -> Iterator[records.Compiled]:
+def _compiling(options: dict[str, Any], module: Any) -> Iterator[records.Compiled]:
     """Around the compilation of one graph: its report is kept, and strict options raise if it fails."""
     with records.graph() as compiled:
+        with guard("a report from a cache has the lines that it was made of", compiled.traced.errors):
+            if isinstance(module, fx.GraphModule):
+                compiled.places = Places.of(module)
         compiled.strict = bool(options.get("mhc.strict"))
         try:
             yield compiled
@@ -124,23 +128,24 @@ def _compiling(options: dict[str, Any]) -> Iterator[records.Compiled]:
             expected = isinstance(error, Deliberate) or compat.asks_to_trace_again(error)
             sites = lost(compiled.traced.sites, options)
             if compiled.strict and sites and not expected:
-                why = ". ".join([in_one_line(error), *dict.fromkeys(compiled.traced.advice)])
+                why = ". ".join([in_one_line(error).rstrip("."), *dict.fromkeys(compiled.traced.advice)])
                 raise StrictError(f"a graph with {len(sites)} hyper-connection sites is not compiled: {why}") from error
             raise
 
 
-def left_eager(frame: Any, ours: Any) -> None:
+def left_eager(frame: Any, limit: compat.RecompileLimit, ours: Any) -> None:
     """Note a function that is compiled no more. Strict options raise if it may hold, or call, hyper-connections."""
-    limit = compat.watched.limits[frame]
     wanted = _wanted(limit.backend, ours, limit.options)
-    if wanted is not None and records.reach_limit(frame, wanted.get(SKIP, ())) and wanted.get("mhc.strict"):
-        raise StrictError(str(records.report()))
+    if wanted is not None:
+        skipped = records.place(limit).is_among(wanted.get(SKIP, ()))
+        if records.reach_limit(frame, limit) and wanted.get("mhc.strict") and not skipped:
+            raise StrictError(str(records.report()))
 
 
 def _tell_of_nothing(code: CodeType, compilation: Any, used: Any) -> None:
     """Warn if options are strict and there is nothing that they could guard."""
     if records.finds_nothing(compilation.frame_id, compilation.frame_compile_id):
-        _warn_of_nothing(f"{code.co_name} ({Location(code.co_filename, code.co_firstlineno, '')})")
+        _warn_of_nothing(f"{code.co_name} ({function_at(code.co_filename, code.co_firstlineno, code.co_name)})")
 
 
 @functools.cache
@@ -148,6 +153,10 @@ def _warn_of_nothing(function: str) -> None:
     log.warning(
         "mhc.strict guards nothing: no hyper-connection was found in %s; mhc_compile.report() has details", function
     )
+
+
+def _compiling_enabled(module: Any) -> contextlib.AbstractContextManager[Any]:
+    return _compiling(_enabled[-1]._options if _enabled else {}, module)
 
 
 class enable:
@@ -177,7 +186,7 @@ class enable:
             raise ValueError(f"options: {names} is not an option of mhc; expected names that begin with mhc.")
         with _switch:
             _enabled.append(self)
-            compat.set_while_compiling(_settings, lambda: _compiling(_enabled[-1]._options if _enabled else {}))
+            compat.set_while_compiling(_settings, _compiling_enabled)
 
     def __enter__(self) -> None:
         return None

@@ -43,15 +43,15 @@ def _given_up(function: compat.GivenUp) -> None:
     backend.given_up(function, mhc)
 
 
-def _left_eager(frame: Any) -> None:
+def _left_eager(frame: Any, limit: compat.RecompileLimit) -> None:
     """Note a function that Dynamo compiles no more: `mhc_compile.backend.left_eager`, imported here."""
     from mhc_compile import backend
 
-    backend.left_eager(frame, mhc)
+    backend.left_eager(frame, limit, mhc)
 
 
 torch._dynamo.register_backend(mhc, name="mhc")
 compat.watch_dynamo()
 compat.watched.at_given_up.append(_given_up)
-compat.watched.at_limit = _left_eager
+compat.watched.at_limit.append(_left_eager)
 compat.before_ddp_splits(_whole)

@@ -21,8 +21,11 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     Returns a `Report`. `report.sites`, `report.rewritten` and `report.declined` list the sites with operator, source
     location, detail and reason. `report.cut` lists what Dynamo cuts, and `report.fusions` counts fusions. `str(report)`
     is the same for people. The rewritten graphs run operator by operator, in the caller's grad mode. Nothing is
-    compiled and nothing is kept. If the model is compiled, its original code is looked at. Functions that Dynamo gave
-    up on earlier are tried again; afterwards they still run eagerly. After two seconds, a terminal shows the progress.
+    compiled and nothing is kept. If the model is compiled, its original code is looked at. After two seconds, a
+    terminal shows the progress.
+
+    Dynamo starts as in a new process. What was compiled before does not count for its recompile limit. Functions that
+    Dynamo gave up on earlier are tried again; afterwards they still run eagerly.
 
     Raises TypeError if model is a class, or cannot be called.
     """
@@ -46,10 +49,8 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
             report.graphs = 0  # the parts are counted
             graph.traced.add(report)
 
-    apart, more = compat.apart(mhc, ledger.give_up), compat.any_number_of_compilations()
     with (
-        apart,
-        more,
+        compat.apart(mhc, ledger.give_up, ledger.reach_limit),
         compat.uncompiled(model),
         compat.whole_for(mhc, rewrite),
         compat.without_tracebacks(),

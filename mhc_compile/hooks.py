@@ -110,7 +110,10 @@ class MhcPass(Configured):
                 compat.compile_beside()
 
     def _identity(self) -> tuple[Any, ...]:
-        return (*super()._identity(), checking.all_left_alone())
+        """With the nodes of the lines to skip: other lines may stand there by now."""
+        places, skipped = _compiled().places, self.options[SKIP]
+        nodes = tuple(places.named(skipped)) if places is not None and skipped else ()
+        return (*super()._identity(), checking.all_left_alone(), nodes)
 
 
 def trace(compiled: records.Compiled, report: Report, rewritten: fx.GraphModule | None) -> None:

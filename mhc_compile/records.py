@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -19,7 +19,18 @@ from typing import Any
 
 from mhc_compile import compat, guard
 from mhc_compile.passes.cut import MADE_ELSEWHERE, can_hold
-from mhc_compile.passes.report import CANNOT_HOLD, FUNCTION, NOT_COMPILED, Location, Report, SiteReport
+from mhc_compile.passes.places import Places
+from mhc_compile.passes.report import (
+    CANNOT_HOLD,
+    FUNCTION,
+    NOT_COMPILED,
+    Location,
+    Report,
+    SiteReport,
+    counted,
+    function_at,
+)
+from mhc_compile.sites_once import Functions, number_of
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +43,9 @@ class Compiled:
     makes of these: of the forward, and of the backward, which may follow much later. loaded has both reports of each
     of these graphs that a cache had, or a package if packaged, by their text. They say what other processes did, so
     they have no seconds. checked is what `mhc.check` did in its first calls.
-    before and after are the breaks by which the graph began, and ended. failure says why there is no compiled graph,
-    strict whether options ask for errors.
+    places are those of the graph's nodes, if they are known: with them, loaded has the lines of the program as it is
+    now. before and after are the breaks by which the graph began, and ended. modules has numbers for the modules that
+    paths in its report name. failure says why there is no compiled graph, strict whether options ask for errors.
     """
 
     traced: Report = field(default_factory=Report)
@@ -41,8 +53,10 @@ class Compiled:
     loaded: dict[str, tuple[Report, Report]] = field(default_factory=dict)
     packaged: bool = False
     checked: Report = field(default_factory=Report)
+    places: Places | None = None
     before: compat.GraphBreak | None = None
     after: compat.GraphBreak | None = None
+    modules: dict[str, int] = field(default_factory=dict)
     failure: str | None = None
     strict: bool = False
     begun: float = field(default_factory=time.perf_counter)
@@ -61,12 +75,25 @@ class Compiled:
         for one in (traced, *self.lowered, *(lowered for _, lowered in self.loaded.values()), self.checked):
             total.add(one)
         total.cut = list(self._cut(total.cut))
+        if self.loaded and self.places is None:
+            total.outdated = list(
+                dict.fromkeys(site.location.name for site in total.sites if site.location.is_outdated)
+            )
         return total
 
     @property
     def _latest(self) -> Report:
         """The report of the graph before it is lowered: the last that was loaded, if any."""
         return list(self.loaded.values())[-1][0] if self.loaded else self.traced
+
+    def note_modules(self) -> None:
+        """Note which modules its report is about, while Dynamo still has them at hand."""
+        report = self.report()
+        sites = [*report.sites, *report.called, *report.cut, *(part for one in report.fused for part in one.parts)]
+        for path in dict.fromkeys(site.module for site in sites):
+            module = compat.module_at(path)
+            if module is not None:
+                self.modules[path] = number_of(module)
 
     def discard(self) -> None:
         """Nothing counts that was done to this graph: it is compiled again."""
@@ -91,18 +118,22 @@ class Compiled:
 
     def packed(self) -> str:
         """The report that Inductor's object for the graph lowered last carries."""
-        return json.dumps([self.traced.as_dict(), (self.lowered or [Report()])[-1].as_dict()])
+        places = None if self.places is None else self.places.told()
+        return json.dumps([self.traced.as_dict(), (self.lowered or [Report()])[-1].as_dict(), places])
 
     def unpack(self, text: str) -> None:
         """Add the report of a graph that comes from a cache."""
         if text not in self.loaded:  # a file may be loaded twice
-            traced, lowered = _unpacked(text)
+            traced, lowered = _unpacked(text, self.places)
             self.loaded[text] = replace(traced, seconds=0.0), replace(lowered, seconds=0.0)
             log.info("from a %s: %s", "package" if self.packaged else "cache", self.report())
 
 
-def _unpacked(text: str) -> tuple[Report, Report]:
-    traced, lowered = map(Report.from_dict, json.loads(text))
+def _unpacked(text: str, places: Places | None = None) -> tuple[Report, Report]:
+    *told, before = json.loads(text)
+    if places is not None and before is not None:
+        told = [places.moved(one, before) for one in told]
+    traced, lowered = map(Report.from_dict, told)
     return traced, lowered
 
 
@@ -154,7 +185,7 @@ class Ledger:
         self._frames: dict[Any, dict[Any, _Compilation]] = {}
         self._without_frame: list[Compiled] = []
         self._eager: list[compat.GivenUp] = []
-        self._limits: set[Any] = set()
+        self._limits: dict[Any, compat.RecompileLimit] = {}
         self._unreported = 0
         self._active: ContextVar[Compiled | None] = ContextVar("active", default=None)
         self._last: _Compilation | Compiled | None = None
@@ -168,6 +199,8 @@ class Ledger:
         token = self._active.set(graph)
         try:
             yield graph
+            with guard.guard("a site that several functions have counts several times"):
+                graph.note_modules()
             with guard.guard("the log is not complete"):
                 graph.say("compiled")
         except Exception as error:
@@ -242,13 +275,18 @@ class Ledger:
         """All that Dynamo kept, with what it did not keep of the same code."""
         total = Report(cut=list(dict.fromkeys(map(_unknown, self._eager))), unreported=self._unreported)
         functions: list[Location] = []
+        put = Functions(total)
         for frame, compilations in self._frames.items():
             kept = [number for number in compilations if (frame, number) in compat.watched.kept]
             joined = Report.joined(compilations[number].report() for number in kept)
+            if not kept:
+                continue
+            function = function_at(*compat.watched.kept[frame, kept[0]])
             if joined.sites or joined.called:
-                functions.append(Location(*compat.watched.kept[frame, kept[0]]))
-            total.add(joined)
-        total.cut += [_left_eager(limit, self._may_hold(frame)) for frame, limit in self._reached()]
+                functions.append(function)
+            graphs = [graph for number in reversed(kept) for graph in compilations[number].graphs]
+            put.add(joined, {path: number for graph in graphs for path, number in graph.modules.items()}, function)
+        total.cut += [_left_eager(limit, self._may_hold(frame)) for frame, limit in self._limits.items()]
         without_frame = {graph.digest(): graph for graph in self._without_frame}
         for graph in without_frame.values():
             total.add(graph.report())
@@ -271,19 +309,16 @@ class Ledger:
                     lost = Report.joined([lost, Report(cut=told)])
         return lost.cut
 
-    def reach_limit(self, frame: Any, skipped: Sequence[str]) -> bool:
-        """Note a frame that is compiled no more. Returns whether strict options that skip these places forbid it."""
+    def reach_limit(self, frame: Any, limit: compat.RecompileLimit) -> bool:
+        """Note a frame that is compiled no more. Returns whether it has sites, or may have some."""
         compat.on_dynamo_reset(_forgetful)
-        self._limits.add(frame)
-        return self._may_hold(frame) and not place(compat.watched.limits[frame]).is_among(skipped)
-
-    def _reached(self) -> list[tuple[Any, compat.RecompileLimit]]:
-        return [(frame, limit) for frame, limit in compat.watched.limits.items() if frame in self._limits]
+        self._limits[frame] = limit
+        return self._may_hold(frame)
 
     def _may_hold(self, frame: Any) -> bool:
         """Whether a frame that is compiled no more has sites, or may have some, or calls what may have some."""
         graphs = [graph for one in self._frames.get(frame, {}).values() for graph in one.graphs]
-        return any(graph.report().sites for graph in graphs) or can_hold(compat.watched.limits[frame].reached)
+        return any(graph.report().sites for graph in graphs) or can_hold(self._limits[frame].reached)
 
     def finds_nothing(self, frame: Any, number: Any) -> bool:
         """Whether strict options have found nothing yet: not in a compilation of a frame, and not before.
@@ -298,10 +333,11 @@ class Ledger:
         return not (found.sites or found.called or found.cut)
 
     def progress(self) -> str:
-        """How many graphs there are so far, those that Dynamo may throw away included."""
+        """How many graphs there are so far, those that Dynamo may throw away included, and what Dynamo is at."""
         graphs = [graph for all in list(self._frames.values()) for one in list(all.values()) for graph in one.graphs]
         sites = sum(len(graph.traced.sites) for graph in graphs)
-        return f"{len(graphs)} graphs traced, with {sites} sites"
+        now = [f"; Dynamo is at {name}" for name in compat.watched.at_work[-1:]]
+        return "".join([f"{counted(len(graphs), 'graph')} traced, with {counted(sites, 'site')}", *now])
 
     def last(self) -> Report:
         """The report of the last compilation, whether it is kept or not."""
@@ -318,8 +354,8 @@ class Ledger:
 
 
 def place(function: compat.GivenUp | compat.RecompileLimit) -> Location:
-    """Where a function begins, with its name."""
-    return Location(function.file, function.line, function.function)
+    """Where a function begins, with its name; the rest of a function begins where its first part ends."""
+    return function_at(function.file, function.line, function.function)
 
 
 def _unknown(function: compat.GivenUp) -> SiteReport:
@@ -339,9 +375,11 @@ def _unknown(function: compat.GivenUp) -> SiteReport:
 
 
 def _left_eager(limit: compat.RecompileLimit, may_hold: bool) -> SiteReport:
+    what = "the part of it after an earlier break" if limit.resumed else "it"
+    times = "once" if limit.number == 1 else f"{limit.number} times"
     words = (
-        f"Dynamo compiled it {limit.number} times (torch._dynamo.config.{limit.limit}), and runs it, and all that it "
-        f"calls, eagerly for anything new; what changed last: {limit.changed}"
+        f"Dynamo compiled {what} {times} (torch._dynamo.config.{limit.limit}), and runs it, and all that it calls, "
+        f"eagerly for anything new; what changed last: {limit.changed}"
     )
     return SiteReport(FUNCTION, place(limit), "not compiled any more" if may_hold else CANNOT_HOLD, words)
 

@@ -28,7 +28,7 @@ from mhc_compile.passes import shadow as shadowing
 from mhc_compile.passes import share as sharing
 from mhc_compile.passes import sizes
 from mhc_compile.passes.before_after import BeforeAfter, before_after, of_nodes
-from mhc_compile.passes.called import called
+from mhc_compile.passes.called import called, forget_sites
 from mhc_compile.passes.cut import CUT, WRITTEN_ELSEWHERE, advice, cut
 from mhc_compile.passes.functional import functional
 from mhc_compile.passes.fuse.joint import is_operator, noted_parts, operator_name
@@ -128,6 +128,7 @@ def _rewritten(
     places: the places of sites, to be filled in by what the editor notes in their nodes.
     """
     stages = Stages()
+    forget_sites(graph)
     with _planned(graph, input_norms, left, failures, stages) as (shadow, plan):
         _skip(plan, skipped)
         report.errors += plan.untold
@@ -147,7 +148,7 @@ def _rewritten(
             report.excerpts = {one.excerpt: list(one.lines) for one in shown.values()}
             # A graph that calls this one reads its gates.
             torn = [] if compat.is_called(graph) else [site for site in plan.torn if site in plan.sites]
-            report.cut = [SiteReport(site.op, location(_node(site)), CUT, WRITTEN_ELSEWHERE) for site in torn]
+            report.cut = [_torn(_node(site), site.op) for site in torn]
         return new
 
 
@@ -300,7 +301,9 @@ def _fuse(module: fx.GraphModule, names: Collection[str], layers: fusing.Layers,
 
     attempt("fusing", old, report.errors, change, undo)
     report.seconds = time.perf_counter() - begin
-    log.info("fused: %s", ", ".join(f"{count} x {name}" for name, count in report.fusions.items()) or "nothing")
+    log.info(
+        "fused: %s", ", ".join(f"{count} x {name}" for name, count in report.fusions.items() if count) or "nothing"
+    )
 
 
 def put(module: fx.GraphModule, graph: fx.Graph) -> None:
@@ -462,6 +465,10 @@ def _sites(shadow: shadowing.Shadow, plan: Plan, shown: Mapping[int, BeforeAfter
         module = module_path(declined.node)
         entries.append((at, SiteReport(declined.what, location(declined.node), "", declined.reason, module=module)))
     return [entry for _, entry in sorted(entries, key=lambda pair: pair[0])]
+
+
+def _torn(node: fx.Node, op: str) -> SiteReport:
+    return SiteReport(op, location(node), CUT, WRITTEN_ELSEWHERE, module=module_path(node))
 
 
 def _node(site: Site) -> fx.Node:

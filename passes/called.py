@@ -10,8 +10,16 @@ from torch import fx
 from mhc_compile import compat
 from mhc_compile.passes.report import SiteReport, location, module_path
 
-# What the passes note on every node that they insert: for which site, by its identity. A graph may come to them twice.
+# What the passes note on every node that they insert: for which site, by its identity while the site lives. True: for
+# none that lives.
 INSERTED = "mhc_inserted"
+
+
+def forget_sites(graph: fx.Graph) -> None:
+    """Have nodes of an earlier run name none of its sites: a graph may come twice, and sites now may have their ids."""
+    for node in graph.nodes:
+        if INSERTED in node.meta:
+            node.meta[INSERTED] = True
 
 
 def called(graph: fx.Graph) -> list[SiteReport]:

@@ -20,9 +20,9 @@ MADE_ELSEWHERE = "its gates are made outside this graph"
 READ_ELSEWHERE = "its gates are read outside this graph"
 WRITTEN_ELSEWHERE = "the gates of its write are read outside this graph"
 
-# How to keep a graph that Dynamo gives up on because of an operator, by a part of the operator's name.
+# How to keep a graph that Dynamo gives up on because of an operator, by a part of the operator's name: in sentences.
 _ADVICE = {
-    "grouped_mm_fallback": "on a CPU, the backward of transformers' grouped experts calls tolist(), which cannot be "
+    "grouped_mm_fallback": "On a CPU, the backward of transformers' grouped experts calls tolist(), which cannot be "
     'traced; model.set_experts_implementation("batched_mm") keeps the graph whole',
 }
 

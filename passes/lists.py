@@ -20,10 +20,10 @@ from mhc_compile.budget import Steps
 from mhc_compile.guard import guard
 from mhc_compile.passes.called import INSERTED
 from mhc_compile.passes.plan import AggregateSite, CombineSite, Declined, Plan, surface
+from mhc_compile.passes.plan.part_writes import to_some
 from mhc_compile.passes.recognise.concatenation import TOGETHER, Together, put_together
-from mhc_compile.passes.recognise.layout import is_movement, origin
+from mhc_compile.passes.recognise.layout import is_movement, is_pointwise, origin
 from mhc_compile.passes.recognise.lists import ListRead, ListWrite, Streams, list_writes
-from mhc_compile.passes.recognise.part_writes import to_some
 from mhc_compile.passes.recognise.reader import Reader
 from mhc_compile.passes.shadow import Op, Shadow, Value, tensors_of
 
@@ -142,7 +142,7 @@ class Lists:
             return ""
         if self._is_written(old):
             return WRITTEN
-        if any(map(_leaves, old)) or not (all(map(_is_pointwise, old)) or self._is_put_together(old)):
+        if any(map(_leaves, old)) or not (all(map(_can_go_anywhere, old)) or self._is_put_together(old)):
             return COME
         return ""
 
@@ -263,14 +263,14 @@ def _within(write: ListWrite) -> set[Op]:
     return found
 
 
-def _is_pointwise(value: Value) -> bool:
+def _can_go_anywhere(value: Value) -> bool:
     """Whether one of Inductor's kernels computes a value, so that it can write the value to any place."""
     op = value.op
     while op is not None and op.target is not None and is_movement(op) and len(op.sources) == 1:
         op = op.sources[0].op if op.name not in ("clone", "_to_copy") else op
         if op is not None and op.name in ("clone", "_to_copy"):
             return True
-    return op is not None and torch.Tag.pointwise in getattr(op.target, "tags", ())
+    return op is not None and is_pointwise(op)
 
 
 def _leaves(value: Value) -> bool:

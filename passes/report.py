@@ -17,6 +17,8 @@ from mhc_compile.encoding import printable
 
 # The compiled module, in its own code. Dynamo wraps torch's own modules, or their methods, into a function of fn.
 _COMPILED = re.compile(r"^L\['(self|fn)'\](\.__self__)?\.?")
+# The line by which a function's definition is known.
+_DEF = re.compile(r"\s*(?:async\s+)?def\s+(\w+)")
 # Whose lines stand for the user's line that calls them: libraries, and the typed wrappers of the operators.
 _SPELLERS = ("/einops/", "/torch/")
 _WRAPPERS = os.path.join(os.path.dirname(ops.__file__), "")
@@ -42,6 +44,12 @@ class Location:
     def name(self) -> str:
         """The file without the folders that lead to installed packages or to where one is."""
         return self.file.rpartition("site-packages/")[2].removeprefix(_working_directory())
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the file has another line there by now."""
+        lines = linecache.getlines(self.file)
+        return bool(lines) and self.code not in [line.strip() for line in lines[self.line - 1 : self.line]]
 
     @property
     def short(self) -> str:
@@ -112,8 +120,9 @@ class Fused:
 
 # What stands for the operator, and for the detail, of a function that Dynamo gives up on.
 FUNCTION, NOT_COMPILED, CANNOT_HOLD = "function", "not compiled", "not compiled, cannot hold a site"
-_SITES = ("sites", "called", "cut", "unchecked")
-_COUNTS = ("checked", "fusions", "shared", "lowered")
+# The fields of a report that list sites, and those that count by names.
+SITES = ("sites", "called", "cut", "unchecked")
+COUNTS = ("checked", "fusions", "shared", "lowered")
 
 
 @dataclass
@@ -130,11 +139,13 @@ class Report:
     - graphs: the number of graphs that were looked at. compiled counts a graph again for each recompilation, such as
       for other shapes. cached counts those from a cache, packaged those from packages of AOTInductor;
     - unreported: the number of loaded packages without a report;
+    - outdated: the files that have changed since, if a loaded file or package names lines of the older version;
     - errors: internal failures. After each, a site or a graph was left as it was, or a log or report is incomplete;
     - fusions: the number of fusions in joint graphs, by name. shared: the number of calls of graphs that are compiled
       once. lowered: the number of operators that Inductor compiled as parts of a graph;
     - fused: the operators of forward passes that fusions made, each with the sites that it replaces;
     - excerpts: by name, the lines of a graph for a site, before and after the rewriting. Identical sites share one;
+    - functions: by name, how many of its sites each function has, if reports of several functions were put together;
     - skipped: the places that `mhc.skip` names. idle: those where no site is, and no function with sites that Dynamo
       compiled by itself. The report of a single graph has none, since other graphs may have such a site.
 
@@ -150,6 +161,7 @@ class Report:
     cached: int = 0
     packaged: int = 0
     unreported: int = 0
+    outdated: list[str] = field(default_factory=list)
     seconds: float = 0.0
     errors: list[str] = field(default_factory=list)
     checked: Counter[str] = field(default_factory=Counter)
@@ -159,6 +171,7 @@ class Report:
     lowered: Counter[str] = field(default_factory=Counter)
     fused: list[Fused] = field(default_factory=list)
     excerpts: dict[str, list[str]] = field(default_factory=dict)
+    functions: dict[str, int] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     idle: list[str] = field(default_factory=list)
 
@@ -187,6 +200,7 @@ class Report:
         self.cached += other.cached
         self.packaged += other.packaged
         self.unreported += other.unreported
+        self.outdated = list(dict.fromkeys([*self.outdated, *other.outdated]))
         self.seconds += other.seconds
         self.errors += other.errors
         self.checked += other.checked
@@ -202,7 +216,7 @@ class Report:
         """The report of one program that was compiled several times: what is true of each graph is reported once."""
         total = Report()
         for one in reports:
-            for name in (*_SITES, "fused"):
+            for name in (*SITES, "fused"):
                 setattr(total, name, _united(getattr(total, name), getattr(one, name)))
             total.skipped = list(dict.fromkeys([*total.skipped, *one.skipped]))
             total.compiled = total._in_all() + one._in_all()
@@ -219,16 +233,16 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain values, to be stored."""
-        counts = {name: dict(getattr(self, name)) for name in _COUNTS}
-        sites = {name: [asdict(site) for site in getattr(self, name)] for name in _SITES}
+        counts = {name: dict(getattr(self, name)) for name in COUNTS}
+        sites = {name: [asdict(site) for site in getattr(self, name)] for name in SITES}
         return vars(self) | counts | sites | {"fused": [asdict(one) for one in self.fused]}
 
     @classmethod
     def from_dict(cls, told: dict[str, Any]) -> Report:
         """What `as_dict` was made of; fields that this version does not know are left out."""
         known = {one.name: told[one.name] for one in fields(cls) if one.name in told}
-        sites = {name: list(map(_site_from_dict, told.get(name, []))) for name in _SITES}
-        counts = {name: Counter(told.get(name, {})) for name in _COUNTS}
+        sites = {name: list(map(_site_from_dict, told.get(name, []))) for name in SITES}
+        counts = {name: Counter(told.get(name, {})) for name in COUNTS}
         fused = [_fused_from_dict(one) for one in told.get("fused", [])]
         return cls(**known | sites | counts | {"fused": fused})
 
@@ -251,7 +265,9 @@ class Report:
 
     def details(self) -> str:
         """Everything: each line of the program, and each detail."""
-        return printable("\n".join([self._head(), *_lines(self, None), *self._nothing()]))
+        several = [f"  in {name}: {counted(count, 'site')}" for name, count in self.functions.items()]
+        shown = several if len(several) > 1 else []
+        return printable("\n".join([self._head(), *_lines(self, None), *shown, *self._nothing()]))
 
     def html(self, times: Mapping[str, float] | None = None) -> str:
         """A page about the model that needs no other file: its layers, their sites, and what became of each.
@@ -305,7 +321,12 @@ _WIDTH = 160
 
 
 def _packages(count: int) -> str:
-    return f"{count} loaded package{'s' if count > 1 else ''}"
+    return counted(count, "loaded package")
+
+
+def counted(count: int, noun: str) -> str:
+    """A number of things in words: 1 graph, 2 graphs, 0 graphs."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 T = TypeVar("T", SiteReport, Fused)
@@ -355,6 +376,7 @@ def _lines(report: Report, most: int | None) -> list[str]:
         lines += _site("  not checked: {count} x {op} at {place}", group)
     lines += _more(len(unchecked), most, "kind", "of sites that were not checked")
     lines += [f"  mhc.skip names {place}, and no site is there" for place in report.idle]
+    lines += [f"  lines of {file} are those of an older version, which was compiled" for file in report.outdated]
     counted = {"checked in the first calls": report.checked, "fused": report.fusions}
     for what, counts in (counted | {"compiled once": report.shared, "lowered": report.lowered}).items():
         if counts:
@@ -405,6 +427,16 @@ def location(node: fx.Node | None) -> Location:
     own = [entry for entry in found if not _spells(entry[0])]
     file, line = (own or found)[-1][0], int((own or found)[-1][1])
     return Location(file, line, linecache.getline(file, line).strip())
+
+
+def function_at(file: str, line: int, name: str) -> Location:
+    """A function by the line of its `def`, and its name. Python has it begin with its first decorator."""
+    lines = linecache.getlines(file)[line - 1 :]
+    if lines and lines[0].lstrip().startswith("@"):
+        defined = ((number, _DEF.match(text)) for number, text in enumerate(lines, line))
+        number, found = next(((number, found) for number, found in defined if found), (line, None))
+        line = number if found and found[1] == name else line
+    return Location(file, line, name)
 
 
 def module_path(node: fx.Node | None) -> str:

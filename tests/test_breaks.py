@@ -366,15 +366,16 @@ def test_advice_for_graphs_that_are_given_up() -> None:
     graph = torch.fx.Graph()
     graph.output((graph.call_function(grouped_mm_fallback, (graph.placeholder("x"),)),))
     (words,) = advice(graph)
+    assert words.startswith("On a CPU, ")  # it follows a full stop
     assert 'model.set_experts_implementation("batched_mm") keeps the graph whole' in words
     lost = records.Compiled(Report(advice=[words]), failure="RuntimeError: planted")
     assert records._Compilation(0, [lost]).failure(None, None) == f"its graph failed: RuntimeError: planted. {words}"
 
 
 def test_strict_options_do_not_put_up_with_eager_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes, "advice", lambda graph: ["read no numbers on the host"])
+    monkeypatch.setattr(passes, "advice", lambda graph: ["Read no numbers on the host"])
     model, strict = NoBackward(4, 6, 3, 2), {"mhc.strict": True}
-    words = r"a graph with 2 hyper-connection sites is not compiled: \w+: .*_local_scalar_dense.default. read no"
+    words = r"a graph with 2 hyper-connection sites is not compiled: \w+: .*_local_scalar_dense.default. Read no"
     with pytest.raises(mhc_compile.StrictError, match=words):
         torch.compile(model, backend="mhc", options=strict)(torch.randn(X))
 

@@ -124,7 +124,19 @@ def test_json_is_all_that_stdout_has(capsys: pytest.CaptureFixture[str]) -> None
     out, err = capsys.readouterr()
     found = json.loads(out)
     assert err == "the factory is at work\n"
-    fields = ["format", "program", "sites", "called", "cut", "fusions", "fused", "excerpts", "advice", "graphs"]
+    fields = [
+        "format",
+        "program",
+        "sites",
+        "called",
+        "cut",
+        "fusions",
+        "fused",
+        "excerpts",
+        "advice",
+        "graphs",
+        "functions",
+    ]
     fields += ["seconds", "errors"]
     assert list(found) == fields
     assert all(f"| `{name}` |" in PAGE for name in fields)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 import mhc_compile
 from mhc_compile import compat
 from mhc_compile.passes.cut import can_hold
+from mhc_compile.passes.report import function_at
 from tests.zoo.near import Sublayer
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -210,3 +212,55 @@ def test_what_another_backend_gave_up_stays_eager() -> None:
     torch._dynamo.reset()
     torch.compile(lambda x: broken(x).sin(), backend="mhc")(HIDDEN)
     assert [site.location.code for site in mhc_compile.report().unknown] == ["broken"]
+
+
+def _as_it_is(*given: Any) -> Callable[[Any], Any]:
+    return lambda function: function
+
+
+@_as_it_is(
+    "a decorator of several lines",
+)
+@_as_it_is()
+def decorated(x: Tensor) -> Tensor:
+    return broken(x)
+
+
+@_as_it_is(lambda x: x)
+async def asynchronous() -> None: ...
+
+
+def test_a_decorated_function_is_at_its_def() -> None:
+    """Python has its code begin with the first decorator. What does not read so stays where it was said to be."""
+    lines = Path(__file__).read_text().splitlines()
+    for function, text in ((decorated, "def decorated("), (asynchronous, "async def asynchronous("), (broken, "def b")):
+        code = function.__code__
+        found = function_at(code.co_filename, code.co_firstlineno, code.co_name)
+        assert lines[found.line - 1].startswith(text)
+        assert function_at(code.co_filename, code.co_firstlineno, "another").line == code.co_firstlineno
+    assert function_at("no file", 3, "broken").line == 3
+
+
+@pytest.mark.usefixtures("passes_only")
+def test_a_decorated_function_that_is_given_up_is_skipped_by_its_def() -> None:
+    def forward(self: Net, x: Tensor) -> Tensor:
+        return _decorated_loop(x, self.phi)
+
+    def run(skip: list[str]) -> None:
+        torch._dynamo.reset()
+        options = {"mhc.strict": True, "mhc.skip": skip}
+        torch.compile(Net(forward, phi=PHI), backend="mhc", options=options)(HIDDEN)
+
+    with pytest.raises(mhc_compile.StrictError):
+        run([])
+    (site,) = mhc_compile.report().cut
+    assert Path(__file__).read_text().splitlines()[site.location.line - 1].startswith("def _decorated_loop(")
+    run([str(site.location)])
+
+
+@_as_it_is()
+def _decorated_loop(x: Tensor, phi: Tensor) -> Tensor:
+    for _ in range(2):
+        x = F.linear(x, phi) @ phi
+        torch._dynamo.graph_break()
+    return x

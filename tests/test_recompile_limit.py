@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from torch import Tensor
 
 import mhc_compile
 from mhc_compile import records
+from mhc_compile.passes.report import Report
+from mhc_compile.testing import capture
 from tests.test_breaks import BOTH, X, _names, _place
 from tests.zoo.near import Sublayer
 
@@ -115,20 +118,42 @@ def test_a_function_without_sites_that_is_not_compiled_any_more() -> None:
         torch.compile(_nest(), backend="mhc")(torch.randn(X))
     report = mhc_compile.report()
     (site,) = (site for site in report.cut if site.detail == "not compiled any more")
-    assert str(site.location) == _place(_Outer, "@_wrapped")
+    assert str(site.location) == _place(_Outer, "def forward")
     assert not report.sites
     assert "it, and all that it calls, eagerly" in (site.reason or "")
     assert "no hyper-connection code was found" not in str(report)
 
 
+class _Resumed(_Inner):
+    scale = 1
+
+    @_wrapped
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.sin()
+        torch._dynamo.graph_break()
+        return x * self.scale
+
+
+@pytest.mark.usefixtures("passes_only")
+def test_the_rest_of_a_function_is_not_compiled_any_more() -> None:
+    model = _Resumed()
+    compiled = torch.compile(model, backend="mhc", dynamic=False)
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1):
+        for model.scale in (1, 2):
+            compiled(torch.randn(X))
+    (site,) = mhc_compile.report().cut
+    assert (site.location.code, str(site.location)) == ("forward", _place(_Resumed))
+    assert "Dynamo compiled the part of it after an earlier break once" in (site.reason or "")
+
+
 @pytest.mark.usefixtures("passes_only")
 def test_strict_options_do_not_put_up_with_a_limit_above_hyper_connections() -> None:
-    options: dict[str, Any] = {"mhc.strict": True, "mhc.skip": [_place(_Inner, "@_wrapped")]}
+    options: dict[str, Any] = {"mhc.strict": True, "mhc.skip": [_place(_Inner, "def forward")]}
     limit = torch._dynamo.config.patch(recompile_limit=1)
     with torch.no_grad(), limit, pytest.raises(mhc_compile.StrictError, match="not compiled any more"):
         torch.compile(_nest(), backend="mhc", options=options)(torch.randn(X))
     torch._dynamo.reset()
-    options["mhc.skip"].append(_place(_Outer, "@_wrapped"))
+    options["mhc.skip"].append(_place(_Outer, "def forward"))
     with torch.no_grad(), limit:
         torch.compile(_nest(), backend="mhc", options=options)(torch.randn(X))
 
@@ -159,9 +184,80 @@ def test_a_function_to_skip_is_known_before_the_recompile_limit() -> None:
     assert told == [f"  mhc.skip names {place}, and no site is there" for place in (inlined, "model.py:1")]
 
 
-def test_explaining_again_and_again() -> None:
+LIMITS = ["recompile_limit", "accumulated_recompile_limit"]
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_explaining_again_and_again(limit: str) -> None:
     """Each time Dynamo compiles the model anew, however often that is."""
     model = Sublayer(4, 6, 3, 2)
-    with torch._dynamo.config.patch(recompile_limit=2):
+    with torch._dynamo.config.patch({limit: 2}):
         for _ in range(4):
-            assert _names(mhc_compile.explain(model, torch.randn(X)).rewritten) == BOTH
+            report = mhc_compile.explain(model, torch.randn(X))
+            assert (_names(report.rewritten), report.cut) == (BOTH, [])
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_what_was_compiled_before_does_not_count_for_a_look(limit: str) -> None:
+    model = Annealed(4, 6, 3, 2)
+    compiled = torch.compile(model, backend="eager")
+    with torch._dynamo.config.patch({limit: 2}), torch.no_grad():
+        for model.iterations in (1, 2, 3):
+            compiled(torch.randn(X))
+        report = mhc_compile.explain(model, torch.randn(X))
+        assert (_names(report.rewritten), report.cut) == (BOTH, [])
+        assert "not compiled any more" not in str(capture(model, torch.randn(X)))
+
+
+class Iterated(torch.nn.Module):
+    """Compiles its layer anew for each number of iterations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Annealed(4, 6, 3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for self.layer.iterations in (1, 2, 3):
+            torch._dynamo.graph_break()
+            x = self.layer(x)
+        return x
+
+
+def _told(report: Report) -> Any:
+    cut = [(site.op, site.location, site.detail, site.reason) for site in report.cut]
+    return [(site.op, site.location, site.told) for site in report.sites], cut, report.graphs, report.compiled
+
+
+@pytest.mark.usefixtures("passes_only")
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize(("make", "most"), [(_nest, 1), (Iterated, 2)])
+def test_a_limit_is_explained_as_it_is_run(make: Callable[[], torch.nn.Module], most: int, limit: str) -> None:
+    """Before the run, and after it."""
+    model = make()
+    with torch.no_grad(), torch._dynamo.config.patch({limit: most}):
+        explained = mhc_compile.explain(model, torch.randn(X))
+        assert mhc_compile.report().cut == []
+        torch.compile(model, backend="mhc")(torch.randn(X))
+        again = mhc_compile.explain(model, torch.randn(X))
+    ran = mhc_compile.report()
+    assert "not compiled any more: 1 x function" in str(ran)
+    assert _told(explained) == _told(again) == _told(ran)
+
+
+@pytest.mark.usefixtures("passes_only")
+def test_what_was_explained_does_not_change_what_a_run_has_told() -> None:
+    model, words = Iterated(), []
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=2):
+        torch.compile(model, backend="mhc")(torch.randn(X))
+        words.append(str(mhc_compile.report()))
+        with torch._dynamo.config.patch(recompile_limit=1):
+            assert "compiled it once" in str(mhc_compile.explain(model, torch.randn(X)))
+        words.append(str(mhc_compile.report()))
+    assert words[0] == words[1]
+
+
+def test_a_limit_in_a_snapshot() -> None:
+    with torch._dynamo.config.patch(accumulated_recompile_limit=2):
+        lines = str(capture(Iterated(), torch.randn(X))).splitlines()
+    told = [line for line in lines if line.startswith("not compiled any more")]
+    assert told == ["not compiled any more: forward reaches accumulated_recompile_limit"]

@@ -18,7 +18,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import mhc_compile
-from mhc_compile import hooks, progress, records
+from mhc_compile import compat, hooks, progress, records
 from mhc_compile.passes.report import Location, Report, SiteReport
 from mhc_compile.testing import capture
 from tests.zoo.near import Sublayer
@@ -182,10 +182,13 @@ def test_explain_shows_that_it_is_at_work(monkeypatch: pytest.MonkeyPatch) -> No
     for terminal, silent in ((_Terminal(), 0.0), (_Terminal(), 60.0), (io.StringIO(), 0.0)):
         monkeypatch.setattr(sys, "stderr", terminal)
         monkeypatch.setattr(progress, "_SILENT", silent)
+        monkeypatch.setattr(progress, "_PAUSE", 0.01)
         torch._dynamo.reset()
         mhc_compile.explain(Sublayer(4, 6, 3, 2), torch.randn(SHAPE))
         shown.append(terminal.getvalue())
-    assert re.match(r"\rexplain: \d+ graphs traced, with \d+ sites, \d+ s\x1b\[K", shown[0])
+    assert re.match(r"\rexplain: 0 graphs traced, with 0 sites(; Dynamo is at \w+)?, \d+ s\x1b\[K", shown[0])
+    assert "; Dynamo is at forward, " in shown[0]
+    assert not compat.watched.at_work
     assert shown[0].endswith("\r\x1b[K")
     assert shown[1:] == ["", ""]
 

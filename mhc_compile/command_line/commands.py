@@ -26,7 +26,19 @@ if TYPE_CHECKING:
 # The version of what `explain --json` and `env --json` print. A change that takes something away raises it.
 FORMAT = 1
 # The fields of `Report` that `explain` fills.
-_FIELDS = ("sites", "called", "cut", "fusions", "fused", "excerpts", "advice", "graphs", "seconds", "errors")
+_FIELDS = (
+    "sites",
+    "called",
+    "cut",
+    "fusions",
+    "fused",
+    "excerpts",
+    "advice",
+    "graphs",
+    "functions",
+    "seconds",
+    "errors",
+)
 
 
 def explain(options: argparse.Namespace) -> int:

@@ -25,7 +25,6 @@ from mhc_compile.compat.driver import (
 )
 from mhc_compile.compat.graphs import (
     Snapshot,
-    any_number_of_compilations,
     asks_to_trace_again,
     compilation_again,
     compile_id,
@@ -158,6 +157,7 @@ from mhc_compile.compat.watching import (
     RecompileLimit,
     apart,
     breaks_around,
+    module_at,
     watch_dynamo,
     watched,
     without_tracebacks,
@@ -180,7 +180,6 @@ __all__ = [
     "aliased",
     "analyse_once",
     "another_fake",
-    "any_number_of_compilations",
     "apart",
     "apply_at_this_level",
     "as_list",
@@ -252,6 +251,7 @@ __all__ = [
     "makes_cuda_graphs",
     "may_be_equal",
     "may_mutate",
+    "module_at",
     "module_of",
     "names_of_bodies",
     "no_autocast_cache",

@@ -138,11 +138,6 @@ def for_these_sizes() -> Any:
     return torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=1 << 30)
 
 
-def any_number_of_compilations() -> Any:
-    """A context in which Dynamo compiles a function however often it did."""
-    return torch._dynamo.config.patch(recompile_limit=1 << 30, accumulated_recompile_limit=1 << 30)
-
-
 @contextlib.contextmanager
 def uncompiled(call: Callable[..., Any]) -> Iterator[None]:
     """Have a module called as it is written, whatever `module.compile()` has put in the place of its calls.

@@ -17,7 +17,7 @@ class _Reader:
     """A function of Inductor's, with settings that are given when it is called."""
 
     def __init__(
-        self, function: Callable[..., Any], settings: Callable[[], dict[str, Any]], around: Callable[[], Any]
+        self, function: Callable[..., Any], settings: Callable[[], dict[str, Any]], around: Callable[[Any], Any]
     ) -> None:
         functools.update_wrapper(self, function)
         # After that: what somebody else has made of a function of this class may have its attributes.
@@ -26,17 +26,17 @@ class _Reader:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from torch._inductor import config
 
-        with self._around(), config.patch(self._settings()):
+        with self._around(args[0] if args else None), config.patch(self._settings()):
             return self._function(*args, **kwargs)
 
     def taken_out(self) -> Callable[..., Any]:
         return self._function
 
 
-def set_while_compiling(settings: Callable[[], dict[str, Any]], around: Callable[[], Any]) -> None:
+def set_while_compiling(settings: Callable[[], dict[str, Any]], around: Callable[[Any], Any]) -> None:
     """Have Inductor compile with the settings that `settings()` returns at the time, whoever compiles in this process.
 
-    Each graph is compiled within `around()`.
+    Each graph is compiled within `around(module)`. The module is None if it is not the first argument.
 
     In torch 2.12 and later an assignment to a setting holds for the thread or asyncio task that makes it. Nothing is
     assigned here: the functions that read settings are replaced, and each call patches its own context.
@@ -46,7 +46,7 @@ def set_while_compiling(settings: Callable[[], dict[str, Any]], around: Callable
     for name in _READERS:
         function = getattr(compile_fx, name, None)
         if function is not None and not isinstance(function, _Reader):
-            context = around if name == _COMPILES else contextlib.nullcontext
+            context = around if name == _COMPILES else lambda module: contextlib.nullcontext()
             setattr(compile_fx, name, _Reader(function, settings, context))
 
 

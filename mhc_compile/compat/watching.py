@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from types import CodeType, FrameType
 from typing import Any
 
@@ -34,7 +34,8 @@ _THEN = re.compile(r"another graph break occurred: \*\*\*\s*(.*)")
 _SETTING = re.compile(r"^\s*Hint: Set (`?torch\._dynamo\.config\..*?)\.?$", re.MULTILINE)
 _ENDS = "skipping the rest of the function"
 _LIMIT = "torch._dynamo hit config.%s"
-_FUNCTION = re.compile(r"'(.*)' \((.*):(\d+)\)")
+_STEP = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.?(\w+)")
+_ALIKE = "num_cache_entries_with_same_id_matched_objs"
 _GUARD = re.compile(r"(?:\d+/\d+: )?(.*?)(?:\s+#.*)?")
 
 
@@ -76,8 +77,9 @@ class GivenUp:
 class RecompileLimit:
     """A function that was compiled as often as Dynamo's setting `limit` allows; changed is the guard that failed.
 
-    Dynamo compiles nothing new that the function calls, either: reached has all tensors of the modules that it reaches.
-    backend and options are as in `GivenUp`.
+    Of a function that is resumed, this is the part after an earlier break. Dynamo compiles nothing new that the
+    function calls, either: reached has all tensors of the modules that it reaches. backend and options are as in
+    `GivenUp`.
     """
 
     limit: str
@@ -85,6 +87,7 @@ class RecompileLimit:
     function: str
     file: str
     line: int
+    resumed: bool
     changed: str
     backend: Any
     options: dict[str, Any]
@@ -93,28 +96,40 @@ class RecompileLimit:
 
 @dataclass
 class Watched:
-    """What Dynamo did since it was reset. limits are by frame.
+    """What Dynamo did since it was reset.
 
     kept has the compilations whose code it keeps, each with file, first line and name of the function.
 
-    strategies has what Dynamo does with code that it does not compile, by the id of the code. at_limit is called with a
-    frame that has reached a limit. The functions of at_given_up are called with a function that Dynamo gave up on,
-    those of at_compiled with the code, the compilation and the backend of a compiled function. at_limit and at_given_up
-    may raise.
+    strategies has what Dynamo does with code that it does not compile, by the id of the code. at_work has the functions
+    that it is compiling, outermost first, and looks are those that last.
+
+    The functions of at_limit are called with a frame that has reached a limit, those of at_given_up with a function
+    that Dynamo gave up on, and those of at_compiled with the code, the compilation and the backend of a compiled
+    function. at_limit and at_given_up may raise.
     """
 
     kept: dict[tuple[Any, Any], tuple[str, int, str]] = field(default_factory=dict)
     breaks: dict[GraphBreak, None] = field(default_factory=dict)
-    limits: dict[Any, RecompileLimit] = field(default_factory=dict)
     strategies: dict[int, tuple[weakref.ref[CodeType], Any]] = field(default_factory=dict)
-    at_limit: Callable[[Any], None] = lambda frame: None
+    at_work: list[str] = field(default_factory=list)
+    looks: list[_Look] = field(default_factory=list)
+    at_limit: list[Callable[[Any, RecompileLimit], None]] = field(default_factory=list)
     at_given_up: list[Callable[[GivenUp], None]] = field(default_factory=list)
     at_compiled: list[Callable[[CodeType, Any, Any], None]] = field(default_factory=list)
 
     def reset(self) -> None:
         """Forget all: Dynamo numbers its frames anew."""
-        for seen in (self.kept, self.breaks, self.limits, self.strategies):
+        for seen in (self.kept, self.breaks, self.strategies):
             seen.clear()
+
+
+@dataclass
+class _Look:
+    """A look at a model by a backend of its own: what was compiled for it, and the first compilation of each frame."""
+
+    backend: Any
+    compiled: list[tuple[CodeType, Any]] = field(default_factory=list)
+    first: dict[Any, int] = field(default_factory=dict)
 
 
 watched = Watched()
@@ -152,13 +167,16 @@ def watch_dynamo() -> None:
     """Record in `watched` what Dynamo does, from now on.
 
     It has a hook for code that it keeps. It logs each break by one method, and a function's last compilation in its log
-    alone. What becomes of a frame is what `CatchErrorsWrapper` returns (torch 2.11 to 2.14).
+    alone. What becomes of a frame is what `CatchErrorsWrapper` returns, and `exceeds_recompile_limit` decides if it was
+    the last (torch 2.11 to 2.14).
     """
     with _guard("what Dynamo breaks and throws away is not reported"):
+        from torch._dynamo import cache_size, convert_frame
         from torch._dynamo.convert_frame import CatchErrorsWrapper, register_bytecode_hook
         from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
         log, convert = InstructionTranslatorBase.log_graph_break, CatchErrorsWrapper.__call__
+        exceeds = cache_size.exceeds_recompile_limit
 
         @functools.wraps(log)
         def log_and_note(self: Any, code_options: Any, reason: str, exc: Any, **known: Any) -> None:
@@ -171,9 +189,12 @@ def watch_dynamo() -> None:
         def convert_and_note(self: Any, frame: Any, cache_entry: Any, frame_state: Any) -> Any:
             breaks = len(watched.breaks)
             token = _converting.set((*_converting.get(), (frame, self)))
+            name = _named(frame.f_code)[0]
+            watched.at_work.append(name)
             try:
                 result = convert(self, frame, cache_entry, frame_state)
             finally:
+                watched.at_work.remove(name)
                 _converting.reset(token)
             with _guard("a function that Dynamo gives up on is not reported"):
                 if result.guarded_code is None:
@@ -183,7 +204,14 @@ def watch_dynamo() -> None:
                 _note_eager(frame, list(watched.breaks)[breaks:], result.guarded_code is None, self)
             return result
 
+        @functools.wraps(exceeds)
+        def exceeds_by_its_own(made: Any, compilation: Any) -> Any:
+            with _guard("a look at a model counts the compilations before it"):
+                made, compilation = _as_in_a_new_process(made, compilation)
+            return exceeds(made, compilation)
+
         CatchErrorsWrapper.__call__ = convert_and_note  # type: ignore[method-assign]
+        convert_frame.exceeds_recompile_limit = exceeds_by_its_own  # type: ignore[assignment, attr-defined]
         InstructionTranslatorBase.log_graph_break = log_and_note  # type: ignore[method-assign]
         register_bytecode_hook(_note_code)
         logging.getLogger("torch._dynamo.convert_frame").addFilter(_note_limit)
@@ -248,39 +276,102 @@ _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 
 
 @contextlib.contextmanager
-def apart(backend: Any, tell: Callable[[GivenUp], Any]) -> Iterator[None]:
+def apart(
+    backend: Any, tell: Callable[[GivenUp], Any], tell_limit: Callable[[Any, RecompileLimit], Any]
+) -> Iterator[None]:
     """Around a look at a model by a backend of its own, after which Dynamo is as it was before.
 
     Dynamo tries functions again that it gave up on before. It keeps what it compiled before. It forgets the functions
-    that it compiles for this backend alone. tell is called with each function that it gives up on for the backend.
+    that it compiles for this backend alone, and these alone count for its limits. tell is called with each function
+    that it gives up on for the backend, tell_limit with each frame that reaches a limit.
     """
-    compiled: list[tuple[CodeType, Any]] = []
+    look = _Look(backend)
 
     def note(code: CodeType, compilation: Any, used: Any) -> None:
         if used is backend:
-            compiled.append((code, compilation))
+            look.compiled.append((code, compilation))
 
     def tell_ours(function: GivenUp) -> None:
         if function.backend is backend:
             tell(function)
 
+    def tell_our_limit(frame: Any, limit: RecompileLimit) -> None:
+        if limit.backend is backend:
+            tell_limit(frame, limit)
+
+    listening: list[tuple[list[Any], Any]] = [
+        (watched.looks, look),
+        (watched.at_given_up, tell_ours),
+        (watched.at_limit, tell_our_limit),
+        (watched.at_compiled, note),
+    ]
     watch_dynamo()
     before = dict(watched.strategies)
     _act(before, ordinary=True)
     watched.strategies.clear()
-    watched.at_given_up.append(tell_ours)
-    watched.at_compiled.append(note)
+    for listeners, one in listening:
+        listeners.append(one)
     try:
         yield
     finally:
-        watched.at_given_up.remove(tell_ours)
-        watched.at_compiled.remove(note)
+        for listeners, one in listening:
+            listeners.remove(one)
         with _guard("Dynamo keeps what was compiled for a look at a model"):
-            _forget(compiled)
+            _forget(look.compiled)
         _act(watched.strategies, ordinary=True)
         _act(before, ordinary=False)
         watched.strategies.clear()
         watched.strategies.update(before)
+
+
+def _as_in_a_new_process(cache_size: Any, compilation: Any) -> tuple[Any, Any]:
+    """What Dynamo compares with its limits: for a look at a model, without what was compiled before or beside it."""
+    frame, compiler = _converting.get()[-1]
+    backend = _given_to_compile(compiler)[0]
+    look = next((one for one in watched.looks if one.backend is backend), None)
+    if look is None:
+        return cache_size, compilation
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+    from torch._dynamo.cache_size import _has_same_id_matched_objs
+
+    ours = {number for code, number in look.compiled if code is frame.f_code}
+    entries = [entry for entry in _debug_get_cache_entry_list(frame.f_code) if entry.compile_id in ours]
+    alike = sum(_has_same_id_matched_objs(frame, entry) for entry in entries)
+    counts = {one.name: len(entries) for one in fields(cache_size)} | {_ALIKE: alike}
+    first = look.first.setdefault(compilation.frame_id, compilation.frame_compile_id)
+    own = replace(compilation, frame_compile_id=compilation.frame_compile_id - first)
+    return replace(cache_size, **counts), own
+
+
+def module_at(path: str) -> torch.nn.Module | None:
+    """The module that a report's path names in the function that Dynamo is compiling, outermost first; None if unknown.
+
+    A path begins at the function's own module, or with a local or global variable: "L['args'][0].layers.1".
+    """
+    if not _converting.get():
+        return None
+    frame = _converting.get()[-1][0]
+    scope = {"L[": frame.f_locals, "G[": frame.f_globals}.get(path[:2])
+    if scope is not None:
+        found: Any = _followed(scope, path[1:])
+    else:
+        own = next((frame.f_locals[name] for name in ("self", "fn") if name in frame.f_locals), None)
+        found = _followed(getattr(own, "__self__", own), path)
+    return found if isinstance(found, torch.nn.Module) else None
+
+
+def _followed(value: Any, path: str) -> Any:
+    at = 0
+    with contextlib.suppress(Exception):  # properties of the user's classes may raise any
+        while at < len(path):
+            step = _STEP.match(path, at)
+            if step is None:
+                return None
+            key, number, name = step.groups()
+            value = getattr(value, name) if name else value[key if number is None else int(number)]
+            at = step.end()
+        return value
+    return None
 
 
 def _forget(compiled: list[tuple[CodeType, Any]]) -> None:
@@ -308,23 +399,24 @@ def _act(strategies: dict[int, tuple[weakref.ref[CodeType], Any]], ordinary: boo
 def _note_limit(record: logging.LogRecord) -> bool:
     with _guard("a function that is compiled no more is not reported"):
         if str(record.msg).startswith(_LIMIT) and isinstance(record.args, tuple):
-            limit, number, function, reason = map(str, record.args[:4])
-            name, file, line = (_FUNCTION.fullmatch(function) or re.match("()()(0?)", "")).groups()  # type: ignore[union-attr]
+            limit, number, _, reason = map(str, record.args[:4])
             changed = _GUARD.fullmatch(reason.strip().partition("\n")[0])
-            number_of_frame = compile_id()[0]
             frame, compiler = _converting.get()[-1]
+            code, (name, file) = frame.f_code, _named(frame.f_code)
             on_dynamo_reset(watched)
-            watched.limits[number_of_frame] = RecompileLimit(
+            reaching = RecompileLimit(
                 limit,
                 int(number),
-                name or function,
+                name,
                 file,
-                int(line or 0),
+                code.co_firstlineno,
+                name != code.co_name,
                 changed.group(1) if changed else reason,
                 *_given_to_compile(compiler),
                 reached(frame, below=True),
             )
-            watched.at_limit(number_of_frame)
+            for tell in list(watched.at_limit):
+                tell(compile_id()[0], reaching)
     return True
 
 

@@ -58,8 +58,9 @@ def capture(model: Callable[..., Any], *args: Any, allow_empty: bool = False, **
     model may be compiled already. Without gradients, the joint graphs hold the forward pass alone. All options have
     their defaults. So the norm of a layer input is part of its operator on a GPU, and not on a CPU.
 
-    The text has a line for each graph break, and for each function that Dynamo gives up on, with the function's name.
-    Operators after such a line are not fused with operators before it.
+    The text has a line for each graph break, for each function that Dynamo gives up on, and for each that reaches a
+    limit of Dynamo's, with the function's name. Operators after such a line are not fused with operators before it.
+    `recompile_limit` is lifted, because each of the sizes has a graph of its own here.
 
     Raises EmptyCaptureError if no graph has a hyper-connection operator, unless `allow_empty` is given, and TypeError
     if model is a class or cannot be called.
@@ -95,7 +96,11 @@ def capture(model: Callable[..., Any], *args: Any, allow_empty: bool = False, **
         passes.fuse(joint)
         graphs.joint.append(joint.graph)
 
-    look = compat.apart(mhc, given_up), compat.whole_for(mhc, whole)
+    def reach_limit(frame: Any, limit: compat.RecompileLimit) -> None:
+        ledger.reach_limit(frame, limit)
+        lose(f"not compiled any more: {limit.function} reaches {limit.limit}")
+
+    look = compat.apart(mhc, given_up, reach_limit), compat.whole_for(mhc, whole)
     with look[0], look[1], compat.for_these_sizes(), compat.uncompiled(model):
         torch.compile(model, backend=mhc)(*args, **kwargs)
     report = ledger.report()

@@ -22,10 +22,12 @@ from mhc_compile.passes.plan.gradients import (
     reached_by_gradients,
     takes_forward_derivatives,
 )
+from mhc_compile.passes.plan.meetings import Meetings
 from mhc_compile.passes.plan.misses import misses
 from mhc_compile.passes.plan.mix import mix_site
 from mhc_compile.passes.plan.outside import came_in, reads_of_torn, remember, remember_torn, writes
 from mhc_compile.passes.plan.own import name_own_gates
+from mhc_compile.passes.plan.part_writes import why_left
 from mhc_compile.passes.plan.projections import projection_sites
 from mhc_compile.passes.plan.roles import connections
 from mhc_compile.passes.plan.sites import (
@@ -153,6 +155,11 @@ class _Planner:
                 _consider_gates(mixtures, self.findings, self.consider)
 
     @cached_property
+    def meetings(self) -> Meetings:
+        """Where what sublayers make of reads meets the streams again."""
+        return Meetings(self.shadow, self.findings)
+
+    @cached_property
     def known(self) -> set[Value]:
         """Values that are certainly gates: an operator makes them, or they are Sinkhorn projections."""
         known = {value for site in self.sites if isinstance(site, MixSite) for value in site.made()}
@@ -202,7 +209,7 @@ class _Planner:
         """Writes to some of the streams, which no operator makes, and mixes of all streams in these writes or alone."""
         found = list(_part_writes(self.findings, self.known, _views(self.sites)))
         self.evident |= {write.read.out for write in found}
-        self.declined += (Declined("expand_combine", write.reason, write.op.node) for write in found)
+        self.declined += (Declined("expand_combine", why_left(write), write.op.node) for write in found)
         mixings = [*self.findings.mixings, *(write.mixing for write in found if write.mixing is not None)]
         self._consider_mixings([mixing for mixing in mixings if mixing.out not in self.claimed])
 
@@ -214,7 +221,7 @@ class _Planner:
     def unknown_writes(self) -> None:
         """Reads that come back to their streams in an unknown way, and mixes of the same streams."""
         taken = {value for site in self.sites for value in site.targets()}
-        for found in list(come_back(self.shadow, self.findings, taken | self.claimed | self.evident)):
+        for found in list(come_back(self.shadow, self.findings, self.meetings, taken | self.claimed | self.evident)):
             self.unwritten.append(found.read)
             self._consider_mixings(found.mixings)
 
@@ -246,7 +253,7 @@ class _Planner:
             self.declined += list(misses(self.shadow, self.findings, self.sites, self.declined, views))
             rows = [read for read in self.unwritten if isinstance(read, Reading)]
             writes = [d.node for d in self.declined if d.what in ("expand_combine", "mix_streams")]
-            told = unwritten(self.shadow, self.findings, self.sites, [*writes, *lists_left], self.evident, rows)
+            told = unwritten(self.shadow, self.meetings, self.sites, [*writes, *lists_left], self.evident, rows)
             self.declined += list(told)
         sites = self.sites
         if input_norms is not False:

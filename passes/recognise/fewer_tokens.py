@@ -16,6 +16,7 @@ import torch
 
 from mhc_compile import compat
 from mhc_compile.passes.aten_calls import leaves, map_leaves
+from mhc_compile.passes.recognise.layout import is_pointwise
 from mhc_compile.passes.recognise.region import Arguments, Region, concrete, evaluate, sample_shape
 from mhc_compile.passes.recognise.token_independence import TokensAlone
 from mhc_compile.passes.shadow import Op, Value
@@ -106,7 +107,7 @@ def _is_independent(op: Op, args: Any, kwargs: Any) -> bool:
     given: list[Any] = [*args, *kwargs.values()]
     if isinstance(op.target, compat.AutogradFunction):
         given += map_leaves(lambda a: (a.start, a.stop) if isinstance(a, slice) else a, list(op.target.arguments()))
-    elif torch.Tag.pointwise in op.target.tags:
+    elif is_pointwise(op):
         return True
     return all(abs(n) < _FEW or n == _TO_THE_END for n in leaves(given) if type(n) is int)
 

@@ -294,6 +294,11 @@ def walk(value: Value, follow: Follow) -> tuple[Value, list[tuple[Value, Layout]
     return base, steps
 
 
+def is_pointwise(op: Op) -> bool:
+    """Whether each element of the result is computed from the elements at its place alone, broadcast or not."""
+    return torch.Tag.pointwise in getattr(op.target, "tags", ())
+
+
 def is_movement(op: Op) -> bool:
     """Whether the operator only views or copies its input, a cast between float types included."""
     if not (op.args and isinstance(op.args[0], Value)):

@@ -32,24 +32,6 @@ class PartWrite:
     read: Aggregate
     to_all: bool
 
-    @property
-    def reason(self) -> str:
-        n = self.read.streams.n
-        if self.to_all:
-            return (
-                f"this adds the sublayer's output to the {n} streams one after the other; the operator writes all at "
-                "once: add h_post.unsqueeze(-1) * f.unsqueeze(-2) to the streams"
-            )
-        return to_some(n)
-
-
-def to_some(n: int) -> str:
-    """Why a write to fewer than n streams is left."""
-    return (
-        f"this adds the sublayer's output f to some of the {n} streams; the operator adds h_post[i] f to each "
-        "stream i: multiply f by an h_post that is 0 for the other streams"
-    )
-
 
 def part_writes(
     ops: Sequence[Op], reader: Reader, connections: Connections, reads: Sequence[Aggregate]

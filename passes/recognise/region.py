@@ -11,7 +11,7 @@ import torch
 
 from mhc_compile import compat
 from mhc_compile.passes.aten_calls import map_leaves
-from mhc_compile.passes.recognise.layout import is_movement
+from mhc_compile.passes.recognise.layout import is_movement, is_pointwise
 from mhc_compile.passes.shadow import Kind, Op, Value
 
 _LIMIT = 600
@@ -113,8 +113,7 @@ def region(out: Value, is_leaf: Callable[[Value], bool]) -> Region | None:
 def of_elements(found: Region) -> Region | None:
     """A region that computes each element of its result from one of its leaf: sigmoid(l)[..., :n], for example."""
     for op in found.ops:
-        tags = getattr(op.target, "tags", ())
-        if len(op.sources) != 1 or not (is_movement(op) or torch.Tag.pointwise in tags):
+        if len(op.sources) != 1 or not (is_movement(op) or is_pointwise(op)):
             return None
     return replace(found, shape=(_TOKENS, found.out.shape[-1]), by_element=True) if found.out.shape else None
 

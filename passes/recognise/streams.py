@@ -12,11 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Iterator
 
-import torch
-
 from mhc_compile.passes.recognise.aggregate import Aggregate, Reading
 from mhc_compile.passes.recognise.combine import Combine
-from mhc_compile.passes.recognise.layout import any_view, is_movement, origin
+from mhc_compile.passes.recognise.layout import any_view, is_movement, is_pointwise, origin
 from mhc_compile.passes.shadow import Op, Value
 
 # How many values back streams are followed, and what changes no more than the order of elements, or drops some.
@@ -129,7 +127,7 @@ class Connections:
 
 def _keeps_apart(op: Op) -> bool:
     """Whether an operator neither adds up channels nor draws on anything but its input, random numbers aside."""
-    return is_movement(op) or op.name in _REORDERING or torch.Tag.pointwise in getattr(op.target, "tags", ())
+    return is_movement(op) or op.name in _REORDERING or is_pointwise(op)
 
 
 def _is_each(dim: tuple[tuple[int, int], ...]) -> bool:

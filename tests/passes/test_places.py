@@ -1,0 +1,181 @@
+"""Reports of graphs from a cache name the lines, files and modules of the program as it is now."""
+
+from __future__ import annotations
+
+import importlib.util
+import linecache
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mhc_compile
+from mhc_compile import compat, hooks, passes, records
+from mhc_compile.passes.called import INSERTED
+from mhc_compile.passes.places import Places
+from mhc_compile.passes.report import Location, Report, SiteReport
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+X = (2, 3, 4, 6)
+PROGRAM = """
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from tests.zoo.near import Sublayer
+
+
+class Layer(Sublayer):
+    def gates(self, x):
+        pre, post, res = super().gates(x)
+        pre = x.mean(-1).softmax(-1)
+        return pre, post, res
+
+    def read(self, x, h_pre):
+        return (h_pre.unsqueeze(-1) * x).sum(2)
+
+    def write(self, x, f, h_post, h_res):
+        return h_post.unsqueeze(-1) * f.unsqueeze(-2) + h_res.transpose(-1, -2) @ x
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.NAME = Layer(4, 6, 3, 2)
+        self.inside = Layer(4, 6, 3, 2)
+
+    def forward(self, x):
+        return checkpoint(self.inside, self.NAME(x), use_reentrant=False)
+"""
+
+
+def _model(folder: Path, file: str, lines_before: int = 0, name: str = "layer") -> nn.Module:
+    path = folder / file
+    path.write_text("\n" * lines_before + PROGRAM.replace("NAME", name))
+    linecache.checkcache(str(path))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    torch.manual_seed(0)
+    made: nn.Module = module.Model()
+    return made
+
+
+def _looked_at(model: nn.Module) -> tuple[Places, Report]:
+    found: list[Any] = []
+
+    def look(gm: Any, inputs: Any) -> Callable[..., Any]:
+        found.extend([Places.of(gm), passes.run_recursively(gm)])
+        return lambda *given: gm(*given)
+
+    torch._dynamo.reset()
+    torch.compile(model, backend=look)(torch.randn(X))
+    places, report = found
+    report.seconds = 0.0
+    return places, report
+
+
+def _without_names(report: Report) -> Any:
+    """Excerpts have names by what they hold, which are not shown."""
+    return [(site, report.excerpts.get(site.excerpt)) for site in report.sites]
+
+
+def test_places_move_with_the_program(tmp_path: Path) -> None:
+    before, report = _looked_at(_model(tmp_path, "model.py"))
+    after, expected = _looked_at(_model(tmp_path, "another.py", lines_before=5, name="renamed"))
+    assert "h_pre (" in report.sites[1].own
+    assert str(report) != str(expected)
+    moved = Report.from_dict(after.moved(report.as_dict(), before.told()))
+    assert str(moved) == str(expected)
+    assert _without_names(moved) == _without_names(expected)
+    assert {site.module for site in moved.sites} == {"renamed", "inside"}
+
+
+def test_a_graph_of_other_nodes_says_nothing_about_places(tmp_path: Path) -> None:
+    before, report = _looked_at(_model(tmp_path, "model.py"))
+    other = Places(before.places, before.nodes[1:])
+    assert other.moved(report.as_dict(), before.told()) == report.as_dict()
+
+
+def test_sentences_name_the_new_line() -> None:
+    def places(line: int) -> Places:
+        return Places([(Location("/a/model.py", line, "x = y"), "")], [0])
+
+    told = {"errors": ["line 12 of /a/model.py (x = y), model.py:12, model.py:123, my_model.py:12, line 12 of b.py"]}
+    words = "line 15 of /a/model.py (x = y), model.py:15, model.py:123, my_model.py:12, line 12 of b.py"
+    assert places(15).moved(told, places(12).told()) == {"errors": [words]}
+
+
+def test_a_graph_from_a_cache_has_the_lines_of_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(X)
+    given, options = (x, x[:, :, 0], x[..., 0].sigmoid(), x[..., :4].softmax(-1)), {"mhc.lower": False}
+
+    def compiled(model: nn.Module) -> Report:
+        torch._dynamo.reset()
+        torch.compile(model.get_submodule("layer").write, backend="mhc", options=options)(*given)
+        return mhc_compile.report()
+
+    monkeypatch.delenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", raising=False)
+    with torch._inductor.utils.fresh_cache(), compat.inductor_config().patch(force_disable_caches=False):
+        first = compiled(_model(tmp_path, "model.py"))
+        cached = compiled(_model(tmp_path, "another.py", 5))
+    assert (first.cached, cached.cached) == (0, 1)
+    (was,), (now,) = first.sites, cached.sites
+    assert (Path(was.location.file).name, Path(now.location.file).name) == ("model.py", "another.py")
+    assert now.location.line == was.location.line + 5
+    assert "model.py" not in cached.details().replace("another.py", "")
+
+
+def test_lines_to_skip_are_those_of_now() -> None:
+    """A cache has a graph whose line was skipped. The program that asks for it has other code at this line."""
+
+    def known(line: int, names: list[str]) -> Any:
+        with records.graph() as graph:
+            graph.places = Places(
+                [(Location("model.py", line, "a"), ""), (Location("model.py", 9, "b"), "")], [0, 1, 0]
+            )
+            return hooks.MhcPass({"mhc.skip": names}).uuid()
+
+    assert known(1, []) == known(2, [])
+    assert known(1, ["model.py:1"]) != known(2, ["model.py:1"])
+    assert known(1, ["model.py:9"]) == known(2, ["model.py:9"])
+    records.forget()
+
+
+def test_a_loaded_file_of_an_older_version(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text("x = 1\ny = 2\n")
+    text = records.Compiled(
+        Report([SiteReport("aggregate", Location(str(path), 2, "y = 2"), "n = 4")], graphs=1)
+    ).packed()
+    ledger = records.Ledger()
+    ledger.load(text)
+    assert ledger.report().outdated == []
+    path.write_text("x = 1\n\n# moved\ny = 2\n")
+    linecache.checkcache()
+    assert ledger.report().outdated == [str(path)]
+    assert f"  lines of {path} are those of an older version, which was compiled" in str(ledger.report())
+    path.unlink()
+    linecache.checkcache()
+    assert ledger.report().outdated == []
+
+
+def test_nodes_of_an_earlier_run_name_no_site(tmp_path: Path) -> None:
+    """A site is named by its id, which a site of a later run may have, too."""
+    graphs: list[Any] = []
+
+    def look(gm: Any, inputs: Any) -> Callable[..., Any]:
+        new, _ = passes.run(gm.graph)
+        again, report = passes.run(new)
+        graphs.extend([new, again or new, report])
+        return lambda *given: gm(*given)
+
+    torch.compile(_model(tmp_path, "model.py").get_submodule("layer"), backend=look)(torch.randn(X))
+    new, again, report = graphs
+    assert len(report.called) == 0
+    for graph in (new, again):
+        assert {node.meta[INSERTED] for node in graph.nodes if INSERTED in node.meta} == {True}
