@@ -1,0 +1,259 @@
+"""One rank of a job whose operators take DTensors: `python -m tests.dtensors RANK RANKS FILE SCENARIO...`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+
+from mhc_compile.testing import Errors, judge
+from tests.ops.calls import OPERATORS, Sizes, arguments, call, is_of_tokens, result_names, results
+
+# Over 4 ranks the first dim leaves one rank without tokens, and over 2 ranks both are uneven.
+TOKENS = (3, 5)
+SIZES = Sizes(n=2, width=6, tokens=TOKENS)
+# Sums of a few hundred float64 numbers in another order, relative to the largest result.
+EXACT = 1e-13
+
+Placements = Sequence[Any]
+# Where a tensor of this name is placed.
+Place = Callable[[str], Placements]
+
+
+def distributed(whole: Tensor, mesh: DeviceMesh, placements: Placements) -> DTensor:
+    """A DTensor of what all ranks hold, made without communication; of a pending sum each has an equal part."""
+    parts = [Replicate() if placement.is_partial() else placement for placement in placements]
+    local = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False).redistribute(placements=parts)
+    share = 1.0
+    for dim, placement in enumerate(placements):
+        share /= mesh.size(dim) if placement.is_partial() else 1
+    shape, stride = whole.shape, whole.stride()
+    return DTensor.from_local(local.to_local() * share, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def given_to(operator: str, whole: dict[str, Any], mesh: DeviceMesh, place: Place) -> Any:
+    """The arguments of a call, each tensor placed as `place` says for its name."""
+    return {
+        name: distributed(value, mesh, place(name)) if isinstance(value, Tensor) else value
+        for name, value in whole.items()
+    }
+
+
+def token_shards(placements: Placements) -> Place:
+    """Tokens placed so, parameters whole."""
+    return lambda name: placements if is_of_tokens(name) else [Replicate()] * len(placements)
+
+
+class Lines(logging.Handler):
+    """What the package logs."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+        logger = logging.getLogger("mhc_compile")
+        logger.addHandler(self)
+        logger.setLevel(logging.INFO)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(f"{record.levelname} {record.getMessage()}")
+
+
+def same(operator: str, mesh: DeviceMesh, place: Place) -> tuple[float, dict[str, list[str]], int]:
+    """How far results are from one process's in float64, relative to the largest; their placements; collectives."""
+    torch.manual_seed(0)
+    whole = arguments(operator, SIZES)
+    expected = results(call(operator, whole))
+    given = given_to(operator, whole, mesh, place)
+    with CommDebugMode() as counted:
+        made = results(call(operator, given))
+    distance, placed = 0.0, {}
+    for name, result, exact in zip(result_names(operator), made, expected, strict=True):
+        assert isinstance(result, DTensor), name
+        assert (result.shape, result.stride(), result.dtype) == (exact.shape, exact.stride(), exact.dtype), name
+        full = result.full_tensor()
+        if mesh.get_coordinate() is not None and exact.numel():
+            distance = max(distance, float((full - exact).abs().max() / exact.abs().max()))
+        placed[name] = [str(placement) for placement in result.placements]
+    return distance, placed, counted.get_total_counts()
+
+
+def every_operator(mesh: DeviceMesh, placements: Placements) -> dict[str, Any]:
+    """All operators with tokens placed so: the largest distance, collectives, and wrong placements."""
+    tokens = [str(placement) for placement in placements]
+    sums = [str(placement if placement.is_replicate() else Partial()) for placement in placements]
+    far, collectives, misplaced = {}, {}, []
+    for operator in OPERATORS:
+        distance, placed, count = same(operator, mesh, token_shards(placements))
+        if not distance < EXACT:
+            far[operator] = distance
+        if count:
+            collectives[operator] = count
+        for name, found in placed.items():
+            if found != (tokens if is_of_tokens(name) else sums):
+                misplaced.append(f"{operator} {name} {found}")
+    return {"far": far, "collectives": collectives, "misplaced": misplaced, "operators": len(OPERATORS)}
+
+
+def not_needed(mesh: DeviceMesh) -> dict[str, Any]:
+    """A backward that is called with other flags gives other results: nothing is kept of the call before."""
+    shapes = []
+    whole = arguments("expand_combine_backward", SIZES, without=("d_x",))
+    for needs in ([True] * 5, [True, False, True, False, False], [False, False, False, True, True]):
+        given = given_to("expand_combine_backward", whole | {"needs": needs}, mesh, token_shards([Shard(0)]))
+        made = results(call("expand_combine_backward", given))
+        shapes.append([[list(one.shape), str(one.placements[0]), list(one.full_tensor().shape)] for one in made])
+    return {"shapes": shapes}
+
+
+def mixed(mesh: DeviceMesh) -> dict[str, Any]:
+    """Arguments that are placed in several ways: what is redistributed, and the lines that say so."""
+    lines = Lines()
+    places: dict[str, Place] = {
+        "phi sharded": lambda name: (
+            [Shard(1)] if name == "phi" else [Shard(0)] if is_of_tokens(name) else [Replicate()]
+        ),
+        "pending tokens": lambda name: [Partial()] if is_of_tokens(name) else [Replicate()],
+        "pending f": lambda name: [Partial()] if name == "f" else [Shard(1)] if is_of_tokens(name) else [Replicate()],
+        "f elsewhere": lambda name: [Shard(0)] if name == "f" else [Shard(1)] if is_of_tokens(name) else [Replicate()],
+        "x whole": lambda name: [Replicate()] if name == "x" or not is_of_tokens(name) else [Shard(0)],
+        "over streams": lambda name: [Shard(len(TOKENS))] if name in ("x", "h_post") else [Replicate()],
+    }
+    found = {}
+    for what, place in places.items():
+        operator = "generate_mix_and_aggregate" if what in ("phi sharded", "pending tokens") else "expand_combine"
+        lines.lines.clear()
+        distance, placed, count = same(operator, mesh, place)
+        same(operator, mesh, place)
+        found[what] = [distance < EXACT, next(iter(placed.values())), count, [*lines.lines]]
+    return found
+
+
+def accuracy(mesh: DeviceMesh) -> dict[str, Any]:
+    """All operators in float32, judged by the rule of `verify` against one process."""
+    findings = []
+    for operator in OPERATORS:
+        trusted, errors = Errors(), Errors()
+        for seed in range(3):
+            torch.manual_seed(seed)
+            whole = arguments(operator, SIZES, torch.float32)
+            double = {k: v.double() if isinstance(v, Tensor) else v for k, v in whole.items()}
+            names = result_names(operator)
+            exact = {name: one for name, one in zip(names, results(call(operator, double)), strict=True) if one.numel()}
+            made = results(call(operator, given_to(operator, whole, mesh, token_shards([Shard(1)]))))
+            alone, shared = results(call(operator, whole)), [one.full_tensor() for one in made]
+            for seen, values in ((trusted, alone), (errors, shared)):
+                seen.add({k: v for k, v in zip(names, values, strict=True) if k in exact}, exact)
+        findings += [f"{operator} {one}" for one in judge(trusted, errors, list(exact), operator) if not one.ok]
+    return {"findings": findings}
+
+
+def autograd(mesh: DeviceMesh) -> dict[str, Any]:
+    """Gradients through the wrappers, which are called as users call them."""
+    from mhc_compile import ops
+
+    torch.manual_seed(0)
+    n, width = 4, 6
+    x, phi = torch.randn(*TOKENS, n, width).double(), torch.randn(n * (n + 2), n * width).double() / 8
+    scale, bias = torch.rand(3).double(), torch.randn(n * (n + 2)).double()
+
+    def step(x: Tensor, *parameters: Tensor) -> list[Tensor]:
+        leaves = [one.detach().requires_grad_() for one in (x, *parameters)]
+        x, *mixing = leaves
+        for _ in range(2):
+            u, post, res = ops.generate_mix_and_aggregate(x, *mixing)
+            x = ops.expand_combine(torch.tanh(u), None, post, x, res)
+        loss = x.square().sum()
+        return [loss.detach(), *torch.autograd.grad(loss, leaves)]
+
+    expected = step(x, phi, scale, bias)
+    whole = [distributed(one, mesh, [Replicate()]) for one in (phi, scale, bias)]
+    with CommDebugMode() as counted:
+        made = step(distributed(x, mesh, [Shard(1)]), *whole)
+    distance = max(
+        float((a.full_tensor() - b).abs().max() / b.abs().max()) for a, b in zip(made, expected, strict=True)
+    )
+    return {
+        "near": distance < EXACT,
+        "placements": [str(one.placements[0]) for one in made],
+        "collectives": counted.get_total_counts(),
+    }
+
+
+def raised_by(operator: str, given: dict[str, Any]) -> str:
+    """The message of a call that fails."""
+    try:
+        call(operator, given)
+    except (TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def wrong(mesh: DeviceMesh, other: DeviceMesh) -> dict[str, Any]:
+    """What is raised for arguments that do not go together; all ranks raise, and none waits."""
+    torch.manual_seed(0)
+    whole = arguments("generate_mix", SIZES)
+    tokens = [Shard(0), *[Replicate()] * (mesh.ndim - 1)]
+
+    def raised(**changed: Any) -> str:
+        return raised_by("generate_mix", given_to("generate_mix", whole, mesh, token_shards(tokens)) | changed)
+
+    unknown = DTensor.from_local(whole["bias"], mesh, [Partial("sum")] * mesh.ndim, run_check=False)
+    unknown._spec.placements = (Partial("nonsense"),) * mesh.ndim
+    beyond = distributed(whole["bias"], mesh, [Replicate()] * mesh.ndim)
+    beyond._spec.placements = (Shard(4),) * mesh.ndim
+    # With 3 and 2 tokens over 4 ranks, only the third rank has parts of different shapes.
+    gates = arguments("aggregate", SIZES)
+    gates = given_to("aggregate", gates | {"h_pre": gates["h_pre"][:2]}, mesh, token_shards(tokens))
+    return {
+        "plain": raised(phi=whole["phi"]),
+        "other mesh": raised(phi=distributed(whole["phi"], other, [Replicate()] * other.ndim)),
+        "unknown": raised(bias=unknown),
+        "beyond": raised(bias=beyond),
+        "shape": raised(phi=distributed(whole["phi"][:, 1:], mesh, [Replicate()] * mesh.ndim)),
+        "fewer tokens": raised_by("aggregate", gates),
+    }
+
+
+def main(rank: int, ranks: int, file: str, names: list[str]) -> None:
+    """Print a line of JSON for each scenario."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    store = dist.FileStore(file, ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    line = init_device_mesh("cpu", (ranks,))
+    square = init_device_mesh("cpu", (2, ranks // 2))
+    pair = DeviceMesh("cpu", [0, 1])
+    scenarios: dict[str, Callable[[], dict[str, Any]]] = {
+        "first": lambda: every_operator(line, [Shard(0)]),
+        "second": lambda: every_operator(line, [Shard(1)]),
+        "whole": lambda: every_operator(line, [Replicate()]),
+        "both": lambda: every_operator(square, [Shard(0), Shard(1)]),
+        "first twice": lambda: every_operator(square, [Shard(0), Shard(0)]),
+        "half": lambda: every_operator(square, [Replicate(), Shard(1)]),
+        "pair": lambda: every_operator(pair, [Shard(0)]),
+        "not needed": lambda: not_needed(line),
+        "mixed": lambda: mixed(line),
+        "accuracy": lambda: accuracy(line),
+        "autograd": lambda: autograd(line),
+        "wrong": lambda: wrong(line, square),
+        "wrong on a square": lambda: wrong(square, line),
+    }
+    for name in names:
+        sys.stdout.write(json.dumps(scenarios[name]()) + "\n")
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])
