@@ -5,17 +5,20 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, TypeGuard
+from typing import Any
 
+import torch
 from torch import Tensor
+
+from mhc_compile.compat.values import DTENSORS, fake_mode_of, is_dtensor
 
 log = logging.getLogger(__name__)
 
-_MODULE = "torch.distributed.tensor"
+_with_rules: list[bool] = []
 
 
 class _Import:
@@ -49,43 +52,31 @@ def when_dtensors_exist(then: Callable[[], None]) -> None:
     def guarded() -> None:
         try:
             then()
+            _with_rules.append(True)
         except Exception as error:  # not in `guard`: it needs Dynamo, which may be what imports DTensors now
             log.warning("operators do not take DTensors: %s: %s", type(error).__name__, error)
 
-    if _MODULE in sys.modules:
+    if DTENSORS in sys.modules:
         guarded()
     else:
-        sys.meta_path.insert(0, _Import(_MODULE, guarded))
+        sys.meta_path.insert(0, _Import(DTENSORS, guarded))
 
 
-def is_dtensor(value: Any) -> TypeGuard[Any]:
-    """Whether this is a DTensor."""
-    module = sys.modules.get(_MODULE)
-    return module is not None and isinstance(value, module.DTensor)
+def as_plain(tensor: Tensor) -> Tensor:
+    """A plain fake tensor in the place of a DTensor of fake tensors, in its global shape; others as they are.
+
+    Without rules for our operators a DTensor stays one.
+    """
+    if not (_with_rules and is_dtensor(tensor)):
+        return tensor
+    with fake_mode_of(tensor):
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return made.requires_grad_(tensor.requires_grad)
 
 
 def mesh_of(tensor: Any) -> Any:
     """The mesh of a DTensor."""
     return tensor.device_mesh
-
-
-def local_of(tensor: Any) -> Tensor:
-    """This rank's part of a DTensor, without a node of autograd."""
-    local: Tensor = tensor._local_tensor
-    return local
-
-
-def as_dtensor(local: Tensor, mesh: Any, placements: Sequence[Any], like: Tensor) -> Any:
-    """The DTensor of which `local` is this rank's part; `like` has its global shape, strides and dtype.
-
-    The documented `DTensor.from_local` would make a view of `local`.
-    """
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-
-    meta = TensorMeta(like.shape, like.stride(), like.dtype)
-    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def has_own_shard_order(tensor: Any) -> bool:

@@ -228,7 +228,8 @@ def _without_data(value: Any) -> Any:
 def _placement(tensor: Tensor, mesh_dim: int) -> Any:
     from torch.distributed.tensor import Replicate
 
-    return tensor.placements[mesh_dim] if compat.is_dtensor(tensor) else Replicate()
+    placements = compat.placements(tensor)
+    return placements[mesh_dim] if placements else Replicate()
 
 
 def _dim(placement: Any) -> Any:

@@ -1,11 +1,10 @@
-"""The operators on DTensors: values, placements and collectives, in jobs of 2 and 4 processes on a CPU."""
+"""The operators on DTensors: values, placements and collectives, in a job of 4 processes on a CPU."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from types import ModuleType
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -24,25 +23,11 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     return run_job("tests.dtensors", tmp_path_factory.mktemp("four"), 4, *SHARDS, *others)
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    return run_job("tests.dtensors", tmp_path_factory.mktemp("two"), 2, "first", "second")
-
-
-def _all_right(seen: list[dict[str, Any]]) -> None:
-    for of_rank in seen:
-        assert of_rank == {"far": {}, "collectives": {}, "misplaced": [], "operators": len(OPERATORS)}
-
-
 @pytest.mark.parametrize("shards", SHARDS)
 def test_shards_of_tokens_need_no_communication(four: Seen, shards: str) -> None:
     """Uneven and empty shards included; parameters' gradients are pending sums."""
-    _all_right(four[shards])
-
-
-@pytest.mark.parametrize("shards", ["first", "second"])
-def test_two_processes(two: Seen, shards: str) -> None:
-    _all_right(two[shards])
+    for seen in four[shards]:
+        assert seen == {"far": {}, "collectives": {}, "misplaced": [], "operators": len(OPERATORS)}
 
 
 def test_float32_is_as_accurate_as_in_one_process(four: Seen) -> None:
@@ -75,6 +60,7 @@ def test_each_call_has_the_flags_of_its_own(four: Seen) -> None:
         ("pending f", "S(1)", 1, "INFO mhc::expand_combine redistributes f"),
         ("f elsewhere", "S(1)", 1, "WARNING mhc::expand_combine redistributes f"),
         ("x whole", "S(0)", 0, ""),
+        ("implicit", "S(0)", 0, ""),
     ],
 )
 def test_what_is_placed_otherwise_is_redistributed(
