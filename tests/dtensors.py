@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import logging
@@ -10,6 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,15 +23,16 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
-from mhc_compile import backend, records  # noqa: F401  (registers the backend)
+from mhc_compile import ops, records
+from mhc_compile.ops import _sharding as sharding
 from mhc_compile.testing import Errors, judge
 from tests.ops.calls import OPERATORS, Sizes, arguments, call, is_of_tokens, result_names, results
 from tests.zoo.check import rewriting
 from tests.zoo.near import Sublayer
 
-# Over 4 ranks the first dim leaves one rank without tokens, and over 2 ranks both are uneven.
+# Over 4 ranks the first dim leaves one rank without tokens, and over 2 ranks both are uneven; so are the channels.
 TOKENS = (3, 5)
-SIZES = Sizes(n=2, width=6, tokens=TOKENS)
+SIZES = Sizes(n=2, width=5, tokens=TOKENS)
 # Sums of a few hundred float64 numbers in another order, relative to the largest result.
 EXACT = 1e-13
 
@@ -112,6 +115,42 @@ def every_operator(mesh: DeviceMesh, placements: Placements) -> dict[str, Any]:
     return {"far": far, "collectives": collectives, "misplaced": misplaced, "operators": len(OPERATORS)}
 
 
+# Operators on gates alone have no channels.
+WITH_CHANNELS = [name for name in OPERATORS if name.removesuffix("_backward") not in ("scale", "sinkhorn")]
+
+
+def ends_in_channels(name: str) -> bool:
+    """Whether a tensor of tokens has the channels last."""
+    return name.removeprefix("d_") in ("x", "x_new", "f", "layer_input", "out")
+
+
+def over(operator: str, tokens: Placements = ()) -> Place:
+    """Channels over the last dim of a mesh, tokens over the others; gates' gradients as a write's backward has them."""
+
+    def place(name: str) -> Placements:
+        if not is_of_tokens(name):
+            return [Replicate()] * (len(tokens) + 1)
+        if not ends_in_channels(name):
+            return [*tokens, Partial() if name in ("d_h_post", "d_h_res", "d_next_post") else Replicate()]
+        of_streams = name in ("d_x", "x", "x_new", "d_x_new") or (name, operator) == ("d_out", "mix_streams_backward")
+        return [*tokens, Shard(len(TOKENS) + of_streams)]
+
+    return place
+
+
+def over_channels(mesh: DeviceMesh, tokens: Placements = ()) -> dict[str, Any]:
+    """All operators: distances, and those that communicate."""
+    lines = Lines()
+    far, collectives = {}, {}
+    for operator in WITH_CHANNELS:
+        distance, _, count = same(operator, mesh, over(operator, tokens))
+        if not distance < EXACT:
+            far[operator] = distance
+        if count:
+            collectives[operator] = count
+    return {"far": far, "collectives": collectives, "lines": len(lines.lines)}
+
+
 def not_needed(mesh: DeviceMesh) -> dict[str, Any]:
     """A backward that is called with other flags gives other results: nothing is kept of the call before."""
     shapes = []
@@ -154,10 +193,10 @@ def mixed(mesh: DeviceMesh) -> dict[str, Any]:
     return found
 
 
-def accuracy(mesh: DeviceMesh) -> dict[str, Any]:
-    """All operators in float32, judged by the rule of `verify` against one process."""
+def accuracy(mesh: DeviceMesh, place: Callable[[str], Place], operators: Sequence[str]) -> dict[str, Any]:
+    """Operators in float32, judged by the rule of `verify` against one process."""
     findings = []
-    for operator in OPERATORS:
+    for operator in operators:
         trusted, errors = Errors(), Errors()
         for seed in range(3):
             torch.manual_seed(seed)
@@ -165,7 +204,7 @@ def accuracy(mesh: DeviceMesh) -> dict[str, Any]:
             double = {k: v.double() if isinstance(v, Tensor) else v for k, v in whole.items()}
             names = result_names(operator)
             exact = {name: one for name, one in zip(names, results(call(operator, double)), strict=True) if one.numel()}
-            made = results(call(operator, given_to(operator, whole, mesh, token_shards([Shard(1)]))))
+            made = results(call(operator, given_to(operator, whole, mesh, place(operator))))
             alone, shared = results(call(operator, whole)), [one.full_tensor() for one in made]
             for seen, values in ((trusted, alone), (errors, shared)):
                 seen.add({k: v for k, v in zip(names, values, strict=True) if k in exact}, exact)
@@ -173,36 +212,54 @@ def accuracy(mesh: DeviceMesh) -> dict[str, Any]:
     return {"findings": findings}
 
 
-def autograd(mesh: DeviceMesh) -> dict[str, Any]:
+def autograd(mesh: DeviceMesh, placements: Placements, compiled: bool) -> dict[str, Any]:
     """Gradients through the wrappers, which are called as users call them."""
-    from mhc_compile import ops
-
     torch.manual_seed(0)
-    n, width = 4, 6
+    n, width = 4, 5
     x, phi = torch.randn(*TOKENS, n, width).double(), torch.randn(n * (n + 2), n * width).double() / 8
     scale, bias = torch.rand(3).double(), torch.randn(n * (n + 2)).double()
 
-    def step(x: Tensor, *parameters: Tensor) -> list[Tensor]:
-        leaves = [one.detach().requires_grad_() for one in (x, *parameters)]
-        x, *mixing = leaves
+    def layers(x: Any, *mixing: Any) -> Any:
         for _ in range(2):
             u, post, res = ops.generate_mix_and_aggregate(x, *mixing)
             x = ops.expand_combine(torch.tanh(u), None, post, x, res)
-        loss = x.square().sum()
+        return x
+
+    def step(program: Any, *given: Tensor) -> list[Any]:
+        leaves = [one.detach().requires_grad_() for one in given]
+        loss = program(*leaves).square().sum()
         return [loss.detach(), *torch.autograd.grad(loss, leaves)]
 
-    expected = step(x, phi, scale, bias)
-    whole = [distributed(one, mesh, [Replicate()]) for one in (phi, scale, bias)]
-    with CommDebugMode() as counted:
-        made = step(distributed(x, mesh, [Shard(1)]), *whole)
-    distance = max(
-        float((a.full_tensor() - b).abs().max() / b.abs().max()) for a, b in zip(made, expected, strict=True)
-    )
-    return {
-        "near": distance < EXACT,
-        "placements": [str(one.placements[0]) for one in made],
-        "collectives": counted.get_total_counts(),
-    }
+    expected = step(layers, x, phi, scale, bias)
+    whole = [distributed(one, mesh, [Replicate()] * mesh.ndim) for one in (phi, scale, bias)]
+    torch._dynamo.reset()
+    program = torch.compile(layers, backend="aot_eager", fullgraph=True) if compiled else layers
+    # It cannot look into compiled code.
+    with contextlib.nullcontext() if compiled else CommDebugMode() as counted:
+        made = step(program, distributed(x, mesh, placements), *whole)
+    pairs = [(_whole(a), b) for a, b in zip(made, expected, strict=True)]
+    near = all(float((a - b).abs().max() / b.abs().max()) < EXACT for a, b in pairs if mesh.get_coordinate())
+    placed = [[str(placement) for placement in one.placements] for one in made]
+    return {"near": near, "placements": placed, "collectives": counted and counted.get_total_counts()}
+
+
+def summed_numbers(mesh: DeviceMesh) -> dict[str, Any]:
+    """How many numbers a token are summed over the ranks that share out the channels, in each sum."""
+    found = {}
+    original = sharding._Call._summed
+
+    def summed(self: Any, plans: Any, *parts: Tensor) -> Any:
+        found[what].append(sum(part.shape[-1] for part in parts))
+        return original(self, plans, *parts)
+
+    with mock.patch.object(sharding._Call, "_summed", summed):
+        for operator in ("generate_mix_and_aggregate", "generate_mix_and_aggregate_backward"):
+            for without in ((), ("input_norm_weight",)):
+                what = f"{operator}{' without a norm' if without else ''}"
+                found[what] = []
+                torch.manual_seed(0)
+                call(operator, given_to(operator, arguments(operator, SIZES, without=without), mesh, over(operator)))
+    return found
 
 
 class Mlp(nn.Module):
@@ -228,11 +285,11 @@ class Layer(Sublayer):
 
 
 class Layers(nn.Module):
-    """[b, s, C] -> [b, s, C] by way of streams in three layers."""
+    """[b, s, C] -> [b, s, C] by way of streams in two layers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         streams = x.unsqueeze(-2).expand(-1, -1, 4, -1)
@@ -263,7 +320,7 @@ def sequence_parallel(mesh: DeviceMesh) -> dict[str, Any]:
         distribute_parameters(layer, mesh)
     compiled = torch.compile(model, backend="mhc", fullgraph=True)
     trusted, errors = Errors(), Errors()
-    for _ in range(4):
+    for _ in range(3):
         x, weight = torch.randn(2, 6, 8), torch.randn(2, 6, 8)
         exact = _gradients(double, double, x.double(), weight.double())
         trusted.add(_gradients(whole, whole, x, weight), exact)
@@ -381,12 +438,19 @@ def main(rank: int, ranks: int, file: str, names: list[str]) -> None:
         "whole": lambda: every_operator(line, [Replicate()]),
         "both": lambda: every_operator(square, [Shard(0), Shard(1)]),
         "first twice": lambda: every_operator(square, [Shard(0), Shard(0)]),
-        "half": lambda: every_operator(square, [Replicate(), Shard(1)]),
         "pair": lambda: every_operator(pair, [Shard(0)]),
+        "channels": lambda: over_channels(pair),
+        "channels on a square": lambda: over_channels(square, [Shard(0)]),
+        "too few channels": lambda: over_channels(line),
         "not needed": lambda: not_needed(line),
         "mixed": lambda: mixed(line),
-        "accuracy": lambda: accuracy(line),
-        "autograd": lambda: autograd(line),
+        "accuracy": lambda: accuracy(line, lambda operator: token_shards([Shard(1)]), OPERATORS),
+        "accuracy over channels": lambda: accuracy(square, lambda operator: over(operator, [Shard(1)]), WITH_CHANNELS),
+        "autograd": lambda: autograd(line, [Shard(1)], False),
+        "autograd over channels": lambda: autograd(pair, [Shard(3)], False),
+        "compiled": lambda: autograd(line, [Shard(1)], True),
+        "compiled over channels": lambda: autograd(square, [Shard(1), Shard(3)], True),
+        "numbers": lambda: summed_numbers(pair),
         "sequence parallel": lambda: sequence_parallel(line),
         "as placed": lambda: as_placed(line),
         "wrong": lambda: wrong(line, square),

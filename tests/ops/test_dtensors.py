@@ -13,14 +13,16 @@ from mhc_compile import compat
 from tests.jobs import Seen, run_job
 from tests.ops.calls import OPERATORS
 
-SHARDS = ["first", "second", "whole", "both", "first twice", "half", "pair"]
+SHARDS = ["first", "second", "whole", "both", "first twice", "pair"]
+CHANNELS = ["channels", "channels on a square", "too few channels", "accuracy over channels"]
+CHANNELS += ["autograd over channels", "compiled over channels"]
 NAME = "mhc::generate_mix"
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    others = ("not needed", "mixed", "accuracy", "autograd", "wrong", "wrong on a square")
-    return run_job("tests.dtensors", tmp_path_factory.mktemp("four"), 4, *SHARDS, *others)
+    others = ("not needed", "mixed", "accuracy", "autograd", "compiled", "wrong", "wrong on a square", "numbers")
+    return run_job("tests.dtensors", tmp_path_factory.mktemp("four"), 4, *SHARDS, *CHANNELS, *others)
 
 
 @pytest.mark.parametrize("shards", SHARDS)
@@ -32,17 +34,65 @@ def test_shards_of_tokens_need_no_communication(four: Seen, shards: str) -> None
 
 def test_float32_is_as_accurate_as_in_one_process(four: Seen) -> None:
     assert [seen["findings"] for seen in four["accuracy"]] == 4 * [[]]
+    assert [seen["findings"] for seen in four["accuracy over channels"]] == 4 * [[]]
 
 
 def test_gradients_through_the_wrappers(four: Seen) -> None:
     """A loss, then the gradients of the streams and of three parameters."""
+    placements = [["P(sum)"], ["S(1)"], *3 * [["P(sum)"]]]
     for seen in four["autograd"]:
-        assert seen == {"near": True, "placements": ["P(sum)", "S(1)", *3 * ["P(sum)"]], "collectives": 0}
+        assert seen == {"near": True, "placements": placements, "collectives": 0}
+    for seen in four["compiled"]:
+        assert seen == {"near": True, "placements": placements, "collectives": None}
+
+
+# A call of arguments that include an input norm, which has a sum of its own.
+SUMS = {
+    **dict.fromkeys(("generate_mix", "generate_mix_backward", "head", "head_backward"), 1),
+    **dict.fromkeys(("shifted_boundary", "shifted_boundary_backward"), 1),
+    **dict.fromkeys(("generate_mix_and_aggregate", "generate_mix_and_aggregate_backward"), 2),
+    **dict.fromkeys(("boundary", "boundary_backward"), 2),
+}
+
+
+@pytest.mark.parametrize("mesh", ["channels", "channels on a square"])
+def test_only_gates_of_shards_of_channels_are_summed(four: Seen, mesh: str) -> None:
+    """Reads, writes and mixes communicate nothing. Shards of channels are uneven, and tokens may be sharded as well."""
+    for rank, seen in enumerate(four[mesh]):
+        # Two ranks have the channels of the first mesh, and the others are not in it.
+        inside = mesh != "channels" or rank < 2
+        assert seen == {"far": {}, "collectives": SUMS if inside else {}, "lines": 0}
+
+
+def test_how_much_shards_of_channels_sum(four: Seen) -> None:
+    """K = 8 logits and a square of each token, and their gradients; the input norm's one square and its two sums."""
+    name = "generate_mix_and_aggregate"
+    for seen in four["numbers"][:2]:
+        assert seen[name] == [9, 1]
+        assert seen[f"{name}_backward"] == [2, 9]
+        assert seen[f"{name} without a norm"] == seen[f"{name}_backward without a norm"] == [9]
+
+
+def test_gradients_through_the_wrappers_over_channels(four: Seen) -> None:
+    """Each of two sublayers has one sum forward and one backward."""
+    placements = [["P(sum)"], ["S(3)"], *3 * [["P(sum)"]]]
+    for rank, seen in enumerate(four["autograd over channels"]):
+        assert seen == {"near": True, "placements": placements, "collectives": 4 if rank < 2 else 0}
+    both = [["P(sum)", "P(sum)"], ["S(1)", "S(3)"], *3 * [["P(sum)", "P(sum)"]]]
+    for seen in four["compiled over channels"]:
+        assert seen == {"near": True, "placements": both, "collectives": None}
+
+
+def test_fewer_channels_than_ranks_are_gathered(four: Seen) -> None:
+    for seen in four["too few channels"]:
+        assert seen["far"] == {}
+        assert seen["collectives"]["expand_combine"] == 2
+        assert seen["lines"] > 0
 
 
 def test_each_call_has_the_flags_of_its_own(four: Seen) -> None:
     none = [[0], "R", [0]]
-    f, bias, post, x, res = [3, 5, 6], [6], [3, 5, 2], [3, 5, 2, 6], [3, 5, 2, 2]
+    f, bias, post, x, res = [3, 5, 5], [5], [3, 5, 2], [3, 5, 2, 5], [3, 5, 2, 2]
     needed = [[shape, "S(0)", shape] for shape in (f, bias, post, x, res)]
     needed[1][1] = "P(sum)"
     for seen in four["not needed"]:
@@ -83,11 +133,11 @@ def test_shards_of_streams_are_gathered(four: Seen) -> None:
 @pytest.mark.parametrize(
     ("what", "told"),
     [
-        ("plain", f"TypeError: {NAME}: phi is a plain tensor of shape [8, 12], but x [3, 5, 2, 6] is placed as "),
-        ("other mesh", f"ValueError: {NAME}: phi [8, 12] is placed as (Replicate()"),
+        ("plain", f"TypeError: {NAME}: phi is a plain tensor of shape [8, 10], but x [3, 5, 2, 5] is placed as "),
+        ("other mesh", f"ValueError: {NAME}: phi [8, 10] is placed as (Replicate()"),
         ("unknown", f"ValueError: {NAME}: bias [8] is placed as (Partial(nonsense)"),
         ("beyond", f"ValueError: {NAME}: bias [8] is placed as (Shard(dim=4)"),
-        ("shape", f"ValueError: {NAME}: phi has shape [8, 11]; expected [K, n*C] = [K, 12]"),
+        ("shape", f"ValueError: {NAME}: phi has shape [8, 9]; expected [K, n*C] = [K, 10]"),
         ("fewer tokens", "ValueError: mhc::aggregate: h_pre has shape [2, 5, 2]; expected [..., n] = [3, 5, 2]"),
     ],
 )
