@@ -165,7 +165,7 @@ class _Functional:
         place = _place(node.args[1], whole.dim())
         is_number = isinstance(value, (int, float))
         is_tensor = isinstance(value, fx.Node) and isinstance(compat.example(value), torch.Tensor)
-        # The derivatives of the scatters that come instead do not take DTensors (torch 2.11 to 2.14).
+        # The derivatives of the scatters that come instead do not take DTensors (torch 2.13 and 2.14).
         if place is None or not (is_number or is_tensor) or compat.is_dtensor(whole):
             return None
         axis, index = place

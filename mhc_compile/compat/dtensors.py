@@ -1,4 +1,4 @@
-"""DTensors: the few names of them that torch does not document, as torch 2.11 to 2.14 have them."""
+"""DTensors: the few names of them that torch does not document, as torch 2.13 and 2.14 have them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Parts of a DTensor that a rewritten program no longer uses.
 
 A program that splits a DTensor and uses all parts can lose some to an operator. In the backward pass autograd puts
-plain zeros in the places of their gradients, and DTensors refuse to be joined with these (torch 2.11 to 2.14). So the
+plain zeros in the places of their gradients, and DTensors refuse to be joined with these (torch 2.13 and 2.14). So the
 parts that are left are taken one by one.
 """
 
