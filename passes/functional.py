@@ -111,7 +111,8 @@ class _Functional:
         if made is None:
             return
         old, new = compat.example(target), compat.example(made[-1])
-        if (new.shape, new.dtype) != (old.shape, old.dtype) or (not back and new.stride() != old.stride()):
+        alike = (new.shape, new.dtype, compat.placements(new)) == (old.shape, old.dtype, compat.placements(old))
+        if not alike or (not back and new.stride() != old.stride()):
             for extra in reversed(made):
                 self.graph.erase_node(extra)
             return
@@ -164,7 +165,8 @@ class _Functional:
         place = _place(node.args[1], whole.dim())
         is_number = isinstance(value, (int, float))
         is_tensor = isinstance(value, fx.Node) and isinstance(compat.example(value), torch.Tensor)
-        if place is None or not (is_number or is_tensor):
+        # The derivatives of the scatters that come instead do not take DTensors (torch 2.13 and 2.14).
+        if place is None or not (is_number or is_tensor) or compat.is_dtensor(whole):
             return None
         axis, index = place
         made: list[fx.Node] = []

@@ -365,7 +365,11 @@ class _Tracer:
         return tuple(self.sizes(s) for s in tensor.shape)
 
     def _fresh(self, leaf: Any) -> Any:
-        return Value(leaf, self._shape(leaf)) if isinstance(leaf, torch.Tensor) else leaf
+        """A value for a tensor. A DTensor's has the global shape: operators do the same however tokens are split."""
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        meta = compat.as_plain(leaf)
+        return Value(meta, self._shape(meta))
 
     def _op(self, target: Any, args: Any, kwargs: Any, node: fx.Node) -> Op:
         sources = tuple(_values((args, kwargs)))

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,43 +9,16 @@ import pytest
 from torch import fx
 
 from mhc_compile import agreement
+from tests.jobs import Seen, run_job
 
-ROOT = Path(__file__).parents[1]
 MIX, COMBINE = "generate_mix_and_aggregate", "expand_combine"
 ALL = [MIX, COMBINE, MIX, COMBINE]
 # For float32 sums in another order. There is no difference if eager code runs the same operators.
 CLOSE = 1e-5
 
 
-def _job(folder: Path, ranks: int, *scenarios: str) -> dict[str, list[dict[str, Any]]]:
-    """What each rank saw in each scenario; a job that hangs fails the test."""
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),
-    }
-    store = str(folder / "store")
-    jobs = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.ranks", str(rank), str(ranks), store, *scenarios],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        outputs = [job.communicate(timeout=180) for job in jobs]
-    finally:
-        for job in jobs:
-            job.kill()
-    for job, (_, errors) in zip(jobs, outputs, strict=True):
-        assert job.returncode == 0, errors[-3000:]
-    seen = [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out, _ in outputs]
-    return {name: [of_rank[i] for of_rank in seen] for i, name in enumerate(scenarios)}
+def _job(folder: Path, ranks: int, *scenarios: str) -> Seen:
+    return run_job("tests.ranks", folder, ranks, *scenarios)
 
 
 FAILED = "MemoryError: of this rank alone"
@@ -57,7 +26,7 @@ UNLIKE = "does not come out alike on all ranks"
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def two(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     return _job(
         tmp_path_factory.mktemp("two"),
         2,
@@ -66,9 +35,6 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, An
         # Last what leaves sites alone for the rest of the process.
         *("split", "wrong on none", "wrong on all", "wrong on one"),
     )
-
-
-Seen = dict[str, list[dict[str, Any]]]
 
 
 @pytest.mark.parametrize(

@@ -265,8 +265,13 @@ def on_examples(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def is_plain_call(node: fx.Node) -> bool:
-    """Whether a node may be run on fake tensors to see its ATen calls: Tensor methods and torch's own functions."""
-    return node.op == "call_method" or _is_plain_function(node.target)
+    """Whether a node may be run on fake tensors to see its ATen calls: Tensor methods and torch's own functions.
+
+    Methods that only a subclass has, such as `DTensor.redistribute`, are none.
+    """
+    if node.op == "call_method":
+        return hasattr(torch.Tensor, str(node.target))
+    return _is_plain_function(node.target)
 
 
 @functools.lru_cache(4096)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -91,9 +92,48 @@ def _is_no_fake_traceback(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith("failed while attempting to run meta")
 
 
+# The module of DTensors, which takes half a second to import. A program without it has none.
+DTENSORS = "torch.distributed.tensor"
+
+
+def is_dtensor(value: object) -> TypeGuard[Any]:
+    """Whether this is a DTensor."""
+    module = sys.modules.get(DTENSORS)
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def placements(value: Any) -> tuple[Any, ...]:
+    """How a DTensor is placed on its mesh; nothing for others."""
+    return tuple(value.placements) if is_dtensor(value) else ()
+
+
+def local_of(tensor: Any) -> torch.Tensor:
+    """This rank's part of a DTensor, without a node of autograd."""
+    local: torch.Tensor = tensor._local_tensor
+    return local
+
+
+def _within(value: Any) -> Any:
+    """This rank's part of a DTensor; others as they are."""
+    return local_of(value) if is_dtensor(value) else value
+
+
+def as_dtensor(local: torch.Tensor, mesh: Any, placements: Sequence[Any], like: torch.Tensor) -> Any:
+    """The DTensor of which `local` is this rank's part; `like` has its global shape, strides and dtype.
+
+    The documented `DTensor.from_local` would make a view of `local`.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    meta = TensorMeta(like.shape, like.stride(), like.dtype)
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    return DTensor(local.detach() if local.requires_grad else local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
 def common_fake_mode(values: Iterable[Any]) -> Any:
     """The mode of the fake tensors among these values, None without any."""
-    modes = (getattr(value, "fake_mode", None) for value in values)
+    modes = (getattr(_within(value), "fake_mode", None) for value in values)
     return next((mode for mode in modes if mode is not None), None)
 
 
@@ -102,7 +142,7 @@ def fake_mode_of(tensor: Any) -> Any:
     functorch = torch._C._functorch
     while isinstance(tensor, torch.Tensor) and functorch.is_functorch_wrapped_tensor(tensor):
         tensor = functorch.get_unwrapped(tensor)
-    return getattr(tensor, "fake_mode", None) or contextlib.nullcontext()
+    return getattr(_within(tensor), "fake_mode", None) or contextlib.nullcontext()
 
 
 def is_batched(tensor: torch.Tensor) -> bool:
@@ -130,7 +170,7 @@ def depends_on_data(error: Exception) -> bool:
     return isinstance(error, (*kinds, GuardOnDataDependentSymNode))
 
 
-def another_fake(tensor: torch.Tensor) -> torch.Tensor:
+def another_fake(tensor: Any) -> torch.Tensor:
     """A tensor like this one, of the same fake mode, that shares no memory with it.
 
     Where no size is symbolic it is made without the dispatcher, which would take five times as long.
@@ -138,11 +178,15 @@ def another_fake(tensor: torch.Tensor) -> torch.Tensor:
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.utils._mode_utils import no_dispatch
 
+    made: torch.Tensor
+    if is_dtensor(tensor):
+        made = as_dtensor(another_fake(local_of(tensor)), tensor.device_mesh, tensor.placements, tensor)
+        return made.requires_grad_(tensor.requires_grad)
     shape, strides = tensor.shape, tensor.stride()
     if isinstance(tensor, FakeTensor) and all(type(size) is int for size in (*shape, *strides)):
         with no_dispatch():
             memory = torch.empty_strided(shape, strides, dtype=tensor.dtype, device="meta")
-            made: torch.Tensor = FakeTensor(tensor.fake_mode, memory, tensor.device)
+            made = FakeTensor(tensor.fake_mode, memory, tensor.device)
     else:
         with fake_mode_of(tensor):
             made = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
@@ -307,4 +351,5 @@ def same_strides(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 def storage_of(tensor: torch.Tensor) -> Any:
     """The storage of a tensor, also of a fake one, equal for tensors that share memory; None without plain memory."""
+    tensor = _within(tensor)
     return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else None

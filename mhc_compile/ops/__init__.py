@@ -4,7 +4,7 @@ The operators of the namespace return, besides what the wrappers return, h and m
 compute them; each has its gradient in an operator `mhc::<name>_backward` of its own.
 """
 
-from mhc_compile.ops import _launch, _loops  # noqa: F401  (registers them)
+from mhc_compile.ops import _launch, _loops, _sharding  # noqa: F401  (registers them)
 from mhc_compile.ops._checks import typed
 from mhc_compile.ops.aggregate import aggregate
 from mhc_compile.ops.boundary import boundary
@@ -38,3 +38,5 @@ __all__ = [
 
 for _name in __all__:
     globals()[_name] = typed(globals()[_name])
+
+_sharding.install()

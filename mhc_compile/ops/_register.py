@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mhc_compile.forms import Gates, Rms, Sinkhorn
+from mhc_compile.ops import _sharding
 from mhc_compile.ops._checks import check_present
 from mhc_compile.ops._transforms import install
 
@@ -211,6 +212,7 @@ def differentiate(
     _refuse_double_backward(backward_operator)
     install(operator)
     install(backward_operator)
+    _sharding.OPERATORS.append((operator, backward_operator))
 
 
 def _refuse_double_backward(operator: Any) -> None:

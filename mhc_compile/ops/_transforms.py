@@ -22,6 +22,12 @@ _KEYS = ("AutogradCPU", "AutogradCUDA", "AutogradMeta")
 # token's too.
 _TOKEN_ARGUMENTS = frozenset({"x", "x_new", "f", "h", "ms", "h_pre", "h_post", "h_res", "logits"})
 
+
+def is_of_tokens(argument: str) -> bool:
+    """Whether an argument of this name has the tokens' dims in front."""
+    return argument in _TOKEN_ARGUMENTS or argument.startswith("d_")
+
+
 library = torch.library.Library("mhc", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
@@ -87,7 +93,7 @@ def _refuse_tangents(overload: Any, args: Sequence[Any]) -> None:
 
 def _vmap_rule(overload: Any) -> Callable[..., Any]:
     arguments = tuple(argument for argument in overload._schema.arguments if not argument.kwarg_only)
-    of_tokens = tuple(a.name in _TOKEN_ARGUMENTS or a.name.startswith("d_") for a in arguments)
+    of_tokens = tuple(is_of_tokens(a.name) for a in arguments)
 
     def rule(info: Any, given_dims: Sequence[Any], *args: Any, **scalars: Any) -> Any:
         # A list of flags comes with a list of None.

@@ -34,6 +34,7 @@ from mhc_compile.passes.recognise.outer import Outer
 from mhc_compile.passes.rewrite.copies import Copies
 from mhc_compile.passes.rewrite.order import erase_dead, sort
 from mhc_compile.passes.rewrite.unread_rows import rows_read
+from mhc_compile.passes.rewrite.unused_parts import take_one_by_one
 from mhc_compile.passes.rewrite.vectors import Vectors
 from mhc_compile.passes.shadow import Shadow, Value
 
@@ -96,6 +97,7 @@ class Rewriter(Vectors):
         for at, (call, site) in enumerate(self.calls):
             if isinstance(site, ProjectionSite) and call.target is torch.ops.mhc.projection.default:
                 self.calls[at] = (self._with_rows_read(call, site), site)
+        take_one_by_one(self.copies)
         sort(self.copies, self.calls)
         failures = self.aliases.parted(self.copies, self.made)
         if failures:
@@ -183,17 +185,13 @@ class Rewriter(Vectors):
     def _post(self, outer: Outer, dims: list[int], shape: Sequence[Any]) -> fx.Node:
         if outer.post is not None:
             return self._gate_operand(outer.post, outer.post_layout, dims, shape)
-        assert self.anchor is not None
-        ones = self._call(torch.ones, shape[-1], dtype=torch.float32, device=compat.example(self.anchor).device)
-        return self._call("expand", ones, *map(self._size, shape))
+        return self._call("expand", self._filled(1.0, shape[-1]), *map(self._size, shape))
 
     def _mixed(self, mix: Mix, dims: list[int], tokens: Sequence[Any], n: int) -> fx.Node:
         """The matrices [*tokens, n, n] that streams are multiplied by."""
-        assert self.anchor is not None
         if mix.res is None:
-            device = compat.example(self.anchor).device
-            made, sizes = (torch.ones, (n, n)) if mix.is_matrix else (torch.eye, (n,))
-            matrix = self._times(self._call(made, *sizes, dtype=torch.float32, device=device), mix.const)
+            made = self._filled(1.0, n, n) if mix.is_matrix else self._call(torch.diag_embed, self._filled(1.0, n))
+            matrix = self._times(made, mix.const)
             return self._call("expand", matrix, *map(self._size, tokens), n, n)
         if mix.is_matrix:
             return self._times(self._gate_operand(mix.res, mix.res_layout, dims, (*tokens, n, n)), mix.const)

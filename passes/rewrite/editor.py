@@ -151,6 +151,15 @@ class Editor:
                 node.meta[key] = self.anchor.meta[key]
         return node
 
+    def _filled(self, number: float, *sizes: int) -> fx.Node:
+        """A constant in float32. Beside streams that are a DTensor it is one, too, and whole on all ranks."""
+        assert self.anchor is not None
+        streams = self.operands[0]
+        if compat.is_dtensor(compat.example(streams)):
+            return self._call("new_full", streams, sizes, number, dtype=torch.float32)
+        device = compat.example(self.anchor).device
+        return self._call(torch.full, sizes, number, dtype=torch.float32, device=device)
+
     def _replace(self, value: Value, new: fx.Node) -> None:
         """Put `new` in the place of the value, with that value's type, shape and strides.
 
@@ -164,6 +173,7 @@ class Editor:
         if compat.example(fitted).dtype != example.dtype:
             fitted = self._call("to", fitted, example.dtype)
         fitted = self._shaped(fitted, example.shape)
+        fitted = self._placed(fitted, example)
         if compat.example(fitted).stride() != example.stride():
             fitted = self._restrided(fitted, example, old)
         first = not example._is_view() or bool(self.beside.pairs(old))
@@ -175,6 +185,15 @@ class Editor:
             node = self.copies[held]
             node.replace_all_uses_with(fitted)
             self.copies.replaced[node] = fitted
+
+    def _placed(self, node: fx.Node, like: torch.Tensor) -> fx.Node:
+        """The same DTensor, placed as `like`: the program may go on to this rank's part, or to the placements."""
+        wanted = compat.placements(like)
+        if compat.placements(compat.example(node)) == wanted:
+            return node
+        if any(placement.is_partial() for placement in wanted):
+            raise Decline(f"its result is a pending sum, {wanted}, which the operators do not leave open")
+        return self._call("redistribute", node, placements=[*wanted])
 
     def _is_seen(self, node: fx.Node) -> bool:
         """Whether it is visible in which memory a node of the program lies."""
@@ -212,4 +231,4 @@ class Editor:
 
 def _kind(tensor: torch.Tensor) -> str:
     about = (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, type(tensor), tensor.requires_grad)
-    return str(about)
+    return str((*about, compat.placements(tensor)))

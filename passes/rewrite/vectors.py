@@ -113,7 +113,7 @@ class Vectors(Views):
     def _sum(self, terms: list[tuple[Vector, ...]], size: int, empty: float) -> fx.Node:
         products = [self._product(term, size) for term in terms]
         if not products:
-            return self._constant(empty, size)
+            return self._filled(empty, size)
         if len(products) == 1:
             return products[0]
         total, *others = (self._call("float", product) for product in products)
@@ -126,7 +126,7 @@ class Vectors(Views):
         const = prod(vector.const for vector in term)
         factors = [self._vector(vector, size) for vector in term if vector.base is not None]
         if not factors:
-            return self._constant(const, size)
+            return self._filled(const, size)
         if len(factors) == 1 and const == 1.0:
             return factors[0]
         total, *others = (self._call("float", factor) for factor in factors)
@@ -146,11 +146,6 @@ class Vectors(Views):
         if all(isinstance(size, int) for size in example.shape):
             return self._shaped(node, (value.numel,))
         return node if example.dim() == 1 else self._call("reshape", node, -1)
-
-    def _constant(self, number: float, size: int) -> fx.Node:
-        assert self.anchor is not None
-        device = compat.example(self.anchor).device
-        return self._call(torch.full, (size,), number, dtype=torch.float32, device=device)
 
 
 def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:
