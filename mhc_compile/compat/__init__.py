@@ -43,6 +43,7 @@ from mhc_compile.compat.graphs import (
     tensor_metadata,
     trace_artifact,
     uncompiled,
+    without_hooks_of_saved_tensors,
 )
 from mhc_compile.compat.inductor import (
     as_list,
@@ -290,6 +291,7 @@ __all__ = [
     "with_known_sizes",
     "without_fake_tracebacks",
     "without_guards",
+    "without_hooks_of_saved_tensors",
     "without_tracebacks",
     "writes",
 ]
