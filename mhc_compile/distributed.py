@@ -236,7 +236,11 @@ class _Gradients:
         return DTensor.from_local(local, self.mesh, [placement] * self.mesh.ndim, run_check=False)
 
     def _settings(self) -> list[compat.UnitSettings]:
-        """Those of the FSDP unit around each replica."""
+        return [compat.unit_settings(unit, self.mesh.size()) for unit in self._units]
+
+    @functools.cached_property
+    def _units(self) -> list[Any]:
+        """The FSDP unit around each replica, or None; looked for in the first backward pass."""
         units: dict[nn.Module, Any] = {}
 
         def visit(module: nn.Module, unit: Any) -> None:
@@ -245,7 +249,7 @@ class _Gradients:
                 visit(child, unit)
 
         visit(self.model, None)
-        return [compat.unit_settings(units[module], self.mesh.size()) for module, _ in self.held]
+        return [units[module] for module, _ in self.held]
 
 
 def _gradient(replica: DTensor) -> DTensor | None:

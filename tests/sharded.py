@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -95,13 +96,18 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
+def lowered(model: Model) -> None:
+    """Put all but the parameters of hyper-connections into bfloat16."""
+    for module in (*(layer.layer for layer in model.layers), model.out):
+        module.bfloat16()
+
+
 def one_process(steps: int = 1, *, low: bool = False) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The gradients of all ranks' rows, summed over steps: of float32 (or layers in bfloat16), and of float64."""
     model = Model()
     reference = Float64Reference(model)
     if low:
-        for module in (*(layer.layer for layer in model.layers), model.out):
-            module.bfloat16()
+        lowered(model)
     for step in range(steps):
         x = rows(step).flatten(0, 1)
         loss_of(model(x.bfloat16() if low else x)).backward()
@@ -157,7 +163,8 @@ class Setting:
     compiled: str = ""  # "layers" or "model"
     by_layer: bool = True
     reshard: bool = True
-    low: bool = False
+    low: bool = False  # computed in bfloat16
+    stored_low: bool = False
     checkpointed: bool = False
     offloaded: bool = False
 
@@ -172,6 +179,8 @@ def mesh_of_all() -> DeviceMesh:
 def sharded(setting: Setting | None = None) -> Model:
     setting = setting or Setting()
     model, mesh = Model(checkpointed=setting.checkpointed), mesh_of_all()
+    if setting.stored_low:
+        lowered(model)
     kwargs: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": setting.reshard}
     if setting.low:
         kwargs["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -192,9 +201,9 @@ def compared(setting: Setting) -> dict[str, Any]:
     """Gradients, their norm, and what was rewritten."""
     with rewriting(), collectives() as seen:
         model = sharded(setting)
-        loss_of(model(own())).backward()
+        loss_of(model(own().bfloat16() if setting.stored_low else own())).backward()
         report = records.report()
-    trusted, exact = one_process(low=setting.low)
+    trusted, exact = one_process(low=setting.low or setting.stored_low)
     found = gradients(model)
     norm = whole(nn.utils.clip_grad_norm_(model.parameters(), 0.01))
     norms = [torch.stack([g.double().norm() for g in each.values()]).norm() for each in (exact, trusted)]
@@ -354,6 +363,96 @@ def made_on_meta() -> dict[str, Any]:
     }
 
 
+def forgotten() -> dict[str, Any]:
+    """An optimizer's step with gradients that were not exchanged: DTensor averages them, one by one."""
+    model = sharded()
+    model.set_requires_gradient_sync(False)
+    loss_of(model(own())).backward()
+    expected = Model()
+    loss_of(expected(rows().flatten(0, 1))).backward()
+    before = expected.head.phi.detach().clone()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    step = before - whole(_phi(model))
+    exact = expected.head.phi.grad
+    return {"distance": float((step - exact).abs().max() / exact.abs().max())}  # type: ignore[union-attr, operator]
+
+
+def in_float8() -> dict[str, Any]:
+    """Linear layers of torchao whose weights are gathered in float8: the gradients, and what was rewritten."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    found = []
+    for gathered in (True, False):
+        model, mesh = Model(), mesh_of_all()
+        config = Float8LinearConfig(enable_fsdp_float8_all_gather=gathered, emulate=True)
+        convert_to_float8_training(model.layers, config=config)
+        with rewriting():
+            replicas = distributed.replicate(model, mesh)
+            for layer in model.layers:
+                layer.compile(backend="mhc", fullgraph=True)
+                fully_shard(layer, mesh=mesh, ignored_params=replicas)
+            fully_shard(model, mesh=mesh, ignored_params=replicas)
+            loss_of(model(own())).backward()
+            report = records.report()
+        found.append(gradients(model))
+    return {
+        "unequal": [name for name in found[0] if not torch.equal(found[0][name], found[1][name])],
+        "rewritten": sorted(site.op for site in report.rewritten),
+    }
+
+
+def in_trainer(folder: Path) -> dict[str, Any]:
+    """Losses and norms of gradients of transformers' `Trainer`, which accumulates gradients of two batches a step."""
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+    from transformers import DeepseekV4ForCausalLM, Trainer, TrainingArguments
+
+    from tests.e2e.deepseek_models import deepseek_config
+
+    ranks = dist.get_world_size()
+    rank = str(dist.get_rank())
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # asked for, and not used: the job has begun
+    torch.manual_seed(0)
+    model = DeepseekV4ForCausalLM(deepseek_config())
+    model.set_experts_implementation("batched_mm")
+    ids = torch.randint(0, 100, (8, 16))
+    arguments = TrainingArguments(
+        output_dir=str(folder / "trainer"),
+        use_cpu=True,
+        ddp_backend="gloo",
+        per_device_train_batch_size=4 // ranks,
+        gradient_accumulation_steps=2,
+        max_steps=2,
+        max_grad_norm=0.1,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    if ranks > 1:
+        distributed.replicate(model, mesh_of_all(), lambda name, parameter: "_hc." in name or "hc_head." in name)
+    trainer = Trainer(model=model, args=arguments, train_dataset=[{"input_ids": row, "labels": row} for row in ids])
+    if ranks > 1:
+        # accelerate has no FSDP on CPUs. What it does from here on is what it does on GPUs.
+        state = trainer.accelerator.state
+        state.distributed_type = DistributedType.FSDP
+        state.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["DeepseekV4DecoderLayer"],
+            ignored_modules=r".*(attn_hc|ffn_hc|hc_head)",
+            cpu_ram_efficient_loading=False,
+        )
+        trainer.is_fsdp_enabled = True
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    return {
+        "losses": [entry["loss"] for entry in logged],
+        "norms": [entry["grad_norm"] for entry in logged],
+        "all are sharded": all(isinstance(p, DTensor) for p in trainer.model_wrapped.parameters()),
+    }
+
+
 def in_ddp(*, checkpointed: bool = False, **kwargs: Any) -> dict[str, Any]:
     """Gradients of two backward passes in DistributedDataParallel, of which the first is in `no_sync` if it can."""
     with rewriting():
@@ -383,6 +482,7 @@ def main(rank: int, ranks: int, folder: Path, names: list[str]) -> None:
         "offloaded": lambda: compared(Setting(offloaded=True)),
         "layers": lambda: compared(Setting("layers")),
         "bfloat16": lambda: compared(Setting("layers", low=True)),
+        "stored in bfloat16": lambda: compared(Setting(stored_low=True)),
         "checkpointed": lambda: compared(Setting("layers", checkpointed=True, reshard=False)),
         "model": lambda: compared(Setting("model")),
         "one unit": lambda: compared(Setting("model", by_layer=False, reshard=False)),
@@ -393,6 +493,9 @@ def main(rank: int, ranks: int, folder: Path, names: list[str]) -> None:
         "fused": lambda: with_optimizer(fused=True),
         "saved": lambda: saved(folder),
         "loaded": lambda: loaded(folder),
+        "forgotten": forgotten,
+        "float8": in_float8,
+        "trainer": lambda: in_trainer(folder),
         "made on meta": made_on_meta,
         "ddp": lambda: in_ddp(gradient_as_bucket_view=True),
         "ddp, static": lambda: in_ddp(static_graph=True, checkpointed=True),
