@@ -9,6 +9,7 @@ mhc_compile.ops                         the operators themselves
 mhc_compile.testing                     snapshots of rewritten graphs, float64 references
 mhc_compile.nn                          the connections as plain PyTorch modules
 mhc_compile.checkpoints                 their parameters, to and from the layouts of other libraries
+mhc_compile.distributed                 their parameters beside FSDP2, in float32 on every rank
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from mhc_compile import ops
 
 if TYPE_CHECKING:
-    from mhc_compile import backend, checkpoints, nn, testing
+    from mhc_compile import backend, checkpoints, distributed, nn, testing
     from mhc_compile.backend import disable, enable, is_enabled
     from mhc_compile.explanation import explain
     from mhc_compile.hooks import StrictError
@@ -48,7 +49,7 @@ _LAZY = {
 }
 
 
-_MODULES = ("backend", "checkpoints", "nn", "testing")
+_MODULES = ("backend", "checkpoints", "distributed", "nn", "testing")
 # The names of `mhc_compile.testing`, which would take long to import for a message.
 _IN_TESTING = (
     "EmptyCaptureError", "Errors", "Finding", "Float64Reference", "Graphs", "KeepDraws", "KeepFloat64", "ReplayDraws",
@@ -82,6 +83,7 @@ __all__ = [
     "backend",
     "checkpoints",
     "disable",
+    "distributed",
     "enable",
     "explain",
     "is_enabled",

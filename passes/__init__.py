@@ -66,6 +66,7 @@ SKIPPED = 'options={"mhc.skip": ...} names this line'
 Left = Mapping[str, str]
 
 
+@compat.without_hooks_of_saved_tensors()
 def run(
     graph: fx.Graph,
     *,
@@ -224,6 +225,7 @@ class Apart(Generic[F]):
     whole: list[SiteReport]
 
 
+@compat.without_hooks_of_saved_tensors()
 def apart(
     graph: fx.Graph,
     function_of: Callable[[Alone], F],

@@ -133,6 +133,21 @@ def test_autocast(stack: Stack) -> None:
     assert errors[1] <= 1.1 * errors[0]
 
 
+def test_a_checkpoint_around_a_compiled_model(stack: Stack) -> None:
+    """The first call compiles while the hooks of the checkpoint are on: what the passes save is not the model's."""
+    hidden = torch.randn(2, 3, 32)
+    stack(hidden).sum().backward()
+    eager = {name: p.grad.clone() for name, p in stack.named_parameters() if p.grad is not None}
+    stack.zero_grad()
+    stack.compile(backend="mhc")
+    out = torch.utils.checkpoint.checkpoint(stack, hidden, use_reentrant=False)
+    assert _rewritten() == 3
+    assert mhc_compile.report().errors == []
+    out.sum().backward()
+    for name, p in stack.named_parameters():
+        torch.testing.assert_close(p.grad, eager[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
 def test_checkpoint_regions_are_rewritten(stack: Stack) -> None:
     def run(hidden: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = torch.utils.checkpoint.checkpoint(stack, hidden, use_reentrant=False)

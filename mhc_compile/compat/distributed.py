@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -131,3 +131,48 @@ def _backend(compiler: Any) -> tuple[str, dict[str, Any]]:
     compiler = _unwrapped(compiler)
     options = getattr(compiler, "kwargs", {}).get("options") or {}
     return str(getattr(compiler, "compiler_name", "")), options
+
+
+class UnitSettings(NamedTuple):
+    """Whether gradients are exchanged at the end of a backward pass, and what their sum over ranks is divided by."""
+
+    exchanges: bool
+    divisor: float
+
+
+def fsdp_unit(module: Any) -> Any:
+    """The parameters that FSDP2 keeps together for a module; None without any (torch 2.11 to 2.14)."""
+    from torch.distributed.fsdp import FSDPModule
+
+    if not isinstance(module, FSDPModule):
+        return None
+    state = module._get_fsdp_state()
+    # A unit has several groups if its parameters have several meshes; users set them together.
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return state._fsdp_param_group if groups is None else next(iter(groups), None)
+
+
+def unit_settings(unit: Any, ranks: int) -> UnitSettings:
+    """What `set_requires_gradient_sync` and its like have set for the unit (torch 2.11 to 2.14)."""
+    if unit is None:
+        return UnitSettings(True, ranks)
+    return UnitSettings(unit.reduce_grads and unit.all_reduce_grads, unit.gradient_divide_factor or ranks)
+
+
+def flat_mesh(mesh: Any) -> Any:
+    """The mesh with one dimension: sums over several, one after the other, may round differently on some ranks."""
+    return mesh if mesh.ndim == 1 else mesh._flatten()
+
+
+def current_backward() -> int:
+    """The number of the backward pass that this thread works for."""
+    return torch._C._current_graph_task_id()
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Have this called at the end of the current backward pass, after what was asked for before the end.
+
+    FSDP2 asks for such a call, too, and may communicate in it: all ranks have to do so in the same order.
+    """
+    engine = torch.autograd.Variable._execution_engine
+    engine.queue_callback(lambda: engine.queue_callback(call))

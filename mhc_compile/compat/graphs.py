@@ -139,6 +139,20 @@ def for_these_sizes() -> Any:
 
 
 @contextlib.contextmanager
+def without_hooks_of_saved_tensors() -> Iterator[None]:
+    """Tensors that are saved for a backward pass here are none of the program's (torch 2.11 to 2.14).
+
+    Activation checkpointing around a compiled layer counts what is saved, and its hooks are on while Dynamo compiles.
+    """
+    enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+    if not enabled:  # then there are no hooks, and none may be added
+        yield
+        return
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
+        yield
+
+
+@contextlib.contextmanager
 def uncompiled(call: Callable[..., Any]) -> Iterator[None]:
     """Have a module called as it is written, whatever `module.compile()` has put in the place of its calls.
 
