@@ -324,8 +324,8 @@ __all__ = [
     "with_known_sizes",
     "without_fake_tracebacks",
     "without_guards",
-    "without_modes",
     "without_hooks_of_saved_tensors",
+    "without_modes",
     "without_tracebacks",
     "writes",
 ]
