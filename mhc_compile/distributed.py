@@ -4,8 +4,8 @@
     whole = mhc_compile.distributed.replicate(model, mesh)
     for layer in model.layers:
         layer.compile(backend="mhc", fullgraph=True)
-        fully_shard(layer, mesh=mesh, ignored_params=whole, mp_policy=bfloat16)
-    fully_shard(model, mesh=mesh, ignored_params=whole, mp_policy=bfloat16)
+        fully_shard(layer, mesh=mesh, ignored_params=whole, mp_policy=policy)
+    fully_shard(model, mesh=mesh, ignored_params=whole, mp_policy=policy)
 
 FSDP2 keeps the parameters of a unit in one dtype, but phi, scale and bias are small and need float32. If the modules
 that hold them were units of their own, the hooks of these units would cut the compiled graph.
@@ -31,6 +31,7 @@ from mhc_compile.nn import HyperConnection, HyperHead
 __all__ = ["replicate"]
 
 Chosen = Iterable[nn.Parameter] | Callable[[str, nn.Parameter], bool] | None
+_EXPECTED = "parameters of hyper-connections, or a function (name, parameter) -> bool"
 
 
 def replicate(model: nn.Module, mesh: DeviceMesh, parameters: Chosen = None) -> set[nn.Parameter]:
@@ -68,6 +69,9 @@ def replicate(model: nn.Module, mesh: DeviceMesh, parameters: Chosen = None) -> 
         raise TypeError(f"mesh is {type(mesh).__name__}; expected the DeviceMesh that fully_shard gets")
     if mesh.ndim > 1 and not mesh.mesh_dim_names:
         raise ValueError("mesh has no names of dimensions; expected mesh_dim_names, as fully_shard does for HSDP")
+    is_some = parameters is None or isinstance(parameters, Iterable) or callable(parameters)
+    if not is_some or isinstance(parameters, nn.Module):
+        raise TypeError(f"parameters is {type(parameters).__name__}; expected {_EXPECTED}")
     chosen = _chosen(model, parameters)
     replicas = {old: _replica(old, mesh) for old in chosen}
     held = _put_in_place(model, replicas, mesh.ndim)
@@ -88,9 +92,7 @@ def _chosen(model: nn.Module, parameters: Chosen) -> list[nn.Parameter]:
         found = list(parameters)
         what = "empty"
     if not found:
-        raise ValueError(
-            f"parameters is {what}; expected parameters of hyper-connections, or a function (name, parameter) -> bool"
-        )
+        raise ValueError(f"parameters is {what}; expected {_EXPECTED}")
     names = {parameter: name for name, parameter in named.items()}
     for i, parameter in enumerate(found):
         if not isinstance(parameter, nn.Parameter):

@@ -211,9 +211,7 @@ def test_a_replica_is_a_dtensor_for_optimizers_and_plain_for_the_model(mesh: Dev
     replicas = replicate(model, mesh)
     assert len(replicas) == REPLICAS
     for name, parameter in model.named_parameters():
-        assert (parameter in replicas) == (
-            name.rpartition(".")[2] in ("phi", "scale", "bias") and "layer.1" not in name and name != "out.bias"
-        )
+        assert (parameter in replicas) == (".layer." not in name and not name.startswith("out."))
         assert isinstance(parameter, DTensor) == (parameter in replicas)
     assert {name: isinstance(value, DTensor) for name, value in model.state_dict().items()} == {
         name: parameter in replicas for name, parameter in model.named_parameters()
@@ -269,8 +267,8 @@ def test_parameters_are_chosen_by_a_function_or_one_by_one(mesh: DeviceMesh) -> 
             torch.testing.assert_close(sharded.whole(parameter.grad), expected)  # type: ignore[arg-type]
 
 
-def test_parameters_beside_a_plain_checkpoint(mesh: DeviceMesh) -> None:
-    """A gradient that nobody has averaged is no replica: an output that is not the model's."""
+def test_a_gradient_that_nobody_has_averaged_is_partial(mesh: DeviceMesh) -> None:
+    """As when the backward pass begins at an output that is not the model's."""
     model = sharded.Model()
     replicate(model, mesh)
     model.head(torch.randn(2, 4, WIDTH)).sum().backward()
@@ -293,6 +291,11 @@ def test_messages(mesh: DeviceMesh) -> None:
         replicate(nn.Linear(2, 2), mesh, lambda name, parameter: False)
     with pytest.raises(ValueError, match=r"^parameters is empty; expected parameters of hyper-connections"):
         replicate(model, mesh, [])
+    for other in (3, model.head):
+        with pytest.raises(
+            TypeError, match=r"^parameters is (int|HyperHead); expected parameters of hyper-connections"
+        ):
+            replicate(model, mesh, other)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^parameters has a str at 0; expected torch\.nn\.Parameter$"):
         replicate(model, mesh, ["head.phi"])  # type: ignore[list-item]
     with pytest.raises(ValueError, match=r"^parameters has one at 1 that is not the model's"):
