@@ -81,7 +81,7 @@ def test_four_processes_train_as_one(train: Train, alone: Rows, parallel: str) -
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved"])
 def test_schedules_of_stages_that_hand_gates_on(train: Train, schedule: str) -> None:
     given = (*EAGER, "--variant", "v41", "--layers", "4")
     divided = train(*given, "--parallel", "pp", "--schedule", schedule, processes=2)
@@ -89,7 +89,7 @@ def test_schedules_of_stages_that_hand_gates_on(train: Train, schedule: str) -> 
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("parallel", ["fsdp", "tp", "pp", "cp"])
+@pytest.mark.parametrize("parallel", ["tp", "pp", "cp"])
 def test_compiled_blocks_train_as_one_process(train: Train, alone: Rows, parallel: str) -> None:
     rows, told = train("--compile", "mhc", "--parallel", parallel, processes=2)
     _assert_equal(rows, alone)
@@ -97,7 +97,7 @@ def test_compiled_blocks_train_as_one_process(train: Train, alone: Rows, paralle
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("division", [("", 1), ("tp", 2), ("pp", 2)], ids=lambda division: division[0] or "one")
+@pytest.mark.parametrize("division", [("", 1), ("pp", 2)], ids=lambda division: division[0] or "one")
 def test_a_run_goes_on_under_another_division(
     train: Train, alone: Rows, tmp_path: Path, division: tuple[str, int]
 ) -> None:
