@@ -428,7 +428,7 @@ def main(rank: int, ranks: int, file: str, names: list[str]) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     store = dist.FileStore(file, ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=150))
     line = init_device_mesh("cpu", (ranks,))
     square = init_device_mesh("cpu", (2, ranks // 2))
     pair = DeviceMesh("cpu", [0, 1])

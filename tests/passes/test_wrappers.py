@@ -99,6 +99,30 @@ def _with_gradients(model: nn.Module, program: Callable[..., Any], x: Tensor) ->
     return [result.detach(), *(gradient for gradient in gradients if gradient is not None)]
 
 
+class Elsewhere(Sublayer):
+    """Its sublayer hands its output on in shards of tokens."""
+
+    def layer(self, layer_input: Any, x: Tensor) -> Any:
+        return super().layer(layer_input, x).redistribute(placements=[Shard(1)])
+
+
+def test_a_result_is_placed_as_in_eager_code(mesh: DeviceMesh) -> None:
+    """Streams in shards of channels are written so by the operator, but by eager code in the shards of f."""
+    model, x = _distributed(Elsewhere(4, 6, 3, 2), mesh), distribute_tensor(torch.randn(X), mesh, [Shard(3)])
+    redistributed: list[int] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        report = passes.run_recursively(gm)
+        assert [site.op for site in report.rewritten] == BOTH
+        redistributed.append(sum(node.target == "redistribute" for node in gm.graph.nodes))
+        return gm.forward
+
+    result, expected = torch.compile(model.body, backend=backend)(x), model.body(x)
+    assert result.placements == expected.placements == (Shard(1),)
+    assert redistributed == [2]  # the program's own, and that of the result
+    torch.testing.assert_close(result.full_tensor(), expected.full_tensor(), rtol=1e-5, atol=1e-5)
+
+
 def test_in_place_writes_into_a_dtensor_stay(mesh: DeviceMesh) -> None:
     """What comes in their place among plain tensors has a derivative that takes no DTensors."""
     model = _distributed(MISSES["write_into_buffer"](4, 6, 3, 2), mesh)
@@ -109,8 +133,8 @@ def test_in_place_writes_into_a_dtensor_stay(mesh: DeviceMesh) -> None:
 
 def test_without_rules_streams_that_are_a_dtensor_say_so(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.import_module("mhc_compile.compat.dtensors"), "_with_rules", [])
-    model = _distributed(Sublayer(4, 6, 3, 2), mesh)
-    report = mhc_compile.explain(model, distribute_tensor(torch.randn(X), mesh, [Replicate()]))
+    program, report = rewriting(_distributed(Sublayer(4, 6, 3, 2), mesh))
+    program(distribute_tensor(torch.randn(X), mesh, [Replicate()]))
     assert report.rewritten == []
     assert {site.reason for site in report.declined} == {"an input is a tensor subclass, DTensor"}
 
