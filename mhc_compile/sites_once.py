@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from mhc_compile import compat
 from mhc_compile.passes.report import COUNTS, SITES, Fused, Location, Report, SiteReport
 
 _numbered: dict[int, tuple[weakref.ref[nn.Module], int]] = {}
@@ -33,26 +34,45 @@ class Functions:
     """The report of several functions, to which one after the other is added.
 
     An entry counts as often as in the function that has it most often. Entries are equal if they say the same of the
-    same line of the same module. Entries of modules that are not known are never equal.
+    same line of the same module. Entries of modules that are not known are never equal. The parts of a function, before
+    a break and after it, are one function: they run one after the other.
     """
 
     def __init__(self, total: Report) -> None:
         self.total = total
         self._most: dict[str, Counter[Any]] = defaultdict(Counter)
+        self._of: dict[tuple[int, str], Counter[Any]] = defaultdict(Counter)
+        self._begun: dict[tuple[str, str, int], int] = {}
 
     def add(self, report: Report, modules: Mapping[str, int], function: Location) -> None:
         """Add a function's report. modules has the numbers of the modules that its paths name, if they are known."""
-        new: dict[str, Any] = {name: self._new(name, getattr(report, name), modules) for name in (*SITES, "fused")}
+        whole = self._whole(function)
+        entries = {name: (self._of[whole, name], getattr(report, name)) for name in (*SITES, "fused")}
+        new: dict[str, Any] = {name: self._new(name, *given, modules) for name, given in entries.items()}
         if report.sites and not new["sites"]:  # then they count once, and so does what was done to them
             new |= {name: getattr(report, name) - getattr(self.total, name) for name in COUNTS}
         if report.sites:
-            name = f"{function.code} ({function})"
+            name = f"{compat.own_name(function.code)} ({function})"
             self.total.functions[name] = self.total.functions.get(name, 0) + len(report.sites)
         self.total.add(replace(report, **new))
 
-    def _new(self, name: str, entries: list[Any], modules: Mapping[str, int]) -> list[Any]:
-        """Those that no function so far has as often."""
-        here: Counter[Any] = Counter()
+    def _whole(self, part: Location) -> int:
+        """A number for each function; its parts after a break have that of the part before the first one.
+
+        Of several functions of their name, it is the last that begins above them.
+        """
+        name = compat.own_name(part.code)
+        begin = part.line
+        if name != part.code:
+            begins = [line for file, function, line in self._begun if (file, function) == (part.file, name)]
+            begin = max((line for line in begins if line <= part.line), default=0)
+        place = part.file, name, begin
+        if name == part.code or place not in self._begun:
+            self._begun[place] = next(_numbers)
+        return self._begun[place]
+
+    def _new(self, name: str, here: Counter[Any], entries: list[Any], modules: Mapping[str, int]) -> list[Any]:
+        """Those that no function so far has as often. here counts those of this function's earlier parts, too."""
         new = []
         for entry in entries:
             key = _key(entry, modules)

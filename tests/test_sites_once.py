@@ -107,6 +107,39 @@ def _write(x: Tensor, f: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
     return h_post.unsqueeze(-1) * f.unsqueeze(-2) + h_res @ x
 
 
+class Broken(nn.Module):
+    """One method makes two hyper-connections, with a break between them, or between two times the same layer."""
+
+    def __init__(self, shared: bool) -> None:
+        super().__init__()
+        self.shared = shared
+        self.layers = nn.ModuleList(Sublayer(4, 6, 3, 2) for _ in range(2))
+
+    def connect(self, x: Tensor, layer: nn.Module) -> Tensor:
+        out: Tensor = layer(x) if self.shared else _own(layer, x)
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.connect(x, self.layers[0])
+        torch._dynamo.graph_break()
+        return self.connect(x, self.layers[0 if self.shared else 1])
+
+
+def _own(layer: Any, x: Tensor) -> Tensor:
+    """The body of a layer, whose lines Dynamo counts to the module that calls."""
+    out: Tensor = layer.body(x)
+    return out
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_parts_of_a_function_before_and_after_a_break_are_one(shared: bool) -> None:
+    report = mhc_compile.explain(Broken(shared), torch.randn(X))
+    assert _names(report.rewritten) == _names(report.sites) == BOTH * 2
+    assert report.graphs == 2
+    told = [line for line in report.details().splitlines() if line.startswith("  in ")]
+    assert [line.partition("(")[0] for line in told] == ["  in forward "] * len(told)
+
+
 @pytest.mark.usefixtures("passes_only")
 def test_lines_of_no_module_count_for_each_function() -> None:
     """Whether two functions mean the same there, nothing can tell."""

@@ -156,10 +156,15 @@ def _functions_at_work() -> set[tuple[str, str]]:
     return {_named(frame.f_code) for frame in frames()}
 
 
+def own_name(name: str) -> str:
+    """The name of the function, if this is what Dynamo calls the part of it after a break."""
+    resumed = _RESUMED.match(name)
+    return resumed.group(1) if resumed else name
+
+
 def _named(code: Any) -> tuple[str, str]:
     """A function's name and file; the part of a function after a break has the function's name."""
-    resumed = _RESUMED.match(code.co_name)
-    return (resumed.group(1) if resumed else code.co_name, code.co_filename)
+    return own_name(code.co_name), code.co_filename
 
 
 @functools.cache
