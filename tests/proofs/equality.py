@@ -11,7 +11,6 @@ after both sides were multiplied by their denominators. So a proof holds whereve
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import sympy
@@ -19,7 +18,7 @@ import z3
 from sympy.ntheory import nextprime
 
 # Every proof and refutation here takes less than a tenth of it.
-_MILLISECONDS = 60_000
+_MILLISECONDS = 20_000
 
 
 class Refuted(AssertionError):
@@ -30,43 +29,44 @@ class Refuted(AssertionError):
         self.model = model
 
 
-def prove(left: Any, right: Any, label: str = "it") -> None:
+def prove(left: Any, right: Any, label: str = "it", above: tuple[Any, Any] | None = None) -> None:
     """Raise `Refuted` with a model unless two formulas are equal.
 
-    Formulas may be arrays of one shape; then all of their elements are compared.
+    Formulas may be arrays of one shape; then all of their elements are compared. above: in a model the first of these
+    two formulas is greater than the second.
     """
     shapes = getattr(left, "shape", ()), getattr(right, "shape", ())
     assert shapes[0] == shapes[1], f"{label} has the shapes {shapes}"
     if not shapes[0]:
-        _prove(left, right, label)
+        _prove(left, right, label, above)
         return
     for at in sympy.utilities.iterables.cartes(*(range(size) for size in shapes[0])):
-        _prove(left[at], right[at], f"{label}{list(at)}")
+        _prove(left[at], right[at], f"{label}{list(at)}", above)
 
 
-def refute(left: Any, right: Any) -> dict[str, str]:
+def refute(left: Any, right: Any, above: tuple[Any, Any] | None = None) -> dict[str, str]:
     """Numbers for which two formulas, or two elements of arrays, differ; raises AssertionError if they are equal."""
     try:
-        prove(left, right)
+        prove(left, right, above=above)
     except Refuted as found:
         return found.model
     raise AssertionError("the mutant was proved")
 
 
-def _prove(left: Any, right: Any, label: str) -> None:
+def _prove(left: Any, right: Any, label: str, above: tuple[Any, Any] | None) -> None:
     if left == right:
         return
     names = _Names()
+    names.name_roots(left, right)
     a, b = names.of(sympy.sympify(left)), names.of(sympy.sympify(right))
     if _is_zero(a - b):
         return
     numerator = names.numerator(a - b)
     if _is_zero(numerator):
         return
-    model = _differs(numerator, names)
-    if model is None:
-        raise AssertionError(f"{label}: z3 neither proves nor refutes {left} = {right}")
-    raise Refuted(label, model)
+    model = _differs(numerator, names, above)
+    if model is not None:
+        raise Refuted(label, model)
 
 
 class _Names:
@@ -77,6 +77,7 @@ class _Names:
         # Each in the order in which they were named: a base is made of earlier names.
         self.inverses: dict[Any, Any] = {}
         self.roots: dict[Any, Any] = {}
+        self.symbols: set[Any] = set()
         self.positive: set[Any] = set()
         self.meaning: dict[str, Any] = {}
 
@@ -85,8 +86,15 @@ class _Names:
             self._known[term] = self._named(term)
         return self._known[term]
 
+    def name_roots(self, *terms: Any) -> None:
+        """Name the roots first: what is divided by a square is divided by the root twice."""
+        for power in (power for term in terms for power in sympy.sympify(term).atoms(sympy.Pow)):
+            if power.exp.is_Rational and not power.exp.is_Integer:
+                self.of(power)
+
     def _named(self, term: Any) -> Any:
         if term.is_Symbol:
+            self.symbols.add(term)
             if term.is_positive:
                 self.positive.add(term)
             return term
@@ -106,7 +114,7 @@ class _Names:
         if exponent.is_Integer:
             return self._power(self.of(base), int(exponent))
         if (2 * exponent).is_Integer:
-            return self._power(self._root(self.of(base)), int(2 * exponent))
+            return self._power(self._root(base if base.is_Symbol else self.of(base)), int(2 * exponent))
         raise NotImplementedError(f"the power {term}")
 
     def _fresh(self, kind: str, meaning: Any, positive: bool = False) -> Any:
@@ -117,18 +125,27 @@ class _Names:
         return name
 
     def _power(self, base: Any, exponent: int) -> Any:
-        if exponent >= 0 or base.is_Rational:
+        if exponent >= 0 or base.is_Rational or base.is_Symbol:
             return base**exponent
-        base = sympy.expand(base)
-        content, base = base.as_content_primitive()
-        if base not in self.inverses:
-            self.inverses[base] = self._fresh("inverse", base)
-        return (self.inverses[base] / content) ** -exponent
+        above, below = _fraction(base)  # the inverse of 1 + 1 / e is e / (e + 1)
+        content, above = sympy.expand(above).as_content_primitive()
+        factors = sympy.Integer(1)
+        for factor in sympy.Mul.make_args(above):
+            known, power = factor.as_base_exp() if factor.is_Pow else (factor, 1)
+            if known in self.roots:
+                factors *= self.roots[known] ** (-2 * power)
+                continue
+            if known.is_Add and known not in self.inverses:
+                self.inverses[known] = self._fresh("inverse", known)
+            factors *= self.inverses.get(known, 1 / known) ** power
+        return (factors * below / content) ** -exponent
 
     def _root(self, base: Any) -> Any:
         base = sympy.expand(base)
         if base not in self.roots:
             self.roots[base] = self._fresh("root", base, positive=True)
+            if base.is_Symbol:
+                self._known[base] = self.roots[base] ** 2
         return self.roots[base]
 
     def _exponential(self, kind: str, exponent: Any, base: int) -> Any:
@@ -150,23 +167,40 @@ class _Names:
             product *= self._power(self._known[key], int(count))
         return product
 
+    def plain(self, term: Any) -> Any:
+        """Divided by bases, where it has their inverses."""
+        for base, name in reversed(self.inverses.items()):
+            term = term.xreplace({name: 1 / base})
+        return term
+
     def numerator(self, difference: Any) -> Any:
         """A polynomial that is 0 just where the difference is: without inverses, and with squares of roots put in."""
-        for base, name in reversed(self.inverses.items()):
-            difference = difference.xreplace({name: 1 / base})
-        numerator = sympy.expand(sympy.fraction(sympy.together(difference))[0])
+        numerator = _fraction(self.plain(difference))[0]
         for base, name in reversed(self.roots.items()):
-            base = base.xreplace({inverse: 1 / of for of, inverse in self.inverses.items()})
-            powers = sympy.Poly(numerator, name).all_coeffs()[::-1]
-            even = sympy.Add(*[c * base ** (k // 2) for k, c in enumerate(powers) if k % 2 == 0])
-            odd = sympy.Add(*[c * base ** (k // 2) for k, c in enumerate(powers) if k % 2])
-            numerator = sympy.expand(sympy.fraction(sympy.together(even + name * odd))[0])
+            if name in numerator.free_symbols:
+                square = self.plain(base)
+                powers = sympy.Poly(sympy.expand(numerator), name).all_coeffs()[::-1]
+                numerator = sympy.Add(*[c * square ** (k // 2) * name ** (k % 2) for k, c in enumerate(powers)])
+                numerator = _fraction(numerator)[0]
         return numerator
+
+    def spelled(self, name: Any) -> str:
+        """A name, and what it stands for."""
+        meaning = self.meaning.get(name.name)
+        return name.name if meaning is None else f"{name.name} ({name.name.split('_')[0]} of {meaning})"
+
+
+def _fraction(term: Any) -> tuple[Any, Any]:
+    return sympy.fraction(sympy.together(term))  # type: ignore[no-any-return]
 
 
 def _is_zero(term: Any) -> bool:
-    """Whether a polynomial is 0 as one: z3's sum of monomials."""
-    expanded = z3.simplify(_to_z3(term, {}), som=True, som_blowup=1 << 30)
+    """Whether a polynomial is 0 as one: z3's sum of monomials, once sympy has cancelled what is divided by a name."""
+    if any(power.exp.is_negative for power in term.atoms(sympy.Pow)):
+        term = _fraction(sympy.expand(term))[0]
+    expanded = _to_z3(term, {})
+    for _ in range(2):  # once leaves numbers in the middle of products
+        expanded = z3.simplify(expanded, som=True, som_blowup=100_000)
     return bool(z3.is_rational_value(expanded) and expanded.as_fraction() == 0)
 
 
@@ -189,38 +223,35 @@ def _to_z3(term: Any, known: dict[Any, Any]) -> Any:
     return made
 
 
-def _differs(numerator: Any, names: _Names) -> dict[str, str] | None:
-    """Numbers that make a numerator other than 0; None if z3 finds none, or cannot tell.
+def _differs(numerator: Any, names: _Names, above: tuple[Any, Any] | None) -> dict[str, str] | None:
+    """Numbers that make a numerator other than 0, and no denominator 0; None if there are none.
 
-    They are distinct primes where that is possible, which z3 then only has to check.
+    They are primes where that is possible. Then z3 has to find one number for each root, of which the square is given,
+    and to check.
     """
-    free = sorted(numerator.free_symbols, key=str)
     known: dict[Any, Any] = {}
-    solver = z3.Solver()
-    solver.set("timeout", _MILLISECONDS)
-    solver.add(_to_z3(numerator, known) != 0)
-    inverses = {name: 1 / base for base, name in names.inverses.items()}
-    chosen = set(names.roots.values())
-    solver.add([_to_z3(name, known) > 0 for name in free if name in names.positive])
+    claims = [_to_z3(numerator, known) != 0]
+    claims += [_to_z3(_fraction(names.plain(base))[0], known) != 0 for base in names.inverses]
+    if above is not None:
+        claims.append(_to_z3(above[0], known) > _to_z3(above[1], known))
+    free, solved = numerator.free_symbols | names.symbols, set()
     for base, name in names.roots.items():
-        below, above = sympy.fraction(sympy.together(base.xreplace(inverses)))[::-1]
-        solver.add(_to_z3(name**2 * below - above, known) == 0, _to_z3(name, known) > 0)
-        free += sorted((below.free_symbols | above.free_symbols).difference(free), key=str)
-    for primes in (True, False):
-        solver.push()
-        if primes:
-            solver.add([_to_z3(name, known) == nextprime(5 * k) for k, name in enumerate(free) if name not in chosen])
-        if solver.check() == z3.sat:
-            return _readable(solver.model(), free, names)
-        solver.pop()
+        square, unit = _fraction(names.plain(base))
+        claims.append(_to_z3(name**2 * unit - square, known) == 0)
+        free |= {name, *square.free_symbols, *unit.free_symbols}
+        solved |= set(sorted(square.free_symbols - solved - set(names.roots.values()), key=str)[:1])
+    ordered = sorted(free, key=lambda name: (name not in names.roots.values(), str(name)))
+    claims += [_to_z3(name, known) > 0 for name in ordered if name in names.positive]
+    numbers = [nextprime(1000 // (k + 1) + 5 * k) for k in range(len(ordered))]
+    for chosen in (numbers, numbers[::-1], None):
+        pairs = dict(zip(ordered, chosen or (), strict=False))
+        given = [(_to_z3(name, known), z3.RealVal(number)) for name, number in pairs.items() if name not in solved]
+        solver = z3.Solver()
+        solver.set("timeout", _MILLISECONDS)
+        solver.add([z3.simplify(z3.substitute(claim, *given)) for claim in claims])
+        answer = solver.check()
+        if answer == z3.sat:
+            model = [(name, z3.substitute(_to_z3(name, known), *given)) for name in ordered]
+            return {names.spelled(name): str(solver.model().eval(value, True)) for name, value in model}
+    assert answer == z3.unsat, f"z3 does not know whether {numerator} = 0"
     return None
-
-
-def _readable(model: z3.ModelRef, free: Sequence[Any], names: _Names) -> dict[str, str]:
-    def spelled(name: str) -> Iterable[str]:
-        yield name
-        meaning = names.meaning.get(name)
-        if meaning is not None:
-            yield f"({name.split('_')[0]} of {meaning})"
-
-    return {" ".join(spelled(name.name)): str(model.eval(z3.Real(name.name), True)) for name in free}

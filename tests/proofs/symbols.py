@@ -111,7 +111,7 @@ class Symbols(TorchDispatchMode):
     """A context in which floating tensors hold formulas.
 
     above: decides a > b of two formulas; without it, comparisons raise `Undecided`.
-    largest: picks the maximum of some formulas; without it, a maximum is a symbol, of which nothing is known.
+    largest: picks the maximum of some formulas; without it, or if it is None, the maximum is a symbol of its own.
     """
 
     def __init__(
@@ -192,9 +192,12 @@ class Symbols(TorchDispatchMode):
     def _maximum(self, terms: list[Any]) -> Any:
         if len(terms) == 1:
             return terms[0]
-        if self._largest is not None:
-            return self._largest(terms)
-        return self._maxima.setdefault(frozenset(terms), sympy.Symbol(f"max{len(self._maxima)}", real=True))
+        known = self._largest(terms) if self._largest is not None else None
+        return (
+            known
+            if known is not None
+            else self._maxima.setdefault(frozenset(terms), sympy.Symbol(f"max{len(self._maxima)}", real=True))
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
