@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 FUZZ_ARGS ?= --programs 2000
 PYTEST_ARGS ?=
 
-.PHONY: venv test test-all lint types pytest docs pages fuzz demo gpu-test gpu-sanitize clean
+.PHONY: venv test test-all lint types pytest prove docs pages fuzz demo gpu-test gpu-sanitize clean
 
 venv: $(STAMP)
 
@@ -36,6 +36,10 @@ types: $(STAMP)
 # One thread per worker: two workers that each start a thread per core would only get in each other's way.
 pytest: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 $(PYTEST_ARGS)
+
+# The identities that operators, forms and fusions rest on: all of them, with those marked thorough.
+prove: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu" tests/proofs $(PYTEST_ARGS)
 
 # The site, in site/. A broken link or anchor is an error.
 docs: export NO_MKDOCS_2_WARNING = 1
