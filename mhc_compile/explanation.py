@@ -24,8 +24,9 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     compiled and nothing is kept. If the model is compiled, its original code is looked at. After two seconds, a
     terminal shows the progress.
 
-    Dynamo starts as in a new process. What was compiled before does not count for its recompile limit. Functions that
-    Dynamo gave up on earlier are tried again; afterwards they still run eagerly.
+    What was compiled before does not count for Dynamo's recompile limit. Functions that Dynamo gave up on earlier are
+    tried again; afterwards they still run eagerly. Only the sizes that Dynamo has seen are kept, before and after: one
+    that changes is dynamic from then on.
 
     Raises TypeError if model is a class, or cannot be called.
     """
