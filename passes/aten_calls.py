@@ -55,7 +55,7 @@ def record(run: Callable[[list[torch.Tensor]], Any], inputs: list[torch.Tensor],
     # Values of nodes that were copied share a fake tensor; here each needs a value of its own.
     stand_ins = [torch.ops.aten.alias.default(tensor) for tensor in inputs]
     recorder = _Recorder(stand_ins)
-    with mode, compat.composites_in_python(inputs), recorder:
+    with mode, compat.composites_in_python(), recorder:
         result = run(stand_ins)
     return Recording(tuple(recorder.calls), recorder.slots(result), recorder.alive)
 

@@ -193,16 +193,15 @@ def another_fake(tensor: Any) -> torch.Tensor:
     return made.requires_grad_(tensor.requires_grad)
 
 
-def composites_in_python(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[Any]:
-    """Where a size of these is symbolic: composite operators as torch writes them in Python.
+def composites_in_python() -> AbstractContextManager[Any]:
+    """Composite operators as torch writes them in Python, which is how Inductor takes them apart.
 
-    In C++, torch 2.11 asks for the numbers, in linear and in matmul for example, and so binds the graph to them.
+    In C++, dropout is made of other calls, and torch 2.11 asks for the numbers of symbolic sizes, in linear and in
+    matmul for example, and so binds the graph to them.
     """
-    if any(isinstance(size, torch.SymInt) for tensor in tensors for size in tensor.shape):
-        from torch._dispatch.python import enable_python_dispatcher
+    from torch._dispatch.python import enable_python_dispatcher
 
-        return enable_python_dispatcher()
-    return contextlib.nullcontext()
+    return enable_python_dispatcher()
 
 
 class FloatWatch:

@@ -159,7 +159,7 @@ def _implementation(
 
 
 def _trace(call: Callable[..., Any], values: list[torch.Tensor]) -> fx.GraphModule:
-    with compat.fake_mode_of(values[0]), torch.no_grad(), compat.composites_in_python(values):
+    with compat.fake_mode_of(values[0]), torch.no_grad(), compat.composites_in_python():
         body: fx.GraphModule = make_fx(call, compat.inductor_decompositions())(*values)
     for node in body.graph.nodes:
         if _takes_addresses(node):

@@ -9,6 +9,7 @@ move them.
 from __future__ import annotations
 
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from mhc_compile import compat
 from mhc_compile.passes.plan.sites import Decline, MixSite, Rows
@@ -37,16 +38,35 @@ def reached_by_gradients(shadow: Shadow) -> set[fx.Node]:
     """The nodes to which a gradient can come back from the graph's results, as far as the graph decides that."""
     found: set[fx.Node] = set()
     writing = {node for node, _ in shadow.writes}
+    taken = _values_taken(shadow)
 
-    def passes_on(user: fx.Node) -> bool:
+    def passes_on(user: fx.Node, node: fx.Node) -> bool:
         if user.op == "output" or user in writing or not compat.is_plain_call(user):
             return True
-        return user in found and any(tensor.requires_grad for tensor in tensors_of(user))
+        if not (user in found and any(tensor.requires_grad for tensor in tensors_of(user))):
+            return False
+        held = _held(shadow, node)  # `expand_as` is given a tensor for its shape alone
+        return user not in taken or not held or not held.isdisjoint(taken[user])
 
     for node in reversed(shadow.graph.nodes):
-        if any(passes_on(user) for user in node.users):
+        if any(passes_on(user, node) for user in node.users):
             found.add(node)
     return found
+
+
+def _values_taken(shadow: Shadow) -> dict[fx.Node, set[Value]]:
+    """The values that the calls of a node compute with, and those that it hands on as they are."""
+    taken: dict[fx.Node, set[Value]] = {}
+    for op in shadow.ops:
+        if op.node not in taken:
+            taken[op.node] = _held(shadow, op.node)
+        taken[op.node].update(op.sources)
+    return taken
+
+
+def _held(shadow: Shadow, node: fx.Node) -> set[Value]:
+    value = shadow.values.get(node)
+    return {leaf for leaf in ([value] if isinstance(value, Value) else tree_leaves(value)) if isinstance(leaf, Value)}
 
 
 def is_reached(reached: set[fx.Node], value: Value) -> bool:

@@ -15,6 +15,20 @@ from tests.zoo.check import rewriting
 N, C = 4, 8
 
 
+# What takes the layer's input for its shape, dtype or device alone.
+SHAPES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "expand_as": lambda constant, u: constant.expand_as(u),
+    "view_as": lambda constant, u: constant.expand(2, 3, C).contiguous().view_as(u),
+    "reshape_as": lambda constant, u: constant.expand(2, 3, C).reshape_as(u),
+    "type_as": lambda constant, u: constant.expand(2, 3, C).type_as(u),
+    "to": lambda constant, u: constant.expand(2, 3, C).to(u),
+    "size": lambda constant, u: constant.expand(u.shape),
+    "new": lambda constant, u: constant * u.new_ones(u.shape),
+    "like": lambda constant, u: constant + torch.zeros_like(u),
+    "compared": lambda constant, u: torch.where(u > 0, constant, 2 * constant),
+}
+
+
 class Sublayer(nn.Module):
     """A connection whose gates have parameters of their own; `cut` says to which of them no gradient comes back."""
 
@@ -45,6 +59,8 @@ class Sublayer(nn.Module):
         elif self.cut == "layer without grad":
             with torch.no_grad():
                 f = f * 1.0
+        elif self.cut in SHAPES:
+            f = SHAPES[self.cut](self.layer.bias, u)
         elif self.cut == "h_res":
             m = m.detach()
         elif self.cut == "all gates":
@@ -63,7 +79,7 @@ def _gradients(call: Callable[[Tensor], Tensor], model: nn.Module) -> dict[str, 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("cut", ["nowhere", "detached layer", "layer without grad", "h_res", "all gates"])
+@pytest.mark.parametrize("cut", ["nowhere", "detached layer", "layer without grad", "h_res", "all gates", *SHAPES])
 def test_what_has_no_gradient_has_none(cut: str, apart: bool, norm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes, "INPUT_NORMS", True)
     torch.manual_seed(0)

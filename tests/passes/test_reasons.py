@@ -387,7 +387,7 @@ NEIGHBOURS: list[tuple[type[Sublayer], str, str, str]] = [
     (ChannelsApart, "expand_combine", "would need a copy of the streams", "write"),
     (SquashedBeforeAdded, "expand_combine", "without adding a product with h_post in the same sum", "write"),
     (DropoutOfMixed, "expand_combine", "with h_post in the same sum (it goes into dropout)", "write"),
-    (DropoutOfWritten, "expand_combine", "than h_post times one tensor [..., C] (made by mul and dropout)", "write"),
+    (DropoutOfWritten, "expand_combine", "than h_post times one tensor [..., C] (made by dropout)", "write"),
     (MultipliedStreams, "expand_combine", "without adding a product with h_post in the same sum", "write"),
     (GateOfChannels, "expand_combine", "to the mixed streams something other than h_post times one tensor", "write"),
     (MaskedBetweenSteps, "sinkhorn", "and is then divided by its sums 4 more times", ""),

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 
+import mhc_compile
 from mhc_compile import compat
 from mhc_compile.passes import shadow
 from mhc_compile.passes.shadow import Shadow
+from tests.zoo.near import Sublayer
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -122,3 +126,23 @@ def test_symbolic_sizes_are_told_apart_from_constants() -> None:
     assert streams == 4
     assert tokens > 10_000  # a prime of its own, though the batch was 4 when it was traced
     assert width != 3
+
+
+class _DropsMixed(Sublayer):
+    """The mixed streams pass a dropout, and h_res is the program's own."""
+
+    def res(self, logits: Tensor) -> Tensor:
+        return logits.softmax(-1)
+
+    def write(self, x: Tensor, f: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
+        return h_post.unsqueeze(-1) * f.unsqueeze(-2) + F.dropout(h_res.mT @ x, 0.1)
+
+
+def test_explain_finds_what_the_run_finds_though_inductor_takes_composites_apart_in_python() -> None:
+    model, found = _DropsMixed(4, 6, 3, 2), []
+    for context in (contextlib.nullcontext(), enable_python_dispatcher()):
+        torch._dynamo.reset()
+        with context:
+            report = mhc_compile.explain(model, torch.randn(2, 3, 4, 6))
+        found.append([(site.op, site.reason) for site in report.sites])
+    assert found[0] == found[1]
