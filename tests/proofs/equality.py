@@ -19,6 +19,8 @@ from sympy.ntheory import nextprime
 
 # Every proof and refutation here takes less than a tenth of it.
 _MILLISECONDS = 20_000
+# exp(k * a) is a power of exp(a) for k up to this.
+_MOST = 4
 
 
 class Refuted(AssertionError):
@@ -156,7 +158,7 @@ class _Names:
             if rest == 1 and base == 2 and count.is_Integer:
                 product *= sympy.Integer(2) ** count
                 continue
-            if not count.is_Integer:
+            if not count.is_Integer or abs(count) > _MOST:
                 count, rest = (1, summand) if count > 0 else (-1, -summand)
             if isinstance(rest, sympy.log) and base == 1:
                 product *= self._power(self.of(rest.args[0]), int(count))
