@@ -13,13 +13,11 @@ import mpmath
 import numpy as np
 import sympy
 
-from tests.proofs.equality import Refuted, prove
+from tests.proofs.equality import DIGITS, Refuted, differ, prove, value
 from tests.proofs.symbols import Symbols, Terms
 
 # How often names are spelled out before two formulas count as not proved.
 _LEVELS = 6
-# Formulas that are equal differ by rounding only.
-_DIGITS = 60
 
 
 class Short(Symbols):
@@ -59,9 +57,8 @@ class Short(Symbols):
         raise AssertionError(f"{label} is not proved")
 
     def _refute(self, a: Any, b: Any, label: str) -> None:
-        with mpmath.workdps(_DIGITS):
-            one, other = self._value(a), self._value(b)
-            if abs(one - other) > mpmath.mpf(10) ** (-_DIGITS // 2) * abs(one):
+        with mpmath.workdps(DIGITS):
+            if differ(self._value(a), self._value(b)):
                 raise Refuted(label, {name: mpmath.nstr(value) for name, value in self._of_free(a - b).items()})
 
     def _of_free(self, term: Any) -> dict[str, Any]:
@@ -74,26 +71,15 @@ class Short(Symbols):
         return {str(s): self._value(s) for s in seen if s not in self.meanings and s not in self.maxima}
 
     def _value(self, term: Any) -> Any:
-        """A formula for some numbers."""
-        if term not in self._values:
-            self._values[term] = self._evaluated(term)
-        return self._values[term]
+        """A formula for some numbers, one of its own for each free symbol."""
+        return value(term, self._values, self._of_symbol)
 
-    def _evaluated(self, term: Any) -> Any:
-        if term in self.meanings:
-            return self._value(self.meanings[term])
-        if term in self.maxima:
-            return max(self._value(each) for each in self.maxima[term])
-        if term.is_Symbol:
-            return mpmath.mpf(int(sympy.prime(len(self._values) + 1000))) / 10_000  # one of its own
-        if term.is_number:
-            return mpmath.mpf(term.p) / term.q if term.is_Rational else mpmath.mpmathify(sympy.N(term, _DIGITS))
-        given = [self._value(argument) for argument in term.args]
-        if term.is_Add:
-            return mpmath.fsum(given)
-        if term.is_Mul:
-            return mpmath.fprod(given)
-        return given[0] ** given[1] if term.is_Pow else getattr(mpmath, term.func.__name__)(*given)
+    def _of_symbol(self, symbol: Any) -> Any:
+        if symbol in self.meanings:
+            return self._value(self.meanings[symbol])
+        if symbol in self.maxima:
+            return max(self._value(each) for each in self.maxima[symbol])
+        return mpmath.mpf(int(sympy.prime(len(self._values) + 1000))) / 10_000
 
     def _product(self, term: Any) -> Any:
         if term not in self._products:

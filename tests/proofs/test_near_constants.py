@@ -126,10 +126,11 @@ def _compare(changed: str, mode: str, clamp: bool, start_eps: float) -> tuple[bo
 
 
 VARIANTS = [("inside", False, 1e-6), ("outside", True, 0.0), ("clamp", False, 0.0)]
+MARKED = [VARIANTS[0], *(pytest.param(*variant, marks=pytest.mark.thorough) for variant in VARIANTS[1:])]
 
 
 @pytest.mark.parametrize("changed", CONSTANTS)
-@pytest.mark.parametrize(("mode", "clamp", "start_eps"), VARIANTS)
+@pytest.mark.parametrize(("mode", "clamp", "start_eps"), MARKED)
 def test_a_constant_is_told_apart_or_below_rounding(changed: str, mode: str, clamp: bool, start_eps: float) -> None:
     if changed == "eps of the start" and not start_eps:
         return
