@@ -25,7 +25,7 @@ from mhc_compile.ops import _register
 Terms = np.ndarray[Any, np.dtype[np.object_]]
 # Besides views, operators that move elements or make some, without a look at them.
 _MOVES = re.compile(
-    "_reshape_alias|_to_copy|_unsafe_view|arange|cat|clone|constant_pad_nd|copy|eye|index|lift_fresh|new_ones|new_zeros"
+    "_reshape_alias|_to_copy|_unsafe_view|arange|cat|clone|constant_pad_nd|copy|diag_embed|eye|index|lift_fresh|new_ones|new_zeros"
     "|ones|ones_like|stack|where|zero|zeros|zeros_like|bitwise_and|bitwise_or|bitwise_not|logical_not"
 )
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -95,6 +95,7 @@ _ARITHMETIC: dict[str, Callable[..., Terms]] = {
     "bmm": _matmul,
     "addmm": lambda a, b, c: a + _matmul(b, c),
     "baddbmm": lambda a, b, c: a + _matmul(b, c),
+    "mv": lambda a, b: _matmul(a, b[:, None])[:, 0],
     "dot": lambda a, b: _sum(a * b),
     "tanh": np.frompyfunc(sympy.tanh, 1, 1),
     "sin": np.frompyfunc(sympy.sin, 1, 1),
