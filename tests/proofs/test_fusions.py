@@ -130,7 +130,7 @@ def test_fusions_of_shifted_boundaries(order: str, graphs: Callable[[str], fx.Gr
 
 
 def test_a_read_through_a_write() -> None:
-    """What a fused read computes of f and x: one weight for f, and one for each stream, made of the three gates."""
+    """A read of new streams needs f and the old streams alone: with one weight for f, and one for each stream."""
     symbols = Symbols()
     f, post, x, res, pre = (symbols.tensor(name, 1, *size) for name, size in zip("fpxhg", SIZES, strict=True))
     with symbols:
