@@ -11,14 +11,20 @@ after both sides were multiplied by their denominators. So a proof holds whereve
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import mpmath
 import sympy
 import z3
 from sympy.ntheory import nextprime
 
 # Every proof and refutation here takes less than a tenth of it.
 _MILLISECONDS = 20_000
+# Values that are equal differ by rounding only.
+DIGITS = 60
+# exp(k * a) is a power of exp(a) for k up to this.
+_MOST = 4
 
 
 class Refuted(AssertionError):
@@ -65,8 +71,42 @@ def _prove(left: Any, right: Any, label: str, above: tuple[Any, Any] | None) -> 
     if _is_zero(numerator):
         return
     model = _differs(numerator, names, above)
-    if model is not None:
-        raise Refuted(label, model)
+    if model is None:
+        return
+    # z3 is free to choose exp(a), whatever a is. So the formulas are evaluated, for its numbers and for others.
+    free = sorted(left.free_symbols | right.free_symbols, key=str)
+    small = {name: sympy.Rational(nextprime(7 * k), 50) for k, name in enumerate(free)}
+    for numbers in (small | model, small if above is None else small | model):
+        with mpmath.workdps(DIGITS):
+            values = {name: mpmath.mpf(number.p) / number.q for name, number in numbers.items()}
+            if differ(value(left, dict(values)), value(right, values)):
+                raise Refuted(label, {str(name): str(number) for name, number in numbers.items()})
+    raise AssertionError(f"{label} may differ, but is not seen to")
+
+
+def differ(one: Any, other: Any) -> bool:
+    """Whether two values differ by more than rounding."""
+    return bool(abs(one - other) > mpmath.mpf(10) ** (-DIGITS // 2) * max(abs(one), abs(other)))
+
+
+def value(term: Any, values: dict[Any, Any], of_symbol: Callable[[Any], Any] | None = None) -> Any:
+    """A formula in mpmath's numbers, where its symbols have values; of_symbol makes those that are not there."""
+    if term not in values:
+        given = [value(argument, values, of_symbol) for argument in term.args]
+        if term.is_Symbol:
+            assert of_symbol is not None, f"{term} has no value"
+            values[term] = of_symbol(term)
+        elif term.is_Add:
+            values[term] = mpmath.fsum(given)
+        elif term.is_Mul:
+            values[term] = mpmath.fprod(given)
+        elif term.is_Pow:
+            values[term] = given[0] ** given[1]
+        elif term.is_Rational:
+            values[term] = mpmath.mpf(term.p) / term.q
+        else:
+            values[term] = getattr(mpmath, term.func.__name__)(*given)
+    return values[term]
 
 
 class _Names:
@@ -79,7 +119,7 @@ class _Names:
         self.roots: dict[Any, Any] = {}
         self.symbols: set[Any] = set()
         self.positive: set[Any] = set()
-        self.meaning: dict[str, Any] = {}
+        self._count = 0
 
     def of(self, term: Any) -> Any:
         if term not in self._known:
@@ -105,7 +145,7 @@ class _Names:
         if isinstance(term, sympy.exp):
             return self._exponential("e", term.exp, 1)
         if isinstance(term, sympy.log):
-            return self._fresh("log", term)
+            return self._fresh("log")
         if not term.is_Pow:
             raise NotImplementedError(f"{term.func} in {term}")
         base, exponent = term.args
@@ -117,9 +157,9 @@ class _Names:
             return self._power(self._root(base if base.is_Symbol else self.of(base)), int(2 * exponent))
         raise NotImplementedError(f"the power {term}")
 
-    def _fresh(self, kind: str, meaning: Any, positive: bool = False) -> Any:
-        name = sympy.Symbol(f"{kind}_{len(self.meaning)}", real=True, positive=positive or None)
-        self.meaning[name.name] = meaning
+    def _fresh(self, kind: str, positive: bool = False) -> Any:
+        name = sympy.Symbol(f"{kind}_{self._count}", real=True, positive=positive or None)
+        self._count += 1
         if positive:
             self.positive.add(name)
         return name
@@ -136,14 +176,14 @@ class _Names:
                 factors *= self.roots[known] ** (-2 * power)
                 continue
             if known.is_Add and known not in self.inverses:
-                self.inverses[known] = self._fresh("inverse", known)
+                self.inverses[known] = self._fresh("inverse")
             factors *= self.inverses.get(known, 1 / known) ** power
         return (factors * below / content) ** -exponent
 
     def _root(self, base: Any) -> Any:
         base = sympy.expand(base)
         if base not in self.roots:
-            self.roots[base] = self._fresh("root", base, positive=True)
+            self.roots[base] = self._fresh("root", positive=True)
             if base.is_Symbol:
                 self._known[base] = self.roots[base] ** 2
         return self.roots[base]
@@ -156,14 +196,14 @@ class _Names:
             if rest == 1 and base == 2 and count.is_Integer:
                 product *= sympy.Integer(2) ** count
                 continue
-            if not count.is_Integer:
+            if not count.is_Integer or abs(count) > _MOST:
                 count, rest = (1, summand) if count > 0 else (-1, -summand)
             if isinstance(rest, sympy.log) and base == 1:
                 product *= self._power(self.of(rest.args[0]), int(count))
                 continue
             key = (kind, rest)
             if key not in self._known:
-                self._known[key] = self._fresh(kind, rest, positive=True)
+                self._known[key] = self._fresh(kind, positive=True)
             product *= self._power(self._known[key], int(count))
         return product
 
@@ -183,11 +223,6 @@ class _Names:
                 numerator = sympy.Add(*[c * square ** (k // 2) * name ** (k % 2) for k, c in enumerate(powers)])
                 numerator = _fraction(numerator)[0]
         return numerator
-
-    def spelled(self, name: Any) -> str:
-        """A name, and what it stands for."""
-        meaning = self.meaning.get(name.name)
-        return name.name if meaning is None else f"{name.name} ({name.name.split('_')[0]} of {meaning})"
 
 
 def _fraction(term: Any) -> tuple[Any, Any]:
@@ -223,7 +258,7 @@ def _to_z3(term: Any, known: dict[Any, Any]) -> Any:
     return made
 
 
-def _differs(numerator: Any, names: _Names, above: tuple[Any, Any] | None) -> dict[str, str] | None:
+def _differs(numerator: Any, names: _Names, above: tuple[Any, Any] | None) -> dict[Any, Any] | None:
     """Numbers that make a numerator other than 0, and no denominator 0; None if there are none.
 
     They are primes where that is possible. Then z3 has to find one number for each root, of which the square is given,
@@ -251,7 +286,14 @@ def _differs(numerator: Any, names: _Names, above: tuple[Any, Any] | None) -> di
         solver.add([z3.simplify(z3.substitute(claim, *given)) for claim in claims])
         answer = solver.check()
         if answer == z3.sat:
-            model = [(name, z3.substitute(_to_z3(name, known), *given)) for name in ordered]
-            return {names.spelled(name): str(solver.model().eval(value, True)) for name, value in model}
+            found = {name: z3.substitute(_to_z3(name, known), *given) for name in names.symbols}
+            return {name: _rational(solver.model().eval(number, True)) for name, number in found.items()}
     assert answer == z3.unsat, f"z3 does not know whether {numerator} = 0"
     return None
+
+
+def _rational(number: Any) -> Any:
+    """A number of z3's as a fraction; one that is a root, nearly."""
+    if z3.is_algebraic_value(number):
+        number = number.approx(2 * DIGITS)
+    return sympy.Rational(number.numerator_as_long(), number.denominator_as_long())

@@ -25,7 +25,7 @@ from mhc_compile.ops import _register
 Terms = np.ndarray[Any, np.dtype[np.object_]]
 # Besides views, operators that move elements or make some, without a look at them.
 _MOVES = re.compile(
-    "_reshape_alias|_to_copy|_unsafe_view|arange|cat|clone|constant_pad_nd|copy|eye|index|lift_fresh|new_ones|new_zeros"
+    "_reshape_alias|_to_copy|_unsafe_view|arange|cat|clone|constant_pad_nd|copy|diag_embed|eye|index|lift_fresh|new_ones|new_zeros"
     "|ones|ones_like|stack|where|zero|zeros|zeros_like|bitwise_and|bitwise_or|bitwise_not|logical_not"
 )
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -68,7 +68,7 @@ def _logsumexp(terms: Terms, dims: Any, keepdim: bool = False) -> Terms:
     return _log(_sum(_exp(terms), dims, keepdim))
 
 
-def _mean(terms: Terms, dims: Any = None, keepdim: bool = False, dtype: Any = None) -> Terms:
+def _mean(terms: Terms, dims: Any = None, keepdim: bool = False) -> Terms:
     total = _sum(terms, dims, keepdim)
     return total * sympy.Rational(total.size, terms.size)
 
@@ -89,13 +89,17 @@ _ARITHMETIC: dict[str, Callable[..., Terms]] = {
     "log": _log,
     "sigmoid": lambda a: 1 / (1 + _exp(-a)),
     "addcmul": lambda a, b, c, value=1: a + value * b * c,
-    "sum": lambda a, dims=None, keepdim=False, dtype=None: _sum(a, dims, keepdim),
+    "sum": lambda a, dims=None, keepdim=False: _sum(a, dims, keepdim),
     "mean": _mean,
     "mm": _matmul,
     "bmm": _matmul,
     "addmm": lambda a, b, c: a + _matmul(b, c),
     "baddbmm": lambda a, b, c: a + _matmul(b, c),
+    "mv": lambda a, b: _matmul(a, b[:, None])[:, 0],
     "dot": lambda a, b: _sum(a * b),
+    "tanh": np.frompyfunc(sympy.tanh, 1, 1),
+    "sin": np.frompyfunc(sympy.sin, 1, 1),
+    "cos": np.frompyfunc(sympy.cos, 1, 1),
     # No shift by a maximum: it cancels, and is there against overflow.
     "_softmax": _softmax,
     "_log_softmax": _log_softmax,
@@ -105,6 +109,11 @@ _ARITHMETIC: dict[str, Callable[..., Terms]] = {
 
 class Undecided(Exception):
     """A comparison that the assumptions of a proof do not decide."""
+
+
+def in_range(a: Any, b: Any) -> bool:
+    """Decides comparisons with bounds that keep numbers in the range of a dtype: formulas are between these."""
+    return bool(a.is_number and a > 0) or bool(b.is_number and b < 0)
 
 
 class Symbols(TorchDispatchMode):
@@ -126,6 +135,8 @@ class Symbols(TorchDispatchMode):
         self._terms: list[Any] = []
         self._places: dict[Any, int] = {}
         self._named: dict[float, sympy.Symbol] = {}
+        # Symbols that are maxima, and of which formulas.
+        self.maxima: dict[sympy.Symbol, frozenset[Any]] = {}
         self._maxima: dict[frozenset[Any], sympy.Symbol] = {}
         self._place(sympy.Integer(0))
         self._place(sympy.Integer(1))
@@ -193,11 +204,11 @@ class Symbols(TorchDispatchMode):
         if len(terms) == 1:
             return terms[0]
         known = self._largest(terms) if self._largest is not None else None
-        return (
-            known
-            if known is not None
-            else self._maxima.setdefault(frozenset(terms), sympy.Symbol(f"max{len(self._maxima)}", real=True))
-        )
+        if known is not None:
+            return known
+        name = self._maxima.setdefault(frozenset(terms), sympy.Symbol(f"max{len(self._maxima)}", real=True))
+        self.maxima[name] = frozenset(terms)
+        return name
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -218,13 +229,17 @@ class Symbols(TorchDispatchMode):
         if func.is_view or _MOVES.fullmatch(plain):
             return self._moved(func, args, kwargs)
         operands = [self._operand(argument) for argument in args]
-        named = {key: self._operand(value) for key, value in kwargs.items()}
+        named = {key: self._operand(value) for key, value in kwargs.items() if key not in ("dtype", "device", "layout")}
         result = self._computed(plain, operands, named)
         if isinstance(result, Tensor):
             return result
-        dtype = next(argument.dtype for argument in args if isinstance(argument, Tensor))
-        out = self.of(result, dtype)
+        dtype = kwargs.get("dtype") or next(argument.dtype for argument in args if isinstance(argument, Tensor))
+        out = self.of(self.made(result), dtype)
         return out if written is None else written.copy_(out)
+
+    def made(self, terms: Terms) -> Terms:
+        """What is kept of formulas that an operator has made."""
+        return terms
 
     def _moved(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
