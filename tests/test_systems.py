@@ -31,6 +31,7 @@ importlib.util.find_spec = lambda name, *rest: None if name.partition(".")[0] ==
 # torch, and the packages that it uses, ask for the system while they are imported. They are those of Linux here.
 IMPORT_TORCH = """
 import filelock, os, torch, torch._dynamo, torch._inductor.codecache, torch._inductor.compile_fx
+import torch.fx.experimental.validator  # z3, where it is installed
 """
 WINDOWS = """
 sys.platform = "win32"
