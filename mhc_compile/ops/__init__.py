@@ -4,7 +4,8 @@ The operators of the namespace return, besides what the wrappers return, h and m
 compute them; each has its gradient in an operator `mhc::<name>_backward` of its own.
 """
 
-from mhc_compile.ops import _launch, _loops, _sharding  # noqa: F401  (registers them)
+from mhc_compile import compat
+from mhc_compile.ops import _launch, _loops  # noqa: F401  (registers them)
 from mhc_compile.ops._checks import typed
 from mhc_compile.ops.aggregate import aggregate
 from mhc_compile.ops.boundary import boundary
@@ -39,4 +40,11 @@ __all__ = [
 for _name in __all__:
     globals()[_name] = typed(globals()[_name])
 
-_sharding.install()
+
+def _rules_of_dtensors() -> None:
+    from mhc_compile.ops import _sharding
+
+    _sharding.register_rules()
+
+
+compat.when_dtensors_exist(_rules_of_dtensors)

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from mhc_compile.forms import Gates, Rms, Sinkhorn
-from mhc_compile.ops import _sharding
 from mhc_compile.ops._checks import check_present
 from mhc_compile.ops._transforms import install
+
+# The operators and their gradients, in the order in which they are defined.
+OPERATORS: list[tuple[Any, Any]] = []
 
 _FORMS: dict[str, type[Rms] | type[Gates] | type[Sinkhorn]] = {
     "rms": Rms,
@@ -212,7 +214,7 @@ def differentiate(
     _refuse_double_backward(backward_operator)
     install(operator)
     install(backward_operator)
-    _sharding.OPERATORS.append((operator, backward_operator))
+    OPERATORS.append((operator, backward_operator))
 
 
 def _refuse_double_backward(operator: Any) -> None:

@@ -27,6 +27,7 @@ from torch import Tensor
 from mhc_compile import compat
 from mhc_compile.ops import _channels
 from mhc_compile.ops._checks import shape_text
+from mhc_compile.ops._register import OPERATORS
 from mhc_compile.ops._transforms import is_of_tokens
 
 log = logging.getLogger(__name__)
@@ -39,16 +40,9 @@ _REDUCTIONS = ("sum", "avg", "max", "min", "product")
 # A plan in the place of a placement: each rank has a part of the channels of all tokens.
 CHANNELS = "channels"
 
-# The operators and their gradients, in the order in which they are defined.
-OPERATORS: list[tuple[Any, Any]] = []
 
-
-def install() -> None:
-    """Register the rules of all operators once the program has DTensors."""
-    compat.when_dtensors_exist(_register_rules)
-
-
-def _register_rules() -> None:
+def register_rules() -> None:
+    """Register the rules of all operators. The program has DTensors by now."""
     from torch.distributed.tensor import DTensor
 
     for forward, backward in OPERATORS:
