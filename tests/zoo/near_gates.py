@@ -315,7 +315,7 @@ def start_with_clipped_gradient(self: Sublayer, logits: Tensor) -> Tensor:
 def sinkhorn_whose_clamp_binds_on_a_sunk_row(self: Sublayer, logits: Tensor) -> Tensor:
     """Without a shift, exp of a low row is below the clamp: its sum is not brought to one."""
     sunk = torch.zeros_like(logits)
-    sunk[..., 0, :] = -100.0
+    sunk[..., 0, :] = -80.0
     m = torch.exp(logits + sunk)
     for _ in range(3):
         m = m / m.sum(-1, keepdim=True).clamp_min(1e-30)
