@@ -40,16 +40,18 @@ def reached_by_gradients(shadow: Shadow) -> set[fx.Node]:
     writing = {node for node, _ in shadow.writes}
     taken = _values_taken(shadow)
 
-    def passes_on(user: fx.Node, node: fx.Node) -> bool:
+    def passes_on(user: fx.Node, held: set[Value]) -> bool:
         if user.op == "output" or user in writing or not compat.is_plain_call(user):
             return True
         if not (user in found and any(tensor.requires_grad for tensor in tensors_of(user))):
             return False
-        held = _held(shadow, node)  # `expand_as` is given a tensor for its shape alone
-        return user not in taken or not held or not held.isdisjoint(taken[user])
+        # `expand_as` is given a tensor for its shape alone; `to` may make no call, and hand on what it is called on.
+        used = taken.get(user) or _held(shadow, user)
+        return not used or not held or not held.isdisjoint(used)
 
     for node in reversed(shadow.graph.nodes):
-        if any(passes_on(user, node) for user in node.users):
+        held = _held(shadow, node)
+        if any(passes_on(user, held) for user in node.users):
             found.add(node)
     return found
 
