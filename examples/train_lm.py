@@ -99,7 +99,9 @@ class Trainer:
         self.stages = self.parallel.divide(self.model, options.schedule)
         self._compile()
         self.trained = [self.parallel.average(stage) for stage in self.stages]
-        self.pipeline = self.parallel.pipeline(self.trained, options.schedule, device, options.batch // self._parts)
+        self.pipeline = self.parallel.pipeline(
+            self.trained, options.schedule, device, options.batch // self.parallel.parts
+        )
         self.parameters = [p for stage in self.trained for p in stage.parameters()]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
         self.text, self.step = Text(options.seed), 0
@@ -107,9 +109,8 @@ class Trainer:
     def _check(self) -> None:
         if self.options.judge and dist.is_initialized():
             raise ValueError("--judge: compares a whole model with float64, so it takes one process, without torchrun")
-        self._parts = self.parallel.size("ddp") * self.parallel.size("fsdp")
-        if self.options.batch % self._parts:
-            raise ValueError(f"--batch: {self.options.batch} rows do not divide into {self._parts} parts")
+        if self.options.batch % self.parallel.parts:
+            raise ValueError(f"--batch: {self.options.batch} rows do not divide into {self.parallel.parts} parts")
 
     def _compile(self) -> None:
         if self.options.compile == "eager":

@@ -14,15 +14,15 @@ ROOT = Path(__file__).parents[1]
 Seen = dict[str, list[dict[str, Any]]]
 
 
-def run_job(module: str, folder: Path, ranks: int, *scenarios: str) -> Seen:
-    """What each rank saw in each scenario; a job that hangs fails the test."""
+def run_job(module: str, folder: Path, ranks: int, *scenarios: str, seconds: int = 180) -> Seen:
+    """What each rank saw in each scenario; a job that hangs fails the test. Each number of ranks has its store."""
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),
     }
-    store = str(folder / "store")
+    store = str(folder / f"store of {ranks}")
     jobs = [
         subprocess.Popen(
             [sys.executable, "-m", module, str(rank), str(ranks), store, *scenarios],
@@ -35,11 +35,12 @@ def run_job(module: str, folder: Path, ranks: int, *scenarios: str) -> Seen:
         for rank in range(ranks)
     ]
     try:
-        outputs = [job.communicate(timeout=180) for job in jobs]
+        outputs = [job.communicate(timeout=seconds) for job in jobs]
     finally:
         for job in jobs:
             job.kill()
     for job, (_, errors) in zip(jobs, outputs, strict=True):
         assert job.returncode == 0, errors[-3000:]
-    seen = [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out, _ in outputs]
+    # Libraries print dicts of Python's, with single quotes.
+    seen = [[json.loads(line) for line in out.splitlines() if line.startswith('{"')] for out, _ in outputs]
     return {name: [of_rank[i] for of_rank in seen] for i, name in enumerate(scenarios)}

@@ -1,4 +1,4 @@
-"""One rank of a job that trains with FSDP2 or DDP: `python -m tests.sharded RANK RANKS FOLDER NAME...`.
+"""One rank of a job that trains with FSDP2 or DDP: `python -m tests.sharded RANK RANKS FILE NAME...`.
 
 It prints a line of JSON for each named case. All ranks know the rows of all: each compares its gradients with those of
 one process for all rows, against float64.
@@ -471,11 +471,11 @@ def in_ddp(*, checkpointed: bool = False, **kwargs: Any) -> dict[str, Any]:
     }
 
 
-def main(rank: int, ranks: int, folder: Path, names: list[str]) -> None:
-    """Print a line of JSON for each case."""
+def main(rank: int, ranks: int, file: Path, names: list[str]) -> None:
+    """Print a line of JSON for each case. file is the ranks' store; cases keep what they write beside it."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / f"store of {ranks}"), ranks)
+    store, folder = dist.FileStore(str(file), ranks), file.parent
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
     cases: dict[str, Callable[[], dict[str, Any]]] = {
         "eager": lambda: compared(Setting()),

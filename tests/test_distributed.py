@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,41 +17,18 @@ import mhc_compile
 from mhc_compile.distributed import replicate
 from mhc_compile.nn import HyperHead
 from tests import sharded
+from tests.jobs import Seen, run_job
 from tests.sharded import LAYERS, WIDTH
 
-ROOT = Path(__file__).parents[1]
 LAYER = ["expand_combine", "generate_mix_and_aggregate"]
 # phi, scale and bias of each layer and of the head.
 REPLICAS = 3 * (LAYERS + 1)
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
-Seen = dict[str, list[dict[str, Any]]]
-
 
 def _job(folder: Path, ranks: int, *cases: str) -> Seen:
-    """What each rank saw in each case; a job that hangs fails the test."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    jobs = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.sharded", str(rank), str(ranks), str(folder), *cases],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        outputs = [job.communicate(timeout=240) for job in jobs]
-    finally:
-        for job in jobs:
-            job.kill()
-    for job, (_, errors) in zip(jobs, outputs, strict=True):
-        assert job.returncode == 0, errors[-3000:]
-    seen = [[json.loads(line) for line in out.splitlines() if line.startswith('{"')] for out, _ in outputs]
-    return {name: [of_rank[i] for of_rank in seen] for i, name in enumerate(cases)}
+    return run_job("tests.sharded", folder, ranks, *cases, seconds=240)
 
 
 SHARDED = {

@@ -66,7 +66,7 @@ class Parallel:
             return cls({})
         sizes = sizes_of(text or "ddp", dist.get_world_size())
         pp, cp, tp = (sizes.get(name, 1) for name in ("pp", "cp", "tp"))
-        rows = sizes.get("ddp", 1) * sizes.get("fsdp", 1)
+        rows = cls(sizes).parts
         mesh = init_device_mesh(device, (pp, rows * cp, tp), mesh_dim_names=("pp", "data", "tp"))
         tokens = init_device_mesh(device, (pp, rows, cp, tp), mesh_dim_names=("pp", "rows", "cp", "tp"))
         return cls(sizes, mesh, tokens)
@@ -81,6 +81,11 @@ class Parallel:
         return self.tokens.get_local_rank(name)
 
     @property
+    def parts(self) -> int:
+        """Into how many parts the rows of a step are divided."""
+        return self.size("ddp") * self.size("fsdp")
+
+    @property
     def is_last_stage(self) -> bool:
         return self.rank("pp") == self.size("pp") - 1
 
@@ -88,7 +93,7 @@ class Parallel:
         """The rows of this process, of all that belong to a step, and of these its tokens."""
         if self.tokens is None:
             return rows
-        mine = rows.chunk(self.tokens.size(1))[self.rank("rows")]
+        mine = rows.chunk(self.parts)[self.rank("rows")]
         return mine.chunk(self.size("cp"), 1)[self.rank("cp")]
 
     @property
