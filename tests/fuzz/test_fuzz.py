@@ -200,3 +200,21 @@ def test_three_times_the_error_is_luck_where_few_of_a_thousand_inputs_make_it(
     sizes = [1.0 if heavy and at else 1e6 for at in range(inputs)]
     errors = [({"result 0": 1e12}, {"result 0": size}, {"result 0": 9 * size}) for size in sizes]
     assert bool(judge.judged(errors, results, judge.AGAIN)) == wrong
+
+
+@pytest.mark.parametrize(("places", "wrong"), [({0}, False), ({0, 12}, True)])
+def test_a_fault_of_few_inputs_shows_in_others_too(
+    places: set[int], wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rewritten program's error is far too large at these places of all inputs, of which a round has 12."""
+    evaluate, seen = judge.evaluate, iter(range(1000))
+
+    def evaluated(call: Any, module: Any, given: Any, program: Program, wide: bool) -> Any:
+        found = evaluate(call, module, given, program, wide)
+        if call is not module and not wide and next(seen) in places:
+            found.results["output 0"].add_(1e-3)
+        return found
+
+    monkeypatch.setattr(judge, "INPUTS", (12,))
+    monkeypatch.setattr(judge, "evaluate", evaluated)
+    assert ("output 0" in (check(PLAIN).complaint or "")) == wrong
