@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import subprocess
 import sys
@@ -44,6 +45,9 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
             env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         )
         assert done.returncode == 0, done.stderr[-3000:]
+        summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
+        assert summary["processes"] == processes
+        assert summary["tokens_per_second"] > 0
         with (out / "losses.csv").open() as file:
             return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)], done.stdout
 
@@ -94,6 +98,13 @@ def test_compiled_blocks_train_as_one_process(train: Train, alone: Rows, paralle
     rows, told = train("--compile", "mhc", "--parallel", parallel, processes=2)
     _assert_equal(rows, alone)
     assert "mhc: 4 of 4 hyper-connection sites rewritten" in told or "mhc: 8 of 8" in told, told
+
+
+@pytest.mark.thorough
+def test_plain_residual_connections_to_compare_with(train: Train) -> None:
+    rows, told = train("--variant", "plain")
+    _assert_equal(rows, train(*EAGER, "--variant", "plain")[0])
+    assert "mhc: 0 of 0" in told, told
 
 
 @pytest.mark.thorough

@@ -122,4 +122,21 @@ class Kronecker(Connection):
         return product
 
 
-VARIANTS = {"mhc": Connection, "v41": ReadsWithPreviousGates, "hc": Tanh, "krom": Kronecker}
+class Plain(nn.Module):
+    """No hyper-connection, but a residual connection, to compare with. It has one stream."""
+
+    def __init__(self, layer: nn.Module, width: int, n: int) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        return (x + self.layer(x.squeeze(-2)).unsqueeze(-2),)
+
+
+VARIANTS: dict[str, type[nn.Module]] = {
+    "mhc": Connection,
+    "v41": ReadsWithPreviousGates,
+    "hc": Tanh,
+    "krom": Kronecker,
+    "plain": Plain,
+}

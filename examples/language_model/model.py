@@ -32,6 +32,7 @@ SIZES = {
     "small": Config(layers=12, width=768, heads=12, context=1024),
     "medium": Config(layers=24, width=1024, heads=16, context=1024),
     "1b": Config(layers=20, width=2048, heads=16, context=2048),
+    "wide": Config(layers=8, width=4096, heads=32, context=2048),
 }
 
 
@@ -134,8 +135,9 @@ class LanguageModel(nn.Module):
     def begin(self, ids: Tensor) -> tuple[Tensor, ...]:
         """The streams; for `v41` also the gates of the first read."""
         assert self.embedding is not None
-        x = expand(self.embedding(ids).to(self.dtype), self.config.streams)
-        gates = torch.full(x.shape[:-1], 1 / self.config.streams, device=x.device)
+        streams = 1 if self.config.variant == "plain" else self.config.streams
+        x = expand(self.embedding(ids).to(self.dtype), streams)
+        gates = torch.full(x.shape[:-1], 1 / streams, device=x.device)
         return (x, gates) if self.config.variant == "v41" else (x,)
 
     def end(self, x: Tensor, *gates: Tensor) -> Tensor:

@@ -1,0 +1,289 @@
+"""Weak scaling of `examples/train_lm.py`: the same tokens a GPU on 1, 2, 4 and 8 GPUs of one host.
+
+    python -m benchmarks.scaling --out results/h100-x4-scaling.json    # runs that fit beside each other run at once
+    python -m benchmarks.scaling table results/h100-x4-scaling.json
+    python -m benchmarks.scaling plot results/h100-x4-scaling.json     # pip install '.[bench]'
+
+Each run is a process, or a job of torchrun, of its own. What hyper-connections cost is the difference to the same model
+with plain residual connections, compiled by Inductor. A last part trains a small model with the same rows under each
+division, and compares losses with those of one GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import report
+from benchmarks.measure import ROOT
+
+DIVISIONS = ("", "fsdp=2", "tp=2", "pp=2", "ddp=2", "cp=2", "fsdp=4", "tp=4", "fsdp=2,tp=2", "fsdp=8", "fsdp=4,tp=2")
+# How sublayers and connections are compiled. `plain` has residual connections, and is compiled by Inductor.
+MODES = {
+    "mhc": ("--compile", "mhc"),
+    "inductor": ("--compile", "inductor"),
+    "plain": ("--compile", "inductor", "--variant", "plain"),
+    "eager": ("--compile", "eager"),
+}
+ROWS = 4  # of each GPU
+LOSSES = ("--size", "small", "--compile", "mhc", "--batch", "8")
+
+
+def gpus_of(division: str) -> int:
+    return math.prod(int(part.partition("=")[2]) for part in division.split(",") if part)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of the example. part: `speed`, or `losses` with the same rows for all divisions."""
+
+    part: str
+    division: str
+    mode: str
+    arguments: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def gpus(self) -> int:
+        return gpus_of(self.division)
+
+
+def plan(gpus: int, size: str, layers: int | None, steps: int) -> list[Job]:
+    """What to run with so many GPUs: one mode after the other, with the largest jobs first, so that they pack well."""
+    fixed = ("--size", size, "--steps", str(steps), *(("--layers", str(layers)) if layers else ()))
+    jobs = [
+        Job("speed", division, mode, (*fixed, *MODES[mode], "--batch", str(ROWS * gpus_of(division))))
+        for mode in MODES
+        for division in DIVISIONS
+    ]
+    jobs += [Job("losses", division, "mhc", (*LOSSES, "--steps", str(steps))) for division in DIVISIONS]
+    order = [*MODES]
+    return sorted(
+        (job for job in jobs if job.gpus <= gpus),
+        key=lambda job: (job.part == "losses", order.index(job.mode), -job.gpus),
+    )
+
+
+class Running:
+    """A job that has begun, on GPUs of its own."""
+
+    def __init__(self, job: Job, devices: Sequence[int], example: Path, limit: float) -> None:
+        self.job, self.devices, self.end = job, devices, time.monotonic() + limit
+        self.folder = tempfile.TemporaryDirectory(prefix="scaling-")
+        self.log = (Path(self.folder.name) / "log").open("w+", encoding="utf-8")
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(job.gpus)]
+        arguments = [*job.arguments, "--out", self.folder.name, *(["--parallel", job.division] if job.division else [])]
+        self.process = subprocess.Popen(
+            [sys.executable, *(launcher if job.division else []), str(example), *arguments],
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+            env=os.environ
+            | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        )
+
+    def result(self) -> dict[str, Any] | None:
+        """What came of it; None while it runs."""
+        late = False
+        if self.process.poll() is None:
+            if time.monotonic() < self.end:
+                return None
+            late = True
+            self.process.terminate()  # torchrun ends its workers, too
+            self.process.wait(60)
+        self.log.seek(0)
+        said = self.log.read()
+        self.log.close()
+        folder = Path(self.folder.name)
+        about: dict[str, Any] = asdict(self.job) | {"gpus": self.job.gpus}
+        if self.process.returncode == 0:
+            about |= {"status": "measured"} | json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+            lines = (folder / "losses.csv").read_text(encoding="utf-8").splitlines()[1:]
+            about["losses"] = [float(line.split(",")[1]) for line in lines]
+        else:
+            status = "out of time" if late else "out of memory" if "OutOfMemoryError" in said else "failed"
+            about |= {"status": status, "said": said[-3000:]}
+        self.folder.cleanup()
+        return about
+
+
+def run(
+    jobs: Iterable[Job], devices: Sequence[int], example: Path, budget: float, limit: float
+) -> Iterator[dict[str, Any]]:
+    """The results of all jobs that begin within the budget, in seconds, as they come; what runs then is stopped."""
+    end = time.monotonic() + budget
+    waiting, running, free = list(jobs), list[Running](), list(devices)
+    while waiting or running:
+        if time.monotonic() > end:
+            waiting.clear()
+        for job in list(waiting):
+            if job.gpus <= len(free):
+                waiting.remove(job)
+                taken, free = free[: job.gpus], free[job.gpus :]
+                running.append(Running(job, taken, example, min(limit, end - time.monotonic())))
+        time.sleep(0.2)
+        for one in list(running):
+            if (result := one.result()) is not None:
+                running.remove(one)
+                free = sorted([*free, *one.devices])
+                yield result
+
+
+def _rate(result: dict[str, Any] | None) -> float | None:
+    return result["tokens_per_second"] / result["gpus"] if result and result["status"] == "measured" else None
+
+
+Measured = dict[tuple[str, str, str], dict[str, Any]]
+
+
+def table(content: dict[str, Any]) -> str:
+    """Tokens a second and GPU, the share of a step that hyper-connections take, memory, and losses."""
+    measured = {(r["part"], r["division"], r["mode"]): r for r in content["results"]}
+    divisions = [division for division in DIVISIONS if any(key[:2] == ("speed", division) for key in measured)]
+    shares = ("share of hyper-connections, Inductor", "share, mhc")
+    lines = [_line("division", "GPUs", "eager", "Inductor", "mhc", "plain residual", *shares), "|---|" + 7 * "---:|"]
+    for division in divisions:
+        rates = [_cell(measured, division, mode, _tokens) for mode in ("eager", "inductor", "mhc", "plain")]
+        shown = [_share(measured, division, mode) for mode in ("inductor", "mhc")]
+        lines.append(_line(_name(division), str(gpus_of(division)), *rates, *shown))
+    lines += ["", _line("division", "GiB a GPU: eager", "Inductor", "mhc"), "|---|" + 3 * "---:|"]
+    for division in divisions:
+        lines.append(
+            _line(_name(division), *(_cell(measured, division, m, _gibibytes) for m in ("eager", "inductor", "mhc")))
+        )
+    return "\n".join([*lines, *_losses(measured)])
+
+
+def _line(*cells: str) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _name(division: str) -> str:
+    return division.replace(",", " x ") or "one process"
+
+
+def _tokens(result: dict[str, Any]) -> str:
+    return f"{_rate(result):,.0f}"
+
+
+def _gibibytes(result: dict[str, Any]) -> str:
+    return f"{result['peak_bytes_of_a_device'] / 2**30:.1f}"
+
+
+def _cell(measured: Measured, division: str, mode: str, show: Callable[[dict[str, Any]], str]) -> str:
+    result = measured.get(("speed", division, mode))
+    if result is None:
+        return "-"
+    return show(result) if result["status"] == "measured" else result["status"]
+
+
+def _share(measured: Measured, division: str, mode: str) -> str:
+    with_it, without = (_rate(measured.get(("speed", division, which))) for which in (mode, "plain"))
+    return f"{1 - with_it / without:.0%}" if with_it and without else "-"
+
+
+def _losses(measured: Measured) -> Iterator[str]:
+    alone = measured.get(("losses", "", "mhc"))
+    if alone is None or alone["status"] != "measured":
+        return
+    yield from ("", "| division | largest difference of a loss to one GPU's |", "|---|---:|")
+    for division in DIVISIONS[1:]:
+        result = measured.get(("losses", division, "mhc"))
+        if result is not None:
+            pairs = zip(result.get("losses", []), alone["losses"], strict=False)
+            apart = max((abs(ours - other) / other for ours, other in pairs), default=None)
+            told = result["status"] if apart is None else f"{apart:.1e}"
+            yield _line(_name(division), told)
+
+
+def draw(path: Path, folder: Path) -> Path:
+    """Bars of tokens a second and GPU, for each division."""
+    matplotlib: Any = importlib.import_module("matplotlib")
+    matplotlib.use("Agg")
+    pyplot: Any = importlib.import_module("matplotlib.pyplot")
+    from benchmarks.plots import NAMES
+
+    content = report.load(path)
+    names = {mode: NAMES.get(mode, ("plain residual", "#1b9e77")) for mode in ("eager", "inductor", "mhc", "plain")}
+    measured = {(r["division"], r["mode"]): _rate(r) for r in content["results"] if r["part"] == "speed"}
+    divisions = [division for division in DIVISIONS if any(key[0] == division for key in measured)]
+    figure, axes = pyplot.subplots(figsize=(9, 4.5))
+    for place, (mode, (label, colour)) in enumerate(names.items()):
+        at = [index + 0.2 * (place - 1.5) for index in range(len(divisions))]
+        axes.bar(at, [measured.get((d, mode)) or 0.0 for d in divisions], 0.18, label=label, color=colour)
+    labels = [f"{_name(d)}\n{gpus_of(d)} GPUs" for d in divisions]
+    axes.set_xticks(range(len(divisions)), labels)
+    axes.set(ylabel="tokens a second and GPU", title=f"{content['hardware']}, torch {content['torch']}")
+    axes.legend()
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{path.stem}.png"
+    figure.savefig(file, dpi=130, bbox_inches="tight", facecolor="white")
+    pyplot.close(figure)
+    return file
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="python -m benchmarks.scaling", description=(__doc__ or "").splitlines()[0])
+    top.add_argument("command", nargs="?", choices=("run", "table", "plot"), default="run")
+    top.add_argument("file", nargs="?", type=Path, help="of results, to print or to draw")
+    top.add_argument("--size", default="wide", help="of the example's model (default %(default)s)")
+    top.add_argument("--layers", type=int, help="how many blocks, in place of the size's")
+    top.add_argument("--steps", type=int, default=12, help="of each run (default %(default)s)")
+    top.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="(default: all)")
+    top.add_argument("--modes", nargs="+", choices=tuple(MODES), default=list(MODES), help="(default: all)")
+    top.add_argument("--parts", nargs="+", choices=("speed", "losses"), default=["speed", "losses"])
+    top.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS", help="stop after so many")
+    top.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help="of one run (default %(default)s)")
+    top.add_argument("--continue", dest="before", type=Path, metavar="FILE", help="results that need no second run")
+    top.add_argument("--commit", help="what is measured, where the sources are no git checkout")
+    top.add_argument("--out", type=Path, default=Path("results/scaling.json"), help="(default %(default)s)")
+    return top
+
+
+def measure(options: argparse.Namespace) -> int:
+    devices = range(options.gpus)
+    if not devices:
+        raise SystemExit("--gpus: there is no GPU here")
+    about = report.environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    about["commit"] = about["commit"] or options.commit
+    results = report.continued(options.before, about) if options.before else []
+    known = {(r["part"], r["division"], r["mode"]) for r in results}
+    jobs = [
+        job
+        for job in plan(options.gpus, options.size, options.layers, options.steps)
+        if job.mode in options.modes and job.part in options.parts and (job.part, job.division, job.mode) not in known
+    ]
+    example = ROOT / "examples" / "train_lm.py"
+    for result in run(jobs, devices, example, options.budget, options.limit):
+        results.append(result)
+        report.save(options.out, about, 0.0, results)
+        rate = _rate(result)
+        told = f"{rate:,.0f} tokens/s a GPU" if rate else result["status"]
+        print(f"{result['part']} {result['division'] or 'one process'} {result['mode']}: {told}", flush=True)
+    print(table({"results": results}))
+    return int(any(result["status"] == "failed" for result in results))
+
+
+def main() -> int:
+    options = parser().parse_args()
+    if options.command == "run":
+        return measure(options)
+    if options.file is None:
+        raise SystemExit(f"{options.command}: which file of results?")
+    print(table(report.load(options.file)) if options.command == "table" else draw(options.file, options.file.parent))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

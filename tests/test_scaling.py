@@ -1,0 +1,98 @@
+"""`python -m benchmarks.scaling`: which runs there are, that each has GPUs of its own, and what the tables say."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import report, scaling
+
+EXAMPLE = """
+    import json, os, sys, time
+    from pathlib import Path
+
+    given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+    begin = time.time()
+    if given["--compile"] == "eager":
+        sys.exit("torch.OutOfMemoryError: no memory")
+    time.sleep(60 if given.get("--variant") == "plain" else 0.3)
+    if int(os.environ.get("RANK", 0)) == 0:
+        out = Path(given["--out"])
+        out.joinpath("losses.csv").write_text("step,loss\\n1,5.5\\n2,5.25\\n")
+        said = {"tokens_per_second": 1000.0, "peak_bytes_of_a_device": 2**31, "began": begin, "ended": time.time()}
+        said["devices"] = os.environ["CUDA_VISIBLE_DEVICES"]
+        out.joinpath("summary.json").write_text(json.dumps(said))
+"""
+
+
+@pytest.fixture
+def example(tmp_path: Path) -> Path:
+    file = tmp_path / "example.py"
+    file.write_text(textwrap.dedent(EXAMPLE), encoding="utf-8")
+    return file
+
+
+def test_each_gpu_gets_the_same_tokens() -> None:
+    jobs = scaling.plan(4, "wide", layers=None, steps=12)
+    assert {job.gpus for job in jobs} == {1, 2, 4}
+    for job in jobs:
+        rows = int(job.arguments[job.arguments.index("--batch") + 1])
+        assert rows == (8 if job.part == "losses" else scaling.ROWS * job.gpus), job
+    assert len({(job.part, job.division, job.mode) for job in jobs}) == len(jobs)
+
+
+def test_jobs_beside_each_other_share_no_gpu(example: Path) -> None:
+    divisions = ("", "fsdp=2", "", "fsdp=2")
+    jobs = [scaling.Job("speed", division, "mhc", ("--compile", "mhc")) for division in divisions]
+    results = list(scaling.run(jobs, range(3), example, budget=120, limit=120))
+    assert [result["status"] for result in results] == 4 * ["measured"], results
+    for one in results:
+        assert len(one["devices"].split(",")) == one["gpus"]
+        assert one["losses"] == [5.5, 5.25]
+        for other in results:
+            if one is not other and one["began"] < other["ended"] and other["began"] < one["ended"]:
+                assert not set(one["devices"].split(",")) & set(other["devices"].split(","))
+
+
+def test_what_does_not_run_has_a_status(example: Path) -> None:
+    jobs = [job for job in scaling.plan(1, "nano", layers=1, steps=2) if job.mode in ("eager", "plain")]
+    found = {result["mode"]: result["status"] for result in scaling.run(jobs, range(2), example, 120, limit=4)}
+    assert found == {"eager": "out of memory", "plain": "out of time"}
+
+
+def _result(division: str, mode: str, speed: float, **more: Any) -> dict[str, Any]:
+    about = {"part": "speed", "division": division, "mode": mode, "gpus": scaling.gpus_of(division)}
+    return about | {"status": "measured", "tokens_per_second": speed, "peak_bytes_of_a_device": 3 * 2**30} | more
+
+
+def test_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    results = [
+        _result("", "mhc", 900.0),
+        _result("", "plain", 1000.0),
+        _result("fsdp=2,tp=2", "mhc", 2000.0),
+        _result("fsdp=2,tp=2", "eager", 0.0, status="out of memory"),
+        _result("", "mhc", 1.0, part="losses", losses=[4.0, 2.0]),
+        _result("tp=2", "mhc", 1.0, part="losses", losses=[4.0, 2.002]),
+    ]
+    file = tmp_path / "results.json"
+    report.save(file, {"format": report.FORMAT}, 0.0, results)
+    monkeypatch.setattr("sys.argv", ["scaling", "table", str(file)])
+    assert scaling.main() == 0
+    said = capsys.readouterr().out
+    assert "| one process | 1 | - | - | 900 | 1,000 | - | 10% |" in said
+    assert "| fsdp=2 x tp=2 | 4 | out of memory | - | 500 | - | - | - |" in said
+    assert "| fsdp=2 x tp=2 | out of memory | - | 3.0 |" in said
+    assert "| tp=2 | 1.0e-03 |" in said
+
+
+def test_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    about = {"format": report.FORMAT, "hardware": "a GPU", "torch": "2"}
+    file = tmp_path / "results.json"
+    report.save(file, about, 0.0, [_result("", "mhc", 900.0), _result("tp=2", "eager", 0.0, status="failed")])
+    assert json.loads(file.read_text(encoding="utf-8"))["results"]
+    assert scaling.draw(file, tmp_path).stat().st_size > 5000
