@@ -66,6 +66,7 @@ def complaints(source: str) -> Iterator[str]:
     known = _names(tree)
     # A program's own functions and arguments may have such a name.
     own = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    own |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     for node in ast.walk(tree):
         imported = [one.name for one in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and not node.level:

@@ -146,7 +146,7 @@ def without_hooks_of_saved_tensors() -> Iterator[None]:
     As while torch traces, no hook is called. Hooks of ours that return what they are given would never be freed: an
     operator that saves its own result would then hold it, and be held by it, where Python does not look for cycles.
     """
-    suspend: Any = torch._C._autograd._saved_tensors_hooks_set_tracing  # type: ignore[attr-defined]
+    suspend: Any = torch._C._autograd._saved_tensors_hooks_set_tracing
     before = suspend(True)
     try:
         yield

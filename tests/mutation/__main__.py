@@ -65,6 +65,11 @@ def stage_tests(file: str) -> list[str]:
     return [f"tests/passes/{name}.py" for name in (*named, *_FIRST)]
 
 
+def few(file: str) -> list[str]:
+    """Some of these."""
+    return [*stage_tests(file)[: -len(_FIRST)][:2], *stage_tests(file)[-len(_FIRST) :][:1]]
+
+
 class Copy:
     """A copy of the checkout with a cache of its own."""
 
@@ -210,7 +215,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--seconds",
         type=float,
-        help="a sample: one case of each of the stage's tests judges, and no mutant begins after that",
+        help="a sample: one case of each of a few tests judges, and no mutant begins after that",
     )
     given = parser.parse_args(arguments)
     end = math.inf if given.seconds is None else time.monotonic() + given.seconds
@@ -235,18 +240,15 @@ def main(arguments: list[str] | None = None) -> int:
         def judge(mutant: Mutant) -> None:
             copy = free.get()
             try:
-                left = end - time.monotonic()
-                if left <= 0:
+                if time.monotonic() > end:
                     return
-                tests = selected(mutant.file, times, given.budget) if times else stage_tests(mutant.file)
+                tests = selected(mutant.file, times, given.budget) if times else few(mutant.file)
                 # Others use the machine, too; and a mutant may be slow without being wrong.
                 sample = [] if given.seconds is None else ["--thin", "1"]
-                result = copy.judge(mutant, tests, min(left + 30, 4 * given.budget), *sample)
+                result = copy.judge(mutant, tests, 4 * given.budget, *sample)
             finally:
                 free.put(copy)
             with lock:
-                if given.seconds is not None and result["outcome"] == "timeout":
-                    return  # the time was over
                 results.append(result)
                 out.write(json.dumps(result) + "\n")
                 out.flush()
