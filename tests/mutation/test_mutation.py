@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutation.__main__ import _STAGES, ROOT, least_rate, selected, stage_tests, summary
+from tests.mutation.__main__ import _STAGES, ROOT, Copy, least_rate, selected, stage_tests, summary
 from tests.mutation.mutants import drawn, mutants
 
 SOURCE = b'''"""A module."""
@@ -74,3 +74,18 @@ def test_passes_are_reached_by_one_path() -> None:
     if not (ROOT / "passes").exists():
         pytest.skip("an sdist has the passes in place of the link")
     assert Path(ROOT / "mhc_compile" / "passes" / "report.py").samefile(ROOT / "passes" / "report.py")
+
+
+@pytest.mark.thorough
+def test_a_mutant_is_killed_and_taken_out(tmp_path: Path) -> None:
+    copy, file = Copy(tmp_path), "passes/report.py"
+    if not (copy.root / file).exists():
+        pytest.skip("an sdist has the passes in place of the link")
+    source = (copy.root / file).read_bytes()
+    old = "return [site for site in self.sites if site.rewritten]"
+    (mutant,) = [one for one in mutants(file, source) if one.old == old]
+    result = copy.judge(mutant, ["tests/test_page.py"], 300, "--thin", "1")
+    assert result["outcome"] == "killed"
+    assert "test_page.py" in result["by"]
+    assert (copy.root / file).read_bytes() == source
+    assert copy.test(["tests/test_page.py"], 300, "--thin", "1") == ("survived", "")
