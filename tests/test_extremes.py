@@ -289,6 +289,15 @@ def test_no_tokens(name: str) -> None:
         assert one is None or other is None or (one.shape == other.shape and torch.equal(one, other))
 
 
+@pytest.fixture(autouse=True)
+def _short_where_thinned(request: pytest.FixtureRequest) -> None:
+    """Runs of minutes are for `make test-all`."""
+    params = getattr(request.node, "callspec", None)
+    thorough = request.node.get_closest_marker("thorough") is not None
+    if request.config.getoption("--thin") and thorough and params is not None and "times" in params.params:
+        pytest.skip("takes minutes, and the short case runs")
+
+
 def _counts() -> dict[str, int]:
     """How many objects there are of the kinds that a graph would be held by."""
     while gc.collect():  # what weak references tell of may be freed in the next round
