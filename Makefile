@@ -8,9 +8,10 @@ CONSTRAINTS := constraints-torch$(TORCH).txt
 STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 FUZZ_ARGS ?= --programs 2000
+MUTATE_ARGS ?= --mutants 500 --processes 2
 PYTEST_ARGS ?=
 
-.PHONY: venv test test-all lint types pytest prove docs pages fuzz demo gpu-test gpu-sanitize clean
+.PHONY: venv test test-all lint types pytest prove docs pages fuzz mutate demo gpu-test gpu-sanitize clean
 
 venv: $(STAMP)
 
@@ -55,6 +56,10 @@ pages: $(STAMP)
 # Some twenty minutes on a core of its own; what is wrong is printed as a program that runs. Another --seed draws other programs.
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
+
+# Some minutes for each mutant on a core of its own; judged mutants are in mutants.jsonl, and not judged again.
+mutate: $(STAMP)
+	$(BIN)/python -m tests.mutation $(MUTATE_ARGS)
 
 demo: $(STAMP)
 	$(BIN)/python examples/compile_deepseek_v4.py

@@ -26,6 +26,7 @@ from mhc_compile.hooks import (
     is_rewritten,
     lost,
     passes_of,
+    second_try,
     trace,
 )
 from mhc_compile.options import CHECK, INPUT_NORM, OPTIONS, PREFIX, SKIP, OptionError, split
@@ -101,9 +102,15 @@ def mhc(
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise OptionError(str(error)) from error
     checked = _checked(gm, own)
+    _try_again()
     with _compiling(own, gm) as entry:
         compiled: Callable[..., Any] = compiler(gm, example_inputs)
     return checked(compiled, entry)
+
+
+def _try_again() -> None:
+    with guard("a graph is not compiled again if Inductor fails to compile kernels or loops of operators"):
+        compat.compile_again(second_try)
 
 
 def _checked(gm: fx.GraphModule, own: dict[str, Any]) -> checking.Instead:
@@ -184,6 +191,7 @@ class enable:
         if rest:
             names = ", ".join(map(str, rest))
             raise ValueError(f"options: {names} is not an option of mhc; expected names that begin with mhc.")
+        _try_again()
         with _switch:
             _enabled.append(self)
             compat.set_while_compiling(_settings, _compiling_enabled)

@@ -12,6 +12,10 @@ from typing import Any
 
 _LONGEST = 300
 _ADDRESS = re.compile(r"( object)? at 0x[0-9a-fA-F]+")
+# What torch quotes of a compiler before what the compiler says.
+_COMMAND = re.compile(r"Command:\n.*?\nOutput:\n", re.DOTALL)
+# What moves a terminal's cursor, colours its text or turns the direction of it, and bytes that are no text.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def to_text(value: Any) -> str:
@@ -32,8 +36,20 @@ def from_text(text: str) -> Any:
 
 
 def printable(text: str) -> str:
-    """The text as any file or terminal of UTF-8 takes it: a file's name may hold bytes that are none."""
-    return text.encode(errors="backslashreplace").decode()
+    """The text as any file or terminal of UTF-8 takes it, for what programs name: files, modules, lines.
+
+    A name may hold bytes that are no text, and what a terminal obeys. Both are shown by their codes.
+    """
+    return _UNPRINTABLE.sub(lambda found: _code(found[0]), text)
+
+
+def printable_line(text: str) -> str:
+    """The text within one line."""
+    return printable(text).replace("\n", "\\n")
+
+
+def _code(character: str) -> str:
+    return character.encode("unicode_escape", errors="backslashreplace").decode()
 
 
 def without_addresses(text: str) -> str:
@@ -44,7 +60,7 @@ def without_addresses(text: str) -> str:
 def in_one_line(error: BaseException) -> str:
     """The type of an error and what it says."""
     try:
-        words = without_addresses(" ".join(str(error).split()))
+        words = without_addresses(" ".join(_COMMAND.sub("", str(error)).split()))
     except Exception:  # what raises may not even be able to say why
         words = ""
     if len(words) > _LONGEST:

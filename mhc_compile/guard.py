@@ -22,7 +22,7 @@ _ROOT = os.path.dirname(__file__)
 # A process that runs out of these fails wherever it happens to be, and in many places.
 _ANYWHERE = (RecursionError, MemoryError)
 # What says of a failure that there is one.
-_NO_PLACE = ("guard.py", "budget.py")
+_NO_PLACE = ("guard.py", "budget.py", "again.py")
 
 
 class Deliberate(compat.Unwrapped):

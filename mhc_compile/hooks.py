@@ -7,9 +7,10 @@ passes. So Inductor caches compiled graphs as usual, and a cached graph is not f
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from mhc_compile.passes.report import Report, SiteReport
 
 # Whether the graphs that Inductor compiles are parts of one that was rewritten as a whole.
 is_rewritten: ContextVar[bool] = ContextVar("is_rewritten", default=False)
+# Whether Inductor compiles a graph once more, which it failed to compile with kernels and loops in place of operators.
+_as_calls: ContextVar[bool] = ContextVar("_as_calls", default=False)
 
 
 class StrictError(Deliberate):
@@ -187,10 +190,10 @@ class LowerPass(Configured):
         ):
             with guard("Inductor is left as it is", report.errors):
                 settle()
-        if self.options["mhc.share_layers"] and compat.calls_graphs():
+        if self.options["mhc.share_layers"] and compat.calls_graphs() and not _as_calls.get():
             inner = _LowerCalled(self.options | {"mhc.share_layers": False}, report)
             report.add(passes.share(graph, lambda body: compat.run_passes_after_grad(body, inner))[1])
-        if self.options["mhc.lower"]:
+        if self.options["mhc.lower"] and not _as_calls.get():
             report.add(passes.lower(graph))
         if compat.compiles_ahead_of_time():
             with guard("AOTInductor sees operators without their defaults", report.errors):
@@ -202,6 +205,39 @@ class LowerPass(Configured):
         processors = [torch.cuda.get_device_properties(i).multi_processor_count for i in range(count)]
         traced = _compiled().digest()
         return (super()._identity(), traced, kernels.communicates(), compat.makes_cuda_graphs(), *processors)
+
+
+_CALLED = "Inductor does not compile what operators became, and calls the operators instead"
+
+
+def second_try() -> Callable[[Exception], contextlib.AbstractContextManager[None] | None]:
+    """What `compat.compile_again` watches a compilation with: operators stay calls where what they became fails.
+
+    Not under strict options, nor in a job of several ranks: all of these have to compute with the same roundings.
+    """
+    compiled = records.current()
+    before = 0 if compiled is None else len(compiled.lowered)
+
+    def second(error: Exception) -> contextlib.AbstractContextManager[None] | None:
+        new = [] if compiled is None else compiled.lowered[before:]
+        if compiled is None or compiled.strict or isinstance(error, Deliberate) or compat.asks_to_trace_again(error):
+            return None
+        if not any(report.lowered or report.shared for report in new) or compat.job_store() is not None:
+            return None
+        del compiled.lowered[before:]
+        return _calling(error, compiled)
+
+    return second
+
+
+@contextlib.contextmanager
+def _calling(error: Exception, compiled: records.Compiled) -> Iterator[None]:
+    token = _as_calls.set(True)
+    try:
+        yield
+    finally:
+        _as_calls.reset(token)
+    told(error, _CALLED, compiled.traced.errors)
 
 
 class _LowerCalled(Configured):

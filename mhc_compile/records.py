@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mhc_compile import compat, guard
+from mhc_compile.ops import _loops
 from mhc_compile.passes.cut import MADE_ELSEWHERE, can_hold
 from mhc_compile.passes.places import Places
 from mhc_compile.passes.report import (
@@ -400,10 +401,11 @@ give_up, finds_nothing, reach_limit = _process.give_up, _process.finds_nothing, 
 
 
 def forget() -> None:
-    """Forget all reports, and which failures were logged."""
+    """Forget all reports, and what failed."""
     _process.forget()
     compat.watched.reset()
     guard.forget()
+    _loops.forget_failures()
 
 
 def report() -> Report:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from torch import fx
 
 from mhc_compile import ops
-from mhc_compile.encoding import printable
+from mhc_compile.encoding import printable_line
 
 # The compiled module, in its own code. Dynamo wraps torch's own modules, or their methods, into a function of fn.
 _COMPILED = re.compile(r"^L\['(self|fn)'\](\.__self__)?\.?")
@@ -58,10 +58,10 @@ class Location:
 
     def is_among(self, places: Iterable[str]) -> bool:
         """Whether `file.py:12`, with or without folders, names this line in a list of such places."""
-        return any(f"/{self}".endswith(f"/{place.lstrip('/')}") for place in places)
+        return any(f"/{self}".endswith(f"/{printable_line(place).lstrip('/')}") for place in places)
 
     def __str__(self) -> str:
-        return f"{self.name}:{self.line}" if self.file else "unknown source"
+        return f"{printable_line(self.name)}:{self.line}" if self.file else "unknown source"
 
 
 @dataclass(frozen=True)
@@ -247,11 +247,11 @@ class Report:
         return cls(**known | sites | counts | {"fused": fused})
 
     def __str__(self) -> str:
-        return printable("\n".join([self._head(), *_lines(self, _KINDS), *self._nothing()]))
+        return _text([self._head(), *_lines(self, _KINDS), *self._nothing()])
 
     def told_of_cut(self) -> list[str]:
         """The report's lines about sites and functions that Dynamo cut or did not compile."""
-        return [printable(line) for line in _cut_lines(self, _KINDS)]
+        return [printable_line(line) for line in _cut_lines(self, _KINDS)]
 
     @property
     def unknown(self) -> list[SiteReport]:
@@ -267,7 +267,7 @@ class Report:
         """Everything: each line of the program, and each detail."""
         several = [f"  in {name}: {counted(count, 'site')}" for name, count in self.functions.items()]
         shown = several if len(several) > 1 else []
-        return printable("\n".join([self._head(), *_lines(self, None), *shown, *self._nothing()]))
+        return _text([self._head(), *_lines(self, None), *shown, *self._nothing()])
 
     def html(self, times: Mapping[str, float] | None = None) -> str:
         """A page about the model that needs no other file: its layers, their sites, and what became of each.
@@ -318,6 +318,10 @@ class Report:
 # How many kinds of sites, of declined ones and of errors a report for people shows; with them it fits on a screen.
 _KINDS = 4
 _WIDTH = 160
+
+
+def _text(lines: list[str]) -> str:
+    return "\n".join(map(printable_line, lines))
 
 
 def _packages(count: int) -> str:

@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from mhc_compile.encoding import in_one_line
 from mhc_compile.page import size
 from mhc_compile.page.layers import layers, with_fusion
 from mhc_compile.passes.report import Location, Report, SiteReport, Traffic
@@ -100,6 +101,29 @@ def test_every_place_is_escaped() -> None:
     assert "i" not in {name for name, _ in page.elements}
     assert page.values("data-planted") == []
     assert page.text.count(tag) > 20
+
+
+def test_no_name_reaches_the_terminal_as_a_command() -> None:
+    """Names of modules, files and lines are the program's. A report shows what moves a cursor by its code."""
+    name = "a\x1b[2J\r\u202eb\n  error: made up"
+    told = Report(
+        [SiteReport("aggregate", Location(f"/folder/{name}.py", 3, name), name, name, name, name)],
+        cut=[SiteReport("function", Location(name, 1, name), "not compiled", name)],
+        errors=[name],
+        graphs=1,
+    )
+    for text in (
+        str(told),
+        told.details(),
+        *told.told_of_cut(),
+        str(told.sites[0].location),
+        in_one_line(OSError(name)),
+    ):
+        assert not re.search("[\x00-\x09\x0b-\x1f\x7f\u202e]", text), text
+        assert "a\\x1b[2J" in text
+        assert not re.search("^  error: made up", text, flags=re.MULTILINE)
+    assert told.sites[0].location.is_among([f"{name}.py:3", f"folder/{name}.py:3"])
+    assert not set(told.html()) & {"\x1b", "\u202e"}
 
 
 def test_nothing_is_loaded(depth: int) -> None:

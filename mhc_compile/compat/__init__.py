@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from mhc_compile.compat.again import (
+    compile_again,
+)
 from mhc_compile.compat.cpp import (
     compile_beside,
     cpp_compiler,
@@ -64,7 +67,6 @@ from mhc_compile.compat.inductor import (
     call_in_worker,
     calls_graphs,
     compiles_ahead_of_time,
-    cpp_library,
     fresh_inductor_cache,
     hash_files,
     inductor_cache_dir,
@@ -90,6 +92,9 @@ from mhc_compile.compat.keeping import (
 )
 from mhc_compile.compat.launches import (
     analyse_once,
+)
+from mhc_compile.compat.libraries import (
+    cpp_library,
 )
 from mhc_compile.compat.nodes import (
     AutogradFunction,
@@ -225,6 +230,7 @@ __all__ = [
     "changes_global_state",
     "common_fake_mode",
     "compilation_again",
+    "compile_again",
     "compile_beside",
     "compile_id",
     "compile_without_inductor",

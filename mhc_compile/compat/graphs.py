@@ -143,13 +143,15 @@ def without_hooks_of_saved_tensors() -> Iterator[None]:
     """Tensors that are saved for a backward pass here are none of the program's (torch 2.11 to 2.14).
 
     Activation checkpointing around a compiled layer counts what is saved, and its hooks are on while Dynamo compiles.
+    As while torch traces, no hook is called. Hooks of ours that return what they are given would never be freed: an
+    operator that saves its own result would then hold it, and be held by it, where Python does not look for cycles.
     """
-    enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
-    if not enabled:  # then there are no hooks, and none may be added
+    suspend: Any = torch._C._autograd._saved_tensors_hooks_set_tracing
+    before = suspend(True)
+    try:
         yield
-        return
-    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
-        yield
+    finally:
+        suspend(before)
 
 
 @contextlib.contextmanager

@@ -47,13 +47,6 @@ def fresh_inductor_cache() -> Any:
     return fresh_cache()
 
 
-def cpp_library(source: str) -> Any:
-    """The library of C++ source, compiled as Inductor compiles its own for this machine, and kept in its cache."""
-    from torch._inductor.codecache import CppCodeCache
-
-    return CppCodeCache.load(source, extra_flags=("-O2", "-Wno-psabi"))
-
-
 def compiles_ahead_of_time() -> bool:
     """Whether Inductor is at work for AOTInductor."""
     from torch._inductor.virtualized import V

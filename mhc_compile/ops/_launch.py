@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import importlib
 import logging
+import sys
 from typing import Any
 
 import torch
@@ -25,12 +26,17 @@ log = logging.getLogger(__name__)
 @functools.cache
 def _read(text: str) -> Any:
     # Not at the top: operators work where Triton is missing.
-    from mhc_compile.kernels.opaque import Launch
+    from mhc_compile.kernels.opaque import Launch, Opaque
 
     compat.settle_triton()
     path, places, dtypes, rest, options = from_text(text)
     module, name = path.rsplit(".", 1)
+    # A cached graph has the text. It is no way to import or call anything else.
+    if module not in sys.modules and not module.startswith("mhc_compile.kernels."):
+        raise ValueError(f"mhc::_launch: {path} is no kernel of mhc_compile")
     kernel = getattr(importlib.import_module(module), name)
+    if not isinstance(kernel, Opaque):
+        raise ValueError(f"mhc::_launch: {path} is no kernel of mhc_compile")
     return Launch(kernel, places, dtypes, rest, options, compat.load_kernel)
 
 
@@ -63,6 +69,7 @@ def _compile(text: str, target: tuple[Any, ...], environment: dict[str, str], tr
     from mhc_compile.kernels.opaque import compiling_for
 
     with compiling_for(target, environment, triton_hash):
+        importlib.import_module(from_text(text)[0].rpartition(".")[0])  # the process that asks has made the text itself
         _read(text).compile()
 
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from mhc_compile import compat
-from mhc_compile.encoding import from_text, to_text
+from mhc_compile.encoding import from_text, in_one_line, to_text
 from mhc_compile.forms import RMS_MODES, Gates, Rms, Sinkhorn
 from mhc_compile.ops._checks import accumulation_dtype
 from mhc_compile.ops._mix import fake_forward, narrow_backward, narrow_forward
@@ -88,7 +88,8 @@ def _library(n: int) -> Any:
     try:
         compiled = compat.cpp_library(f"constexpr int N = {n};\n{_SOURCE.read_text(encoding='utf-8')}")
     except Exception as error:  # whatever is wrong with the compiler, the references do without
-        log.warning("the gates run operator by operator, because their loop could not be compiled: %s", error)
+        _tell(in_one_line(error))
+        log.debug("where this failed", exc_info=error)
         return None
     whole, address, form = ctypes.c_long, ctypes.c_void_p, ctypes.POINTER(_Form)
     compiled.mix.argtypes = [form, *[whole] * 3, *[address] * 9, *[whole] * 3]
@@ -99,6 +100,19 @@ def _library(n: int) -> Any:
     for function in (compiled.mix, compiled.mix_backward, compiled.products, compiled.project, compiled.unproject):
         function.restype = None
     return compiled
+
+
+@functools.cache
+def _tell(failure: str) -> None:
+    """Once, whatever numbers of streams there are."""
+    log.warning("the gates run operator by operator, because their loop could not be compiled: %s", failure)
+
+
+def forget_failures() -> None:
+    """Try again to compile loops that could not be compiled."""
+    if _tell.cache_info().currsize:
+        for known in (_library, _read, _tell):
+            known.cache_clear()
 
 
 class _Loop:

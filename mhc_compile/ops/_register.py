@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
@@ -17,9 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mhc_compile.encoding import in_one_line
 from mhc_compile.forms import Gates, Rms, Sinkhorn
 from mhc_compile.ops._checks import check_present
 from mhc_compile.ops._transforms import install
+
+log = logging.getLogger(__name__)
 
 # The operators and their gradients, in the order in which they are defined.
 OPERATORS: list[tuple[Any, Any]] = []
@@ -89,6 +93,17 @@ def _runs_kernel(args: Sequence[Any]) -> bool:
     return supports(*(value for value in args if isinstance(value, Tensor)))
 
 
+def _is_of_compiler(error: Exception) -> bool:
+    """Whether Triton did not compile a kernel, or could not keep it, so that nothing was launched."""
+    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] == "triton"
+
+
+@functools.cache
+def tell_of_kernel(operator: str, failure: str) -> None:
+    """Say once that the reference stands for a kernel."""
+    log.warning("%s runs without its kernel, which could not be compiled: %s", operator, failure)
+
+
 def define(
     name: str,
     schema: str,
@@ -141,7 +156,12 @@ def define(
             # in_place: what lowering asks of a backward that may use up its first argument.
             args, grouped = prepare(given, given_scalars)
             if _runs_kernel(args):
-                return _load_kernel(kernel)(*args, **grouped, **({"in_place": True} if in_place else {}))
+                try:
+                    return _load_kernel(kernel)(*args, **grouped, **({"in_place": True} if in_place else {}))
+                except Exception as error:
+                    if in_place or not _is_of_compiler(error):
+                        raise
+                    tell_of_kernel(name, in_one_line(error))
             with without_autocast(args):
                 return reference(*args, **grouped)
 

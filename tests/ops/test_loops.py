@@ -165,18 +165,18 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
         apart = (*_loops.project(t["x"], phi), _loops.unproject(t["h"], t["x"], phi))
         return [*forward, *backward, _loops.products(t["x"], t["x"]), *apart]
 
-    def forget() -> None:
-        _loops._library.cache_clear()
-        _loops._read.cache_clear()
-
     with_loops = evaluate()
-    forget()
+    _loops._library.cache_clear()
+    _loops._read.cache_clear()
     monkeypatch.setattr(_loops.compat, "cpp_library", fail)
     try:
         without = evaluate()
+        assert _loops._library(3) is None
     finally:
-        forget()
-    assert [record.getMessage().split(": ")[1] for record in caplog.records] == ["no compiler"]
+        _loops.forget_failures()
+    assert [record.getMessage().split(": ")[1:] for record in caplog.records] == [["RuntimeError", "no compiler"]]
+    monkeypatch.undo()
+    assert _loops._library(4) is not None
     assert all(map(torch.equal, without, torch.ops.mhc.generate_mix(t["x"], *parameters)))
     for a, b in zip(with_loops, without, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
