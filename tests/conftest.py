@@ -37,6 +37,15 @@ def _known_by_name() -> None:
         importlib.import_module("mhc_compile.entry")
 
 
+@pytest.fixture(autouse=True)
+def _kernels_compile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, a kernel that does not compile fails its test: no reference stands for it."""
+    if request.node.get_closest_marker("gpu"):
+        from mhc_compile.ops import _register
+
+        monkeypatch.setattr(_register, "_is_of_compiler", lambda error: False)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thin", type=int, metavar="N", help="of each test run at most N cases, always the same ones")
 
