@@ -160,6 +160,11 @@ class _Compilation:
             total.add(graph.report())
         return total
 
+    @property
+    def modules(self) -> dict[str, int]:
+        """The numbers of the modules that paths in its report name."""
+        return {path: number for graph in self.graphs for path, number in graph.modules.items()}
+
     def failure(self, frame: Any, number: Any) -> str | None:
         """Why there is no code that Dynamo could keep; None where it may be at work still."""
         failures = [graph.failure for graph in self.graphs if graph.failure is not None]
@@ -278,14 +283,13 @@ class Ledger:
         put = Functions(total)
         for frame, compilations in self._frames.items():
             kept = [number for number in compilations if (frame, number) in compat.watched.kept]
-            joined = Report.joined(compilations[number].report() for number in kept)
             if not kept:
                 continue
             function = function_at(*compat.watched.kept[frame, kept[0]])
-            if joined.sites or joined.called:
+            reports = [(compilations[number].report(), compilations[number].modules) for number in kept]
+            if any(report.sites or report.called for report, _ in reports):
                 functions.append(function)
-            graphs = [graph for number in reversed(kept) for graph in compilations[number].graphs]
-            put.add(joined, {path: number for graph in graphs for path, number in graph.modules.items()}, function)
+            put.add(reports, function)
         total.cut += [_left_eager(limit, self._may_hold(frame)) for frame, limit in self._limits.items()]
         without_frame = {graph.digest(): graph for graph in self._without_frame}
         for graph in without_frame.values():
