@@ -381,8 +381,9 @@ def _unknown(function: compat.GivenUp) -> SiteReport:
 def _left_eager(limit: compat.RecompileLimit, may_hold: bool) -> SiteReport:
     what = "the part of it after an earlier break" if limit.resumed else "it"
     times = "once" if limit.number == 1 else f"{limit.number} times"
+    name = f"the {limit.limit} of torch.compile" if limit.given else f"torch._dynamo.config.{limit.limit}"
     words = (
-        f"Dynamo compiled {what} {times} (torch._dynamo.config.{limit.limit}), and runs it, and all that it calls, "
+        f"Dynamo compiled {what} {times} ({name}), and runs it, and all that it calls, "
         f"eagerly for anything new; what changed last: {limit.changed}"
     )
     return SiteReport(FUNCTION, place(limit), "not compiled any more" if may_hold else CANNOT_HOLD, words)

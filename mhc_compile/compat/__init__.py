@@ -91,6 +91,7 @@ from mhc_compile.compat.keeping import (
 from mhc_compile.compat.launches import (
     analyse_once,
 )
+from mhc_compile.compat.looking import limit_given_to
 from mhc_compile.compat.nodes import (
     AutogradFunction,
     aliased,
@@ -276,6 +277,7 @@ __all__ = [
     "keep_arguments_of_calls",
     "keep_order_of_writes",
     "launches_from_c",
+    "limit_given_to",
     "load_kernel",
     "local_of",
     "makes_cuda_graphs",
