@@ -132,7 +132,7 @@ class Compiled:
 def _unpacked(text: str, places: Places | None = None) -> tuple[Report, Report]:
     *told, before = json.loads(text)
     if places is not None and before is not None:
-        told = [places.moved(one, before) for one in told]
+        told = places.moved(told, before)
     traced, lowered = map(Report.from_dict, told)
     return traced, lowered
 
