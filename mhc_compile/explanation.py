@@ -21,12 +21,12 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     Returns a `Report`. `report.sites`, `report.rewritten` and `report.declined` list the sites with operator, source
     location, detail and reason. `report.cut` lists what Dynamo cuts, and `report.fusions` counts fusions. `str(report)`
     is the same for people. The rewritten graphs run operator by operator, in the caller's grad mode. Nothing is
-    compiled and nothing is kept. If the model is compiled, its original code is looked at. After two seconds, a
-    terminal shows the progress.
+    compiled and nothing is kept. If the model is compiled, its original code is looked at, with the `recompile_limit`
+    that `torch.compile` was given for it. After two seconds, a terminal shows the progress.
 
-    What was compiled before does not count for Dynamo's recompile limit. Functions that Dynamo gave up on earlier are
-    tried again; afterwards they still run eagerly. Only the sizes that Dynamo has seen are kept, before and after: one
-    that changes is dynamic from then on.
+    Dynamo begins as in a new process: what was compiled before does not count for its recompile limit, sizes that it
+    has seen before do not matter, and functions that it gave up on are tried again. Afterwards Dynamo is as it was
+    before, except that it numbers later compilations from where explain ends.
 
     Raises TypeError if model is a class, or cannot be called.
     """
@@ -50,6 +50,7 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
             report.graphs = 0  # the parts are counted
             graph.traced.add(report)
 
+    limit: Any = compat.limit_given_to(model)
     with (
         compat.apart(mhc, ledger.give_up, ledger.reach_limit),
         compat.uncompiled(model),
@@ -57,5 +58,5 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         compat.without_tracebacks(),
         progress(lambda: f"explain: {ledger.progress()}"),
     ):
-        torch.compile(model, backend=mhc)(*args, **kwargs)
+        torch.compile(model, backend=mhc, **limit)(*args, **kwargs)
     return ledger.report()

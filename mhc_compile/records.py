@@ -133,7 +133,7 @@ class Compiled:
 def _unpacked(text: str, places: Places | None = None) -> tuple[Report, Report]:
     *told, before = json.loads(text)
     if places is not None and before is not None:
-        told = [places.moved(one, before) for one in told]
+        told = places.moved(told, before)
     traced, lowered = map(Report.from_dict, told)
     return traced, lowered
 
@@ -160,6 +160,11 @@ class _Compilation:
         for graph in self.graphs:
             total.add(graph.report())
         return total
+
+    @property
+    def modules(self) -> dict[str, int]:
+        """The numbers of the modules that paths in its report name."""
+        return {path: number for graph in self.graphs for path, number in graph.modules.items()}
 
     def failure(self, frame: Any, number: Any) -> str | None:
         """Why there is no code that Dynamo could keep; None where it may be at work still."""
@@ -279,14 +284,13 @@ class Ledger:
         put = Functions(total)
         for frame, compilations in self._frames.items():
             kept = [number for number in compilations if (frame, number) in compat.watched.kept]
-            joined = Report.joined(compilations[number].report() for number in kept)
             if not kept:
                 continue
             function = function_at(*compat.watched.kept[frame, kept[0]])
-            if joined.sites or joined.called:
+            reports = [(compilations[number].report(), compilations[number].modules) for number in kept]
+            if any(report.sites or report.called for report, _ in reports):
                 functions.append(function)
-            graphs = [graph for number in reversed(kept) for graph in compilations[number].graphs]
-            put.add(joined, {path: number for graph in graphs for path, number in graph.modules.items()}, function)
+            put.add(reports, function)
         total.cut += [_left_eager(limit, self._may_hold(frame)) for frame, limit in self._limits.items()]
         without_frame = {graph.digest(): graph for graph in self._without_frame}
         for graph in without_frame.values():
@@ -378,8 +382,9 @@ def _unknown(function: compat.GivenUp) -> SiteReport:
 def _left_eager(limit: compat.RecompileLimit, may_hold: bool) -> SiteReport:
     what = "the part of it after an earlier break" if limit.resumed else "it"
     times = "once" if limit.number == 1 else f"{limit.number} times"
+    name = f"the {limit.limit} of torch.compile" if limit.given else f"torch._dynamo.config.{limit.limit}"
     words = (
-        f"Dynamo compiled {what} {times} (torch._dynamo.config.{limit.limit}), and runs it, and all that it calls, "
+        f"Dynamo compiled {what} {times} ({name}), and runs it, and all that it calls, "
         f"eagerly for anything new; what changed last: {limit.changed}"
     )
     return SiteReport(FUNCTION, place(limit), "not compiled any more" if may_hold else CANNOT_HOLD, words)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,8 @@ from mhc_compile.passes.report import COUNTS, SITES, Fused, Location, Report, Si
 
 _numbered: dict[int, tuple[weakref.ref[nn.Module], int]] = {}
 _numbers = itertools.count()
+# For the paths in a report, the numbers of the modules that they name; paths of modules that are not known are missing.
+Modules = Mapping[str, int]
 
 
 def number_of(module: nn.Module) -> int:
@@ -44,17 +46,24 @@ class Functions:
         self._of: dict[tuple[int, str], Counter[Any]] = defaultdict(Counter)
         self._begun: dict[tuple[str, str, int], int] = {}
 
-    def add(self, report: Report, modules: Mapping[str, int], function: Location) -> None:
-        """Add a function's report. modules has the numbers of the modules that its paths name, if they are known."""
+    def add(self, compilations: Iterable[tuple[Report, Modules]], function: Location) -> None:
+        """Add all compilations of a function, or of a part of it."""
         whole = self._whole(function)
-        entries = {name: (self._of[whole, name], getattr(report, name)) for name in (*SITES, "fused")}
-        new: dict[str, Any] = {name: self._new(name, *given, modules) for name, given in entries.items()}
-        if report.sites and not new["sites"]:  # then they count once, and so does what was done to them
-            new |= {name: getattr(report, name) - getattr(self.total, name) for name in COUNTS}
-        if report.sites:
+        here: dict[str, Counter[Any]] = defaultdict(Counter)
+        for report, modules in _by_modules(compilations):
+            new: dict[str, Any] = {}
+            for name in (*SITES, "fused"):
+                entries = getattr(report, name)
+                new[name], times = self._new(entries, modules, self._of[whole, name], self._most[name])
+                here[name] |= times
+            if report.sites and not new["sites"]:  # then they count once, and so does what was done to them
+                new |= {name: getattr(report, name) - getattr(self.total, name) for name in COUNTS}
+            self.total.add(replace(report, **new))
+        for name, times in here.items():
+            self._of[whole, name] += times
+        if here["sites"]:
             name = f"{compat.own_name(function.code)} ({function})"
-            self.total.functions[name] = self.total.functions.get(name, 0) + len(report.sites)
-        self.total.add(replace(report, **new))
+            self.total.functions[name] = self.total.functions.get(name, 0) + here["sites"].total()
 
     def _whole(self, part: Location) -> int:
         """A number for each function; its parts after a break have that of the part before the first one.
@@ -71,20 +80,39 @@ class Functions:
             self._begun[place] = next(_numbers)
         return self._begun[place]
 
-    def _new(self, name: str, here: Counter[Any], entries: list[Any], modules: Mapping[str, int]) -> list[Any]:
-        """Those that no function so far has as often. here counts those of this function's earlier parts, too."""
-        new = []
+    @staticmethod
+    def _new(
+        entries: list[Any], modules: Modules, before: Counter[Any], most: Counter[Any]
+    ) -> tuple[list[Any], Counter[Any]]:
+        """The entries that no function so far has as often, and how often each is there.
+
+        before counts those of the function's earlier parts; most, those of the function that has each most often.
+        """
+        new, times = [], Counter[Any]()
         for entry in entries:
-            key = _key(entry, modules)
-            if key is not None:
-                here[key] += 1
-            if key is None or here[key] > self._most[name][key]:
+            key = _key(entry, modules) or object()
+            times[key] += 1
+            if before[key] + times[key] > most[key]:
                 new.append(entry)
-        self._most[name] |= here
-        return new
+                most[key] = before[key] + times[key]
+        return new, times
 
 
-def _key(entry: SiteReport | Fused, modules: Mapping[str, int]) -> Hashable:
+def _by_modules(compilations: Iterable[tuple[Report, Modules]]) -> list[tuple[Report, Modules]]:
+    """One report for all compilations of the same modules; those in which a path names another module are apart."""
+    groups: list[tuple[list[Report], dict[str, int]]] = []
+    for report, modules in compilations:
+        same = (one for one in groups if all(one[1].get(path, number) == number for path, number in modules.items()))
+        group = next(same, None)
+        if group is None:
+            group = [], {}
+            groups.append(group)
+        group[0].append(report)
+        group[1].update(modules)
+    return [(Report.joined(reports), known) for reports, known in groups]
+
+
+def _key(entry: SiteReport | Fused, modules: Modules) -> Hashable:
     if isinstance(entry, SiteReport):
         module = modules.get(entry.module)
         return None if module is None else (replace(entry, module=""), module)

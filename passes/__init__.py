@@ -45,7 +45,7 @@ from mhc_compile.passes.plan import (
     outputs,
 )
 from mhc_compile.passes.recognise import recognise
-from mhc_compile.passes.report import Fused, Location, Report, SiteReport, location, module_path
+from mhc_compile.passes.report import Fused, Location, Report, SiteReport, location, module_path, number
 from mhc_compile.passes.rewrite import SitesFailed, rewrite
 from mhc_compile.passes.rewrite.watched import watched
 from mhc_compile.passes.site_forms import form_of
@@ -458,19 +458,26 @@ def _sites(shadow: shadowing.Shadow, plan: Plan, shown: Mapping[int, BeforeAfter
     for site in plan.sites:
         node = _node(site)
         own = site.own if isinstance(site, (WithGates, ProjectionSite)) else ""
-        entry = SiteReport(site.op, location(node), form_of(site), own=own, module=module_path(node))
+        entry = SiteReport(site.op, location(node), form_of(site), own=own, module=module_path(node), node=number(node))
         if (one := shown.get(id(site))) is not None:
             entry = replace(entry, before=one.before, after=one.after, excerpt=one.excerpt)
         entries.append((shadow.position[node], entry))
     for declined in plan.declined:
         at = shadow.position[declined.node] if declined.node is not None else 0
-        module = module_path(declined.node)
-        entries.append((at, SiteReport(declined.what, location(declined.node), "", declined.reason, module=module)))
+        entry = SiteReport(
+            declined.what,
+            location(declined.node),
+            "",
+            declined.reason,
+            module=module_path(declined.node),
+            node=number(declined.node),
+        )
+        entries.append((at, entry))
     return [entry for _, entry in sorted(entries, key=lambda pair: pair[0])]
 
 
 def _torn(node: fx.Node, op: str) -> SiteReport:
-    return SiteReport(op, location(node), CUT, WRITTEN_ELSEWHERE, module=module_path(node))
+    return SiteReport(op, location(node), CUT, WRITTEN_ELSEWHERE, module=module_path(node), node=number(node))
 
 
 def _node(site: Site) -> fx.Node:

@@ -31,7 +31,7 @@ _MADE = {"generate_mix": (0, 1, 2), "generate_mix_and_aggregate": (1, 2)}
 _READ = {"expand_combine": (2, 4), "aggregate": (1,), "mix_streams": (1,)}
 # Calls that change nothing but the form of a tensor.
 _FORMS = {"getitem", "view", "reshape", "unsqueeze", "squeeze", "transpose", "permute", "contiguous", "flatten"}
-_FORMS |= {"unflatten", "to", "float", "type", "expand", "mT", "view_as", "type_as"}
+_FORMS |= {"_unsafe_view", "unflatten", "to", "float", "type", "expand", "mT", "view_as", "type_as"}
 
 
 def cut(graph: fx.Graph, places: Mapping[int, Location]) -> list[SiteReport]:
@@ -127,8 +127,11 @@ def _is_given(gate: fx.Node) -> bool:
 
 
 def _only_leaves(gate: fx.Node) -> bool:
-    """Whether a gate is a result of the graph, and nothing else is made of it."""
-    users = list(gate.users)
+    """Whether a gate is a result of the graph, and nothing else is made of it.
+
+    The views that an operator's result has taken the place of may still be there, and nothing reads them.
+    """
+    users = [user for user in gate.users if user.users or user.op == "output"]
     return bool(users) and all(user.op == "output" or (_name(user) in _FORMS and _only_leaves(user)) for user in users)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from mhc_compile.passes.report import Location, location, module_path
+from mhc_compile.passes.report import NUMBER, SITES, Location, location, module_path
 
 
 @dataclass
@@ -25,13 +25,14 @@ class Places:
 
     @staticmethod
     def of(module: fx.GraphModule) -> Places:
-        """Those of a graph as Dynamo made it."""
+        """Those of a graph as Dynamo made it. Each node is given its number."""
         found, numbers, lines = Places(), dict[Any, int](), dict[Any, Location]()
         for node in _nodes(module):
             trace = node.meta.get("stack_trace")
             if trace not in lines:
                 lines[trace] = location(node)
             place = lines[trace], module_path(node)
+            node.meta[NUMBER] = len(found.nodes)
             found.nodes.append(numbers.setdefault(place, len(numbers)))
         found.places = list(numbers)
         return found
@@ -50,12 +51,17 @@ class Places:
         ]
         return {"nodes": len(self.nodes), "places": places}
 
-    def moved(self, report: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-        """A report as plain values, of a graph whose places were `before`, with the places of this graph."""
+    def moved(self, reports: list[dict[str, Any]], before: dict[str, Any]) -> list[dict[str, Any]]:
+        """Reports as plain values, of a graph whose places were `before`, with the places of this graph."""
         if before["nodes"] != len(self.nodes):
-            return report
+            return reports
         new = [self.places[self.nodes[one["node"]]] for one in before["places"]]
-        moved: dict[str, Any] = _Move(list(zip(before["places"], new, strict=True))).within(report)
+        move = _Move(list(zip(before["places"], new, strict=True)))
+        for site in (site for report in reports for name in SITES for site in report.get(name, [])):
+            number = site.get("node")
+            if number is not None and number < len(self.nodes):
+                move.note(site, self.places[self.nodes[number]])
+        moved: list[dict[str, Any]] = move.within(reports)
         return moved
 
 
@@ -63,6 +69,7 @@ class _Move:
     def __init__(self, pairs: list[tuple[dict[str, Any], tuple[Location, str]]]) -> None:
         self._lines: dict[Any, Location] = {}
         self._sites: dict[Any, tuple[Location, str]] = {}
+        self._exact: dict[Any, tuple[Location, str]] = {}
         self._words: dict[str, str] = {}
         for old, (where, module) in pairs:
             at = Location(**old["location"])
@@ -70,12 +77,19 @@ class _Move:
                 self._lines.setdefault((at.file, at.line), where)
                 self._sites[at.file, at.line, old["module"]] = where, module
                 for name, now in ((old["name"], str(where)), (at.short.rpartition(":")[0], where.short)):
+                    line = f"line {where.line} of {now.rpartition(':')[0]}"
                     self._words.setdefault(f"{name}:{at.line}", now)
-                    self._words.setdefault(
-                        f"line {at.line} of {name}", f"line {where.line} of {now.rpartition(':')[0]}"
-                    )
+                    self._words.setdefault(f"line {at.line} of {name}", line)
+                    # With the code, as excerpts of a graph and sentences have it.
+                    self._words.setdefault(f"{name}:{at.line}  {at.code}", f"{now}  {where.code}")
+                    self._words.setdefault(f"line {at.line} of {name} ({at.code})", f"{line} ({where.code})")
         words = sorted(map(re.escape, self._words), key=len, reverse=True)
         self._pattern = re.compile(rf"(?<![\w/.])(?:{'|'.join(words)})(?!\w)") if words else re.compile(r"(?!)")
+
+    def note(self, site: dict[str, Any], place: tuple[Location, str]) -> None:
+        """Sites of one line may be those of several lines by now. A fused operator names its parts without a node."""
+        self._exact.setdefault((*_known_by(site), site["node"]), place)
+        self._exact.setdefault((*_known_by(site), None), place)
 
     def within(self, value: Any) -> Any:
         """The same plain value about the new places."""
@@ -87,11 +101,18 @@ class _Move:
             return value
         if "location" in value and "module" in value:
             at = value["location"]
-            where, module = self._sites.get((at["file"], at["line"], value["module"]), (None, value["module"]))
+            where, module = self._exact.get(
+                (*_known_by(value), value.get("node")),
+                self._sites.get((at["file"], at["line"], value["module"]), (None, value["module"])),
+            )
             where = where or self._lines.get((at["file"], at["line"]))
             told = {name: self.within(one) for name, one in value.items() if name not in ("location", "module")}
             return value | told | {"location": at if where is None else asdict(where), "module": module}
         return {name: self.within(one) for name, one in value.items()}
+
+
+def _known_by(site: dict[str, Any]) -> tuple[Any, ...]:
+    return site["op"], site["location"]["file"], site["location"]["line"], site["module"]
 
 
 def _nodes(module: fx.GraphModule) -> Iterator[fx.Node]:

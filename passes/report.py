@@ -85,7 +85,8 @@ class SiteReport:
     own says which of its gates stay the program's code, and why; where it is empty, operators make all of them.
     module is the path of the module whose code it is, such as "layers.0.attention"; "" if none is known. before and
     after count the bytes of the program's own code and of what it became, None if they are not known. excerpt names
-    the graph's lines before and after, in `Report.excerpts`; "" if there are none.
+    the graph's lines before and after, in `Report.excerpts`; "" if there are none. node is the number of its node in
+    Dynamo's graph, if that is known: one line may have several sites, and may be several lines later.
     """
 
     op: str
@@ -98,6 +99,7 @@ class SiteReport:
     before: Traffic | None = field(default=None, compare=False)
     after: Traffic | None = field(default=None, compare=False)
     excerpt: str = field(default="", compare=False)
+    node: int | None = field(default=None, compare=False)
 
     @property
     def rewritten(self) -> bool:
@@ -120,6 +122,8 @@ class Fused:
 
 # What stands for the operator, and for the detail, of a function that Dynamo gives up on.
 FUNCTION, NOT_COMPILED, CANNOT_HOLD = "function", "not compiled", "not compiled, cannot hold a site"
+# What notes the number of a node in it.
+NUMBER = "mhc_number"
 # The fields of a report that list sites, and those that count by names.
 SITES = ("sites", "called", "cut", "unchecked")
 COUNTS = ("checked", "fusions", "shared", "lowered")
@@ -453,6 +457,11 @@ def module_path(node: fx.Node | None) -> str:
 
 def _spells(file: str) -> bool:
     return file.startswith(_WRAPPERS) or any(part in file for part in _SPELLERS)
+
+
+def number(node: fx.Node | None) -> int | None:
+    """The number of a node among those of Dynamo's graph, if they were numbered."""
+    return node.meta.get(NUMBER) if node is not None else None
 
 
 def in_words(node: fx.Node) -> str:

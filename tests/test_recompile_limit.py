@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -207,6 +208,127 @@ def test_what_was_compiled_before_does_not_count_for_a_look(limit: str) -> None:
         report = mhc_compile.explain(model, torch.randn(X))
         assert (_names(report.rewritten), report.cut) == (BOTH, [])
         assert "not compiled any more" not in str(capture(model, torch.randn(X)))
+
+
+@pytest.mark.usefixtures("passes_only")
+@pytest.mark.parametrize("limit", LIMITS)
+def test_a_look_does_not_count_for_a_run(limit: str) -> None:
+    """However often the model is explained between two compilations of a run."""
+    model = Annealed(4, 6, 3, 2)
+    compiled = torch.compile(model, backend="mhc")
+    with torch._dynamo.config.patch({limit: 2}), torch.no_grad():
+        for model.iterations in (1, 2):
+            compiled(torch.randn(X))
+            for _ in range(3):
+                mhc_compile.explain(model, torch.randn(X))
+        assert mhc_compile.report().cut == []
+        model.iterations = 3
+        compiled(torch.randn(X))
+    (site,) = mhc_compile.report().cut  # the limit is still one, and what changed is told as without a look
+    assert (site.reason or "").startswith("Dynamo compiled it 2 times")
+    assert (site.reason or "").endswith("; what changed last: self.iterations == 2")
+
+
+class _Sizes:
+    """A backend that notes how many sizes of each graph are symbols."""
+
+    def __init__(self) -> None:
+        self.symbols: list[int] = []
+
+    def __call__(self, gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        self.symbols.append(sum(isinstance(value, torch.SymInt) for value in example_inputs))
+        return gm.forward
+
+
+@pytest.mark.parametrize("looks", [(), (4,), (4, 5)])
+def test_sizes_of_a_look_are_forgotten(looks: tuple[int, ...]) -> None:
+    """The first size of a run is static, and from the second on it is dynamic, whatever was explained in between."""
+    sizes = _Sizes()
+    compiled = torch.compile(Sublayer(4, 6, 3, 2), backend=sizes)
+    with torch.no_grad():
+        for tokens in (3, 6, 7):
+            for other in looks:
+                mhc_compile.explain(Sublayer(4, 6, 3, 2), torch.randn(2, other, *X[2:]))
+            compiled(torch.randn(2, tokens, *X[2:]))
+    assert sizes.symbols == [0, 1]
+
+
+def test_a_look_knows_no_sizes() -> None:
+    """They are those of the run before."""
+    model, sizes = Sublayer(4, 6, 3, 2), _Sizes()
+    before = mhc_compile.explain(model, torch.randn(X))
+    compiled = torch.compile(model, backend=sizes)
+    with torch.no_grad():
+        for tokens in (3, 6):
+            compiled(torch.randn(2, tokens, *X[2:]))
+    again = mhc_compile.explain(model, torch.randn(X))
+    assert again.sites == before.sites
+    assert [site.before for site in again.sites] == [site.before for site in before.sites]
+    assert all(site.before is not None for site in again.sites)  # a site with symbolic sizes has no count
+
+
+def test_a_look_inside_a_look_leaves_the_sizes_of_the_run() -> None:
+    """The sizes of the run are put back when the last look is over."""
+    model, sizes = Sublayer(4, 6, 3, 2), _Sizes()
+    compiled = torch.compile(model, backend=sizes)
+
+    def outer(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        mhc_compile.explain(model, torch.randn(2, 9, *X[2:]))
+        return x + 1
+
+    with torch.no_grad():
+        for tokens in (3, 6):
+            mhc_compile.explain(outer, torch.randn(X))
+            compiled(torch.randn(2, tokens, *X[2:]))
+    assert sizes.symbols == [0, 1]
+
+
+def _compiled_in_place(model: torch.nn.Module, limit: int) -> torch.nn.Module:
+    model.compile(backend="mhc", recompile_limit=limit)
+    return model
+
+
+_compile: Any = torch.compile  # whose types do not know all of its arguments
+HOW: dict[str, Callable[[torch.nn.Module, int], Any]] = {
+    "a module": lambda model, limit: _compile(model, backend="mhc", recompile_limit=limit),
+    "in place": _compiled_in_place,
+    "a function": lambda model, limit: _compile(lambda x: model(x), backend="mhc", recompile_limit=limit),
+}
+
+
+@pytest.mark.usefixtures("passes_only")
+@pytest.mark.parametrize("how", HOW)
+def test_a_limit_that_was_given_to_compile(how: str) -> None:
+    """explain obeys it, as the run does; without it, the limit is the setting."""
+    model = Iterated()
+    with torch.no_grad():
+        assert "not compiled any more" not in str(mhc_compile.explain(model, torch.randn(X)))
+        compiled = HOW[how](model, 2)
+        explained = mhc_compile.explain(compiled, torch.randn(X))
+        assert mhc_compile.report().cut == []
+        compiled(torch.randn(X))
+    assert "not compiled any more: 1 x function" in str(explained)
+    assert "Dynamo compiled it 2 times (the recompile_limit of torch.compile), and" in str(explained)
+    assert _told(explained) == _told(mhc_compile.report())
+
+
+@pytest.mark.usefixtures("passes_only")
+@pytest.mark.parametrize("explain", [False, True])
+def test_a_limit_is_reported_whatever_dynamo_logs(explain: bool) -> None:
+    log = logging.getLogger("torch._dynamo")
+    before = log.level
+    try:
+        log.setLevel(logging.ERROR)
+        with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=2):
+            report = mhc_compile.explain(Iterated(), torch.randn(X))
+            if not explain:
+                torch.compile(Iterated(), backend="mhc")(torch.randn(X))
+                report = mhc_compile.report()
+    finally:
+        log.setLevel(before)
+    (site,) = (site for site in report.cut if site.detail == "not compiled any more")
+    assert (site.reason or "").endswith("; what changed last: self.iterations == 2")
 
 
 class Iterated(torch.nn.Module):

@@ -94,6 +94,72 @@ def test_another_module_is_another_site() -> None:
     assert _names(mhc_compile.report().sites) == BOTH * 2
 
 
+class Numbered(Sublayer):
+    """Dynamo compiles its code again for each number, and thus for each module."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(4, 6, 3, 2)
+        self.number = number
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x)
+        return out + self.number
+
+
+class ByLayers(nn.Module):
+    """A break before each layer: Dynamo compiles the layers by themselves."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            torch._dynamo.graph_break()
+            x = layer(x)
+        return x
+
+
+@pytest.mark.usefixtures("passes_only")
+def test_modules_of_one_class_that_are_compiled_by_themselves() -> None:
+    """In each compilation the same path, "", names another module. Other sizes make no site of their own."""
+    layers = [Numbered(number) for number in (1, 2, 3)]
+    with torch.no_grad():
+        for layer in layers:
+            compiled = torch.compile(layer, backend="mhc", dynamic=False)
+            compiled(torch.randn(X))
+        compiled(torch.randn(X[0] + 1, *X[1:]))
+    report = mhc_compile.report()
+    assert _names(report.rewritten) == _names(report.sites) == BOTH * 3
+    assert str(report).startswith("mhc: 6 of 6 hyper-connection sites rewritten in 3 graphs, compiled 4 times in all (")
+    assert list(report.functions.values()) == [6]
+
+
+def test_modules_of_one_class_between_breaks() -> None:
+    report = mhc_compile.explain(ByLayers([Numbered(1), Numbered(2)]), torch.randn(X))
+    assert (_names(report.rewritten), report.graphs, report.fusions["accumulate"]) == (BOTH * 2, 2, 2)
+
+
+def test_compiled_code_that_several_modules_share_counts_once() -> None:
+    """Nothing calls for another compilation. The passes see one module."""
+    with torch.no_grad():
+        report = mhc_compile.explain(ByLayers([Numbered(1), Numbered(1)]), torch.randn(X))
+    assert (_names(report.rewritten), report.graphs) == (BOTH, 1)
+
+
+@pytest.mark.usefixtures("passes_only")
+def test_modules_of_one_class_that_another_function_runs_too() -> None:
+    """A compilation of both modules, one of each alone, and one of the first with other numbers: two modules."""
+    layers = [Numbered(1), Numbered(2)]
+    with torch.no_grad():
+        torch.compile(lambda x: layers[1](layers[0](x)), backend="mhc")(torch.randn(X))
+        for layer in (*layers, layers[0]):
+            torch.compile(layer, backend="mhc")(torch.randn(X))
+            layer.number += 10
+    report = mhc_compile.report()
+    assert (_names(report.rewritten), report.compiled) == (BOTH * 2, 4)
+
+
 @pytest.mark.usefixtures("passes_only")
 def test_more_of_a_module_in_another_function() -> None:
     """A function that runs a line twice has two sites there."""

@@ -255,7 +255,16 @@ sublayer.
 {rewritten}
 ```
 
-`mhc_compile.testing.capture` returns this text for your own model.
+`return` names the results from which the graph's outputs are computed. Here the output is `%3` itself, or other code
+computes it from `%3`. `return` alone means that no operator has a part in the outputs.
+
+`mhc_compile.testing.capture` returns this text for your own model. If Dynamo makes several graphs, their texts follow
+one another, and each counts from `%0`. The line between two of them says where the graph breaks, with the function and
+the code of the line:
+
+```text
+cut: Dynamo breaks the graph in forward, at torch._dynamo.graph_break()
+```
 
 ## Autograd
 

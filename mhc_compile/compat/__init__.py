@@ -96,6 +96,7 @@ from mhc_compile.compat.launches import (
 from mhc_compile.compat.libraries import (
     cpp_library,
 )
+from mhc_compile.compat.looking import limit_given_to
 from mhc_compile.compat.nodes import (
     AutogradFunction,
     aliased,
@@ -282,6 +283,7 @@ __all__ = [
     "keep_arguments_of_calls",
     "keep_order_of_writes",
     "launches_from_c",
+    "limit_given_to",
     "load_kernel",
     "local_of",
     "makes_cuda_graphs",

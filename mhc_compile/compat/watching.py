@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch
 
 from mhc_compile.compat.graphs import compile_id, on_dynamo_reset
 from mhc_compile.compat.inductor import _guard
+from mhc_compile.compat.looking import Look, Looks, act
 from mhc_compile.compat.reaching import Reached, reached
 from mhc_compile.encoding import without_addresses
 
@@ -33,9 +34,7 @@ _THEN = re.compile(r"another graph break occurred: \*\*\*\s*(.*)")
 # Of the hints, those that name a setting: they say what a user can do.
 _SETTING = re.compile(r"^\s*Hint: Set (`?torch\._dynamo\.config\..*?)\.?$", re.MULTILINE)
 _ENDS = "skipping the rest of the function"
-_LIMIT = "torch._dynamo hit config.%s"
 _STEP = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.?(\w+)")
-_ALIKE = "num_cache_entries_with_same_id_matched_objs"
 _GUARD = re.compile(r"(?:\d+/\d+: )?(.*?)(?:\s+#.*)?")
 
 
@@ -75,7 +74,9 @@ class GivenUp:
 
 @dataclass(frozen=True)
 class RecompileLimit:
-    """A function that was compiled as often as Dynamo's setting `limit` allows; changed is the guard that failed.
+    """A function that was compiled as often as `limit` allows; changed is the guard that failed.
+
+    The limit is a setting of Dynamo's, or, if it is given, was given to `torch.compile` under the same name.
 
     Of a function that is resumed, this is the part after an earlier break. Dynamo compiles nothing new that the
     function calls, either: reached has all tensors of the modules that it reaches. backend and options are as in
@@ -83,6 +84,7 @@ class RecompileLimit:
     """
 
     limit: str
+    given: bool
     number: int
     function: str
     file: str
@@ -101,7 +103,7 @@ class Watched:
     kept has the compilations whose code it keeps, each with file, first line and name of the function.
 
     strategies has what Dynamo does with code that it does not compile, by the id of the code. at_work has the functions
-    that it is compiling, outermost first, and looks are those that last.
+    that it is compiling, outermost first.
 
     The functions of at_limit are called with a frame that has reached a limit, those of at_given_up with a function
     that Dynamo gave up on, and those of at_compiled with the code, the compilation and the backend of a compiled
@@ -112,7 +114,7 @@ class Watched:
     breaks: dict[GraphBreak, None] = field(default_factory=dict)
     strategies: dict[int, tuple[weakref.ref[CodeType], Any]] = field(default_factory=dict)
     at_work: list[str] = field(default_factory=list)
-    looks: list[_Look] = field(default_factory=list)
+    looks: Looks = field(default_factory=Looks)
     at_limit: list[Callable[[Any, RecompileLimit], None]] = field(default_factory=list)
     at_given_up: list[Callable[[GivenUp], None]] = field(default_factory=list)
     at_compiled: list[Callable[[CodeType, Any, Any], None]] = field(default_factory=list)
@@ -121,20 +123,14 @@ class Watched:
         """Forget all: Dynamo numbers its frames anew."""
         for seen in (self.kept, self.breaks, self.strategies):
             seen.clear()
-
-
-@dataclass
-class _Look:
-    """A look at a model by a backend of its own: what was compiled for it, and the first compilation of each frame."""
-
-    backend: Any
-    compiled: list[tuple[CodeType, Any]] = field(default_factory=list)
-    first: dict[Any, int] = field(default_factory=dict)
+        self.looks.reset()
 
 
 watched = Watched()
 # The frames that Dynamo is compiling, outermost first, each with what compiles it.
 _converting: ContextVar[tuple[tuple[Any, Any], ...]] = ContextVar("converting", default=())
+# Why the compilations that there are do not serve, the last one first: it is asked for before each limit is looked at.
+_reasons: ContextVar[list[str]] = ContextVar("reasons", default=[])  # noqa: B039  (it is only replaced)
 
 
 def breaks_around() -> tuple[GraphBreak | None, GraphBreak | None]:
@@ -171,17 +167,17 @@ def _named(code: Any) -> tuple[str, str]:
 def watch_dynamo() -> None:
     """Record in `watched` what Dynamo does, from now on.
 
-    It has a hook for code that it keeps. It logs each break by one method, and a function's last compilation in its log
-    alone. What becomes of a frame is what `CatchErrorsWrapper` returns, and `exceeds_recompile_limit` decides if it was
-    the last (torch 2.11 to 2.14).
+    It has a hook for code that it keeps, and logs each break by one method. What becomes of a frame is what
+    `CatchErrorsWrapper` returns. `exceeds_recompile_limit` decides if the compilation before was the last one (torch
+    2.11 to 2.14).
     """
     with _guard("what Dynamo breaks and throws away is not reported"):
-        from torch._dynamo import cache_size, convert_frame
+        from torch._dynamo import cache_size, convert_frame, guards
         from torch._dynamo.convert_frame import CatchErrorsWrapper, register_bytecode_hook
         from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
         log, convert = InstructionTranslatorBase.log_graph_break, CatchErrorsWrapper.__call__
-        exceeds = cache_size.exceeds_recompile_limit
+        exceeds, reasons = cache_size.exceeds_recompile_limit, guards.get_and_maybe_log_recompilation_reasons
 
         @functools.wraps(log)
         def log_and_note(self: Any, code_options: Any, reason: str, exc: Any, **known: Any) -> None:
@@ -209,17 +205,34 @@ def watch_dynamo() -> None:
                 _note_eager(frame, list(watched.breaks)[breaks:], result.guarded_code is None, self)
             return result
 
+        @functools.wraps(reasons)
+        def reasons_and_note(entries: Any, *args: Any, **kwargs: Any) -> Any:
+            with _guard("a limit of Dynamo's is reported with the reason of another compilation"):
+                _, look = _at_work()
+                entries = watched.looks.own(look, entries) if isinstance(entries, list) else entries
+            found = reasons(entries, *args, **kwargs)
+            _reasons.set(found)
+            return found
+
         @functools.wraps(exceeds)
         def exceeds_by_its_own(made: Any, compilation: Any) -> Any:
-            with _guard("a look at a model counts the compilations before it"):
-                made, compilation = _as_in_a_new_process(made, compilation)
-            return exceeds(made, compilation)
+            with _guard("a look at a model counts with the compilations beside it"):
+                frame, look = _at_work()
+                on_dynamo_reset(watched)
+                made, compilation = watched.looks.count(look, frame, made, compilation)
+            found = exceeds(made, compilation)
+            changed = _reasons.get()
+            _reasons.set([])
+            with _guard("a function that is compiled no more is not reported"):
+                if found[0]:
+                    _note_limit(found[1], changed)
+            return found
 
         CatchErrorsWrapper.__call__ = convert_and_note  # type: ignore[method-assign]
         convert_frame.exceeds_recompile_limit = exceeds_by_its_own  # type: ignore[assignment, attr-defined]
+        convert_frame.get_and_maybe_log_recompilation_reasons = reasons_and_note  # type: ignore[assignment, attr-defined]
         InstructionTranslatorBase.log_graph_break = log_and_note  # type: ignore[method-assign]
         register_bytecode_hook(_note_code)
-        logging.getLogger("torch._dynamo.convert_frame").addFilter(_note_limit)
 
 
 def _note_code(code: CodeType, new_code: CodeType) -> None:
@@ -286,11 +299,11 @@ def apart(
 ) -> Iterator[None]:
     """Around a look at a model by a backend of its own, after which Dynamo is as it was before.
 
-    Dynamo tries functions again that it gave up on before. It keeps what it compiled before. It forgets the functions
-    that it compiles for this backend alone, and these alone count for its limits. tell is called with each function
-    that it gives up on for the backend, tell_limit with each frame that reaches a limit.
+    Dynamo tries functions again that it gave up on before, and knows no sizes. It keeps what it compiled before. It
+    forgets the functions that it compiles for this backend, and these alone count for its limits. tell is called with
+    each function that it gives up on for the backend, tell_limit with each frame that reaches a limit.
     """
-    look = _Look(backend)
+    look = Look(backend)
 
     def note(code: CodeType, compilation: Any, used: Any) -> None:
         if used is backend:
@@ -305,47 +318,32 @@ def apart(
             tell_limit(frame, limit)
 
     listening: list[tuple[list[Any], Any]] = [
-        (watched.looks, look),
         (watched.at_given_up, tell_ours),
         (watched.at_limit, tell_our_limit),
         (watched.at_compiled, note),
     ]
     watch_dynamo()
     before = dict(watched.strategies)
-    _act(before, ordinary=True)
+    act(before, ordinary=True)
     watched.strategies.clear()
     for listeners, one in listening:
         listeners.append(one)
     try:
-        yield
+        with watched.looks.look(look):
+            yield
     finally:
         for listeners, one in listening:
             listeners.remove(one)
-        with _guard("Dynamo keeps what was compiled for a look at a model"):
-            _forget(look.compiled)
-        _act(watched.strategies, ordinary=True)
-        _act(before, ordinary=False)
+        act(watched.strategies, ordinary=True)
+        act(before, ordinary=False)
         watched.strategies.clear()
         watched.strategies.update(before)
 
 
-def _as_in_a_new_process(cache_size: Any, compilation: Any) -> tuple[Any, Any]:
-    """What Dynamo compares with its limits: for a look at a model, without what was compiled before or beside it."""
+def _at_work() -> tuple[Any, Look | None]:
+    """The frame that Dynamo is compiling, and the look that it is for."""
     frame, compiler = _converting.get()[-1]
-    backend = _given_to_compile(compiler)[0]
-    look = next((one for one in watched.looks if one.backend is backend), None)
-    if look is None:
-        return cache_size, compilation
-    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
-    from torch._dynamo.cache_size import _has_same_id_matched_objs
-
-    ours = {number for code, number in look.compiled if code is frame.f_code}
-    entries = [entry for entry in _debug_get_cache_entry_list(frame.f_code) if entry.compile_id in ours]
-    alike = sum(_has_same_id_matched_objs(frame, entry) for entry in entries)
-    counts = {one.name: len(entries) for one in fields(cache_size)} | {_ALIKE: alike}
-    first = look.first.setdefault(compilation.frame_id, compilation.frame_compile_id)
-    own = replace(compilation, frame_compile_id=compilation.frame_compile_id - first)
-    return replace(cache_size, **counts), own
+    return frame, watched.looks.of(_given_to_compile(compiler)[0])
 
 
 def module_at(path: str) -> torch.nn.Module | None:
@@ -379,50 +377,26 @@ def _followed(value: Any, path: str) -> Any:
     return None
 
 
-def _forget(compiled: list[tuple[CodeType, Any]]) -> None:
-    """Make Dynamo forget functions without another compilation: it can drop all compilations of a function, or none."""
-    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
-
-    ours = {compilation for _, compilation in compiled}
-    for code in {id(code): code for code, _ in compiled}.values():
-        if all(entry.compile_id in ours for entry in _debug_get_cache_entry_list(code)):
-            reset_code(code)
-
-
-def _act(strategies: dict[int, tuple[weakref.ref[CodeType], Any]], ordinary: bool) -> None:
-    """Make Dynamo treat code by its strategy, or in the ordinary way."""
-    with _guard("Dynamo does not compile again what it gave up on"):
-        from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-
-        any_other = _FrameExecStrategy(_FrameAction.DEFAULT, _FrameAction.DEFAULT)
-        for ref, strategy in list(strategies.values()):
-            code = ref()
-            if code is not None:
-                set_code_exec_strategy(code, any_other if ordinary else strategy)
-
-
-def _note_limit(record: logging.LogRecord) -> bool:
-    with _guard("a function that is compiled no more is not reported"):
-        if str(record.msg).startswith(_LIMIT) and isinstance(record.args, tuple):
-            limit, number, _, reason = map(str, record.args[:4])
-            changed = _GUARD.fullmatch(reason.strip().partition("\n")[0])
-            frame, compiler = _converting.get()[-1]
-            code, (name, file) = frame.f_code, _named(frame.f_code)
-            on_dynamo_reset(watched)
-            reaching = RecompileLimit(
-                limit,
-                int(number),
-                name,
-                file,
-                code.co_firstlineno,
-                name != code.co_name,
-                changed.group(1) if changed else reason,
-                *_given_to_compile(compiler),
-                reached(frame, below=True),
-            )
-            for tell in list(watched.at_limit):
-                tell(compile_id()[0], reaching)
-    return True
+def _note_limit(limit: str, reasons: list[str]) -> None:
+    reason = reasons[0] if reasons else "Unable to find recompilation reasons"
+    changed = _GUARD.fullmatch(reason.strip().partition("\n")[0])
+    frame, compiler = _converting.get()[-1]
+    code, (name, file) = frame.f_code, _named(frame.f_code)
+    on_dynamo_reset(watched)
+    reaching = RecompileLimit(
+        limit,
+        limit == "recompile_limit" and getattr(compiler, "_recompile_limit", None) is not None,
+        getattr(torch._dynamo.config, limit),
+        name,
+        file,
+        code.co_firstlineno,
+        name != code.co_name,
+        changed.group(1) if changed else reason,
+        *_given_to_compile(compiler),
+        reached(frame, below=True),
+    )
+    for tell in list(watched.at_limit):
+        tell(compile_id()[0], reaching)
 
 
 @contextlib.contextmanager

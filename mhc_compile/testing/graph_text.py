@@ -6,7 +6,9 @@ is left out but for where values come from, so that it changes when the rewritin
 
 from __future__ import annotations
 
+import linecache
 import operator
+import os
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ from mhc_compile import compat, passes, records
 from mhc_compile.arguments import check_model
 from mhc_compile.passes.report import Report
 
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.float64: "f64"}
 
 
@@ -59,7 +62,8 @@ def capture(model: Callable[..., Any], *args: Any, allow_empty: bool = False, **
     their defaults. So the norm of a layer input is part of its operator on a GPU, and not on a CPU.
 
     The text has a line for each graph break, for each function that Dynamo gives up on, and for each that reaches a
-    limit of Dynamo's, with the function's name. Operators after such a line are not fused with operators before it.
+    limit of Dynamo's, with the function's name. A break has the code of its line, too, but no number: that would change
+    with other lines of the file. Operators after such a line are not fused with operators before it.
     `recompile_limit` is lifted, because each of the sizes has a graph of its own here.
 
     Raises EmptyCaptureError if no graph has a hyper-connection operator, unless `allow_empty` is given, and TypeError
@@ -78,7 +82,7 @@ def capture(model: Callable[..., Any], *args: Any, allow_empty: bool = False, **
     def rewrite(gm: fx.GraphModule, graph: records.Compiled) -> None:
         graph.traced.add(passes.run_recursively(gm))
         if graph.before is not None and graph.before.frame != compat.compile_id()[0]:
-            lose(f"cut: Dynamo breaks the graph in {graph.before.function[0]}")
+            lose(f"cut: Dynamo breaks the graph in {graph.before.function[0]}{_at(graph.before)}")
         graphs.dynamo.append(gm.graph)
 
     def whole(gm: fx.GraphModule) -> None:
@@ -87,7 +91,7 @@ def capture(model: Callable[..., Any], *args: Any, allow_empty: bool = False, **
 
     def given_up(function: compat.GivenUp) -> None:
         if ledger.give_up(function):
-            lose(f"not compiled: Dynamo gives up on {function.function}")
+            lose(f"not compiled: Dynamo gives up on {function.function}{_at(function.broken)}")
 
     def lose(words: str) -> None:
         graphs.losses.append((len(graphs.dynamo), words))
@@ -109,6 +113,12 @@ def capture(model: Callable[..., Any], *args: Any, allow_empty: bool = False, **
     return graphs
 
 
+def _at(broken: compat.GraphBreak) -> str:
+    """The code where Dynamo breaks a graph, if it is not torch's, which changes with its version."""
+    code = "" if broken.file.startswith(_TORCH) else linecache.getline(broken.file, broken.line).strip()
+    return f", at {code}" if code else ""
+
+
 def graph_text(graph: fx.Graph) -> str:
     """The hyper-connection operators of a graph, in program order:
 
@@ -116,8 +126,9 @@ def graph_text(graph: fx.Graph) -> str:
         %1 = expand_combine(f=bf16[2, 8, 64](%0.0), h_post=%0.1, x=bf16[2, 8, 4, 64], h_res=%0.2)
 
     An operand is a result (%0.1 is the second of %0), its type with the results that other code computed it from, or
-    its type alone. Settings equal to the operator's defaults are left out. A nested graph with such operators, as of a
-    checkpoint region, is one value, and stands below it:
+    its type alone. Settings equal to the operator's defaults are left out. The last line, `return %1`, has the results
+    from which the graph's outputs are computed; it is `return` alone if no operator has a part in them. A nested graph
+    with operators, as of a checkpoint region, is one value, and stands below it:
 
         %2 = region(%1):
             %3 = head(x=bf16[2, 8, 4, 64], phi=f32[4, 256], scale=f32[1], bias=f32[4])
@@ -146,7 +157,7 @@ class _Text:
                 self.names[node] = f"{self.names[node.args[0]]}.{node.args[1]}"
                 self.origins[node] = (self.names[node],)
             elif node.op == "output":
-                lines.append(f"return {', '.join(self._read(node))}")
+                lines.append(f"return {', '.join(self._read(node))}".rstrip())
             elif _has_operators(node):
                 lines += self._region(node)
             else:

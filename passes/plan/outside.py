@@ -18,7 +18,8 @@ from mhc_compile.passes.recognise.contraction import StreamsView
 from mhc_compile.passes.recognise.layout import any_view, is_movement, origin, tidy
 from mhc_compile.passes.shadow import Shadow, Value
 
-_Shape = tuple[int, ...]
+# A size that depends on data is a number in another graph: here it stands as its expression, which equals any number.
+_Shape = tuple[int | str, ...]
 
 
 class _Left(set[tuple[_Shape, _Shape]]):
@@ -30,6 +31,14 @@ class _Left(set[tuple[_Shape, _Shape]]):
     def note(self, x: Value, gate: Value) -> None:
         compat.on_dynamo_reset(self)  # with each note: Dynamo has forgotten it after a reset
         self.add((_shape(x), _shape(gate)))
+
+    def has(self, x: Value, gate: Value) -> bool:
+        """Whether a gate of this shape left a graph beside streams of this shape."""
+        return any(_agree([left_x, left_gate], [_shape(x), _shape(gate)]) for left_x, left_gate in tuple(self))
+
+    def has_streams(self, x: Value) -> bool:
+        """Whether gates of streams of this shape left a graph."""
+        return any(_agree([left_x], [_shape(x)]) for left_x, _ in tuple(self))  # another thread may add to the set
 
     def reset(self) -> None:
         """What Dynamo calls."""
@@ -50,7 +59,7 @@ def remember(sites: Iterable[Site]) -> None:
 def came_in(read: Aggregate) -> bool:
     """Whether the gate and the streams of a read are inputs of the graph, such as were made in another one."""
     gate, x = origin(read.gate)[0], origin(read.x, any_view)[0]
-    return gate.op is None and x.op is None and (_shape(x), _shape(gate)) in _left
+    return gate.op is None and x.op is None and _left.has(x, gate)
 
 
 def reads_of_torn(shadow: Shadow, findings: Findings, whole: Container[Value]) -> dict[Value, Value]:
@@ -93,22 +102,21 @@ def remember_torn(read: Aggregate, gate: Value) -> None:
 
 def writes(shadow: Shadow, findings: Findings) -> Iterator[Combine]:
     """The writes to streams as they are, h_post f + x, whose streams and gate come in from outside."""
-    left = {shape for shape, _ in tuple(_left)}  # a tuple, since another thread may add to the set
-    for op in shadow.ops if left else ():
+    for op in shadow.ops if _left else ():
         if op.name in _SUMS and op.outs:
-            for found in residuals(findings.reader, op.out, lambda x: _streams(x, left)):
+            for found in residuals(findings.reader, op.out, _streams):
                 if isinstance(found, Combine) and found.outer.post is not None:
                     gate, x = origin(found.outer.post)[0], origin(found.x, any_view)[0]
-                    if gate.op is None and x.op is None and (_shape(x), _shape(gate)) in _left:
+                    if gate.op is None and x.op is None and _left.has(x, gate):
                         yield found
 
 
 _SUMS = {"add", "sub", "addcmul"}
 
 
-def _streams(x: Value, left: Container[_Shape]) -> StreamsView | None:
+def _streams(x: Value) -> StreamsView | None:
     """Where the streams lie in an input, [..., n, C], if gates of streams of its shape left a graph."""
-    if x.op is not None or len(x.shape) < 2 or _shape(x) not in left:
+    if x.op is not None or len(x.shape) < 2 or not _left.has_streams(x):
         return None
     n, channels = x.shape[-2:]
     tokens = [(size, prod(x.shape[i + 1 :])) for i, size in enumerate(x.shape[:-2])]
@@ -116,4 +124,14 @@ def _streams(x: Value, left: Container[_Shape]) -> StreamsView | None:
 
 
 def _shape(value: Value) -> _Shape:
-    return tuple(int(compat.hint(size)) for size in value.meta.shape)
+    sizes = value.meta.shape
+    return tuple(int(compat.hint(size)) if compat.has_hint(size) else str(size) for size in sizes)
+
+
+def _agree(left: list[_Shape], here: list[_Shape]) -> bool:
+    """Whether shapes that left a graph are those here, with a number for each size that depended on data there."""
+    if list(map(len, left)) != list(map(len, here)):
+        return False
+    numbers: dict[str, int | str] = {}
+    pairs = ((a, b) for one, other in zip(left, here, strict=True) for a, b in zip(one, other, strict=True))
+    return all((numbers.setdefault(a, b) if isinstance(a, str) else a) == b for a, b in pairs)

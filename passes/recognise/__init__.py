@@ -257,7 +257,7 @@ def _final(aggregates: list[Aggregate]) -> list[Aggregate]:
     """Without sums that only go on to be scaled, or seen, as others of the same streams.
 
     And without sums of such sums: pooled over tokens, they would pass for sums of tokens times n streams. And without
-    views of a sum that has other readers as well: the sum and its views are one tensor.
+    views and multiples of a sum that has other readers as well: they are made of the sum, and read no streams.
     """
     counts = {(a.out, a.x): a.streams.n for a in aggregates}
     later: set[tuple[Value, Value]] = set()
@@ -275,14 +275,19 @@ def _final(aggregates: list[Aggregate]) -> list[Aggregate]:
     plain = [a for a in aggregates if (a.out, a.x) not in pooled]
     kept = [a for a in plain if (a.out, a.x) not in later or len(a.out.users) > 1 or a.out.is_output]
     places = {(a.out, a.x) for a in kept if a.out.nodes}
-    return [a for a in kept if not any((value, a.x) in places for value in _before_movements(a.out))]
+    return [a for a in kept if not any((value, a.x) in places for value in _before_multiples(a.out))]
 
 
-def _before_movements(value: Value) -> Iterator[Value]:
-    """The values that this one is a view or a copy of."""
-    while value.op is not None and is_movement(value.op):
+def _before_multiples(value: Value) -> Iterator[Value]:
+    """The values that this one is a view, a copy or a multiple of."""
+    while value.op is not None and (is_movement(value.op) or _is_multiple(value.op)):
         value = next(value.op.inputs())
         yield value
+
+
+def _is_multiple(op: Op) -> bool:
+    """Whether an operator multiplies a tensor with a number, or divides it by one."""
+    return op.name in ("mul", "div", "neg") and len(op.sources) == 1 and op.args[0] is op.sources[0] and not op.kwargs
 
 
 def _cone(out: Value) -> dict[Value, None]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import linecache
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import mhc_compile
 from mhc_compile import compat, hooks, passes, records
 from mhc_compile.passes.called import INSERTED
 from mhc_compile.passes.places import Places
-from mhc_compile.passes.report import Location, Report, SiteReport
+from mhc_compile.passes.report import Fused, Location, Report, SiteReport
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -51,11 +53,10 @@ class Model(nn.Module):
 """
 
 
-def _model(folder: Path, file: str, lines_before: int = 0, name: str = "layer") -> nn.Module:
-    path = folder / file
-    path.write_text("\n" * lines_before + PROGRAM.replace("NAME", name))
-    linecache.checkcache(str(path))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+def _of_text(folder: Path, file: str, text: str) -> nn.Module:
+    (folder / file).write_text(text)
+    linecache.checkcache(str(folder / file))
+    spec = importlib.util.spec_from_file_location(Path(file).stem, folder / file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -63,6 +64,10 @@ def _model(folder: Path, file: str, lines_before: int = 0, name: str = "layer") 
     torch.manual_seed(0)
     made: nn.Module = module.Model()
     return made
+
+
+def _model(folder: Path, file: str, lines_before: int = 0, name: str = "layer") -> nn.Module:
+    return _of_text(folder, file, "\n" * lines_before + PROGRAM.replace("NAME", name))
 
 
 def _looked_at(model: nn.Module) -> tuple[Places, Report]:
@@ -89,16 +94,63 @@ def test_places_move_with_the_program(tmp_path: Path) -> None:
     after, expected = _looked_at(_model(tmp_path, "another.py", lines_before=5, name="renamed"))
     assert "h_pre (" in report.sites[1].own
     assert str(report) != str(expected)
-    moved = Report.from_dict(after.moved(report.as_dict(), before.told()))
+    moved = Report.from_dict(*after.moved([report.as_dict()], before.told()))
     assert str(moved) == str(expected)
     assert _without_names(moved) == _without_names(expected)
     assert {site.module for site in moved.sites} == {"renamed", "inside"}
 
 
+JOINED = """
+from torch import nn
+
+
+class Model(nn.Module):
+    def forward(self, x):
+        x, p, h, m = x.sin(), x.mean(-1).softmax(-1), x.amax(-1), x @ x.mT
+        {}
+"""
+AS_TWO = """u = (h.unsqueeze(-1) * x).sum(2)
+        return p.unsqueeze(-1) * u.tanh().unsqueeze(-2) + m @ x"""
+AS_ONE = AS_TWO.replace("\n        ", "; ")
+RENAMED = AS_TWO.replace("u = ", "v = ").replace("u.tanh", "v.tanh")
+
+
+@pytest.mark.parametrize(("old", "new"), [(AS_ONE, AS_TWO), (AS_TWO, AS_ONE)], ids=["two", "one"])
+def test_sites_of_one_line_that_became_two(tmp_path: Path, old: str, new: str) -> None:
+    """Each has the line of its own node, and excerpts have the code of now."""
+    before, report = _looked_at(_of_text(tmp_path, "one.py", JOINED.format(old)))
+    after, expected = _looked_at(_of_text(tmp_path, "two.py", JOINED.format(new)))
+    assert [site.op for site in report.sites] == ["aggregate", "expand_combine"]
+    (moved,) = map(Report.from_dict, after.moved([report.as_dict()], before.told()))
+    assert [site.location for site in moved.sites] == [site.location for site in expected.sites]
+    assert moved.sites == expected.sites
+
+
+def test_excerpts_have_the_code_of_now(tmp_path: Path) -> None:
+    """A variable has another name."""
+    before, report = _looked_at(_of_text(tmp_path, "one.py", JOINED.format(AS_TWO)))
+    after, expected = _looked_at(_of_text(tmp_path, "one.py", JOINED.format(RENAMED)))
+    (moved,) = map(Report.from_dict, after.moved([report.as_dict()], before.told()))
+    assert _without_names(moved) == _without_names(expected)
+    assert any("v = (h.unsqueeze" in text for texts in moved.excerpts.values() for text in texts)
+
+
+def test_a_fused_operator_names_its_parts_as_the_sites(tmp_path: Path) -> None:
+    """In the joint graph, parts have no nodes of Dynamo's."""
+    before, report = _looked_at(_of_text(tmp_path, "one.py", JOINED.format(AS_ONE)))
+    after, _ = _looked_at(_of_text(tmp_path, "two.py", JOINED.format(AS_TWO)))
+    parts = tuple(replace(site, node=None) for site in report.sites)
+    lowered = Report(fused=[Fused("boundary", parts)])
+    stored = json.loads(json.dumps([report.as_dict(), lowered.as_dict()]))
+    traced, fused = map(Report.from_dict, after.moved(stored, before.told()))
+    assert fused.fused == [Fused("boundary", tuple(traced.sites))]
+    assert len({site.location.line for site in traced.sites}) == 2
+
+
 def test_a_graph_of_other_nodes_says_nothing_about_places(tmp_path: Path) -> None:
     before, report = _looked_at(_model(tmp_path, "model.py"))
     other = Places(before.places, before.nodes[1:])
-    assert other.moved(report.as_dict(), before.told()) == report.as_dict()
+    assert other.moved([report.as_dict()], before.told()) == [report.as_dict()]
 
 
 def test_sentences_name_the_new_line() -> None:
@@ -107,7 +159,7 @@ def test_sentences_name_the_new_line() -> None:
 
     told = {"errors": ["line 12 of /a/model.py (x = y), model.py:12, model.py:123, my_model.py:12, line 12 of b.py"]}
     words = "line 15 of /a/model.py (x = y), model.py:15, model.py:123, my_model.py:12, line 12 of b.py"
-    assert places(15).moved(told, places(12).told()) == {"errors": [words]}
+    assert places(15).moved([told], places(12).told()) == [{"errors": [words]}]
 
 
 def test_a_graph_from_a_cache_has_the_lines_of_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import mhc_compile
 from mhc_compile import passes
+from mhc_compile.passes.cut import MADE_ELSEWHERE, READ_ELSEWHERE
 from mhc_compile.passes.report import Report
+from tests.zoo import near
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_dynamo"),
@@ -87,14 +89,14 @@ class Streams(nn.Module):
         return out
 
 
-def _check(report: Report, read: str) -> None:
-    lines, first = inspect.getsourcelines(Torn)
+def _check(report: Report, read: str, modules: int = 1, broken: type[nn.Module] = Torn) -> None:
+    lines, first = inspect.getsourcelines(broken)
     line = first + next(i for i, text in enumerate(lines) if "graph_break()" in text)
     told = [
         (site.op, site.detail, (site.reason or "").partition(f"tests/passes/test_torn.py:{line}: ")[0])
         for site in report.cut
     ]
-    assert told == [(read, "cut", READ), ("expand_combine", "cut", WRITE)]
+    assert told == [(read, "cut", READ)] * modules + [("expand_combine", "cut", WRITE)] * modules
     assert {read, "expand_combine"} <= {site.op for site in report.rewritten}
     assert report.declined == []
 
@@ -108,7 +110,67 @@ def test_both_halves_are_told(kind: type[Torn], read: str, dynamic: bool) -> Non
     x = torch.randn(2, 3, N, C)
     if dynamic:
         torch._dynamo.mark_dynamic(x, 1)
-    _check(mhc_compile.explain(Streams(kind(), kind()), x), read)
+    _check(mhc_compile.explain(Streams(kind(), kind()), x), read, modules=2)
+
+
+class Packed(nn.Module):
+    """A mask chooses tokens in the graph that reads: their number depends on data there, and not in later graphs."""
+
+    def __init__(self, part: Torn) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = x[mask]
+        h_pre, h_post = self.part.gates(x)
+        u = self.part.read(x, h_pre)
+        torch._dynamo.graph_break()
+        return self.part.write(x, self.part.layer(u), h_post)
+
+
+class OtherSpellingPacked(OtherSpelling):
+    def read(self, x: Tensor, h_pre: Tensor) -> Tensor:
+        return torch.einsum("tn,tnc->tc", h_pre, x)
+
+
+def _packed() -> tuple[Tensor, Tensor]:
+    return torch.randn(2, 6, N, C), torch.tensor([[1, 1, 0, 1, 1, 1], [1, 0, 0, 1, 1, 1]]).bool()
+
+
+@pytest.mark.parametrize(
+    ("kind", "read"),
+    [(Torn, "head"), (TwoProjections, "head"), (OtherGates, "aggregate"), (OtherSpellingPacked, "head")],
+)
+def test_both_halves_are_told_where_tokens_are_chosen(kind: type[Torn], read: str) -> None:
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        _check(mhc_compile.explain(Packed(kind()), *_packed()), read, broken=Packed)
+
+
+def test_both_halves_of_known_gates_are_told_where_tokens_are_chosen() -> None:
+    """Views that the operator's results have taken the place of are no readers of its gates."""
+
+    class Broken(near.Sublayer):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            x = x[mask].unsqueeze(0)
+            h_pre, h_post, h_res = self.gates(x)
+            u = self.read(x, h_pre)
+            torch._dynamo.graph_break()
+            return self.write(x, torch.tanh(u), h_post, h_res)
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        report = mhc_compile.explain(Broken(N, C, 1, 1), *_packed())
+    assert [site.op for site in report.cut] == ["generate_mix_and_aggregate", "expand_combine"]
+    assert [(site.reason or "").partition(":")[0] for site in report.cut] == [READ_ELSEWHERE, MADE_ELSEWHERE]
+
+
+@pytest.mark.parametrize(("gates", "streams", "sites"), [(9, N, 1), (9, N + 1, 0), (1, N, 0)])
+def test_a_count_that_depended_on_data_is_one_number(gates: int, streams: int, sites: int) -> None:
+    """Streams come in with gates for as many tokens, and of their number. One gate for all tokens is another one."""
+    x, gate, f = torch.randn(9, streams, C), torch.randn(gates, streams), torch.randn(9, C)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        mhc_compile.explain(Packed(Torn()), *_packed())
+    report = mhc_compile.explain(lambda x, f, gate: x + gate.unsqueeze(-1) * f.unsqueeze(-2), x, f, gate)
+    assert len(report.sites) == sites
 
 
 def test_halves_compute_what_they_did() -> None:

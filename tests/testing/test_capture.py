@@ -152,7 +152,53 @@ def test_recognised_code_in_nested_graphs_alone() -> None:
 def test_an_empty_capture_is_an_error() -> None:
     with pytest.raises(EmptyCaptureError, match="pass allow_empty=True if that is meant\nmhc: 0 of 0 hyper-conn"):
         capture(nn.Linear(24, 24), streams())
-    assert str(capture(nn.Linear(24, 24), streams(), allow_empty=True)) == "return "
+    assert str(capture(nn.Linear(24, 24), streams(), allow_empty=True)) == "return"
+
+
+class Twice(nn.Module):
+    """Two sublayers, and something between them."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.between = Called(_wrappers), Called(_wrappers), between
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = self.between(x)
+        out: Tensor = self.second(x).sin()
+        return out
+
+
+def _broken(x: Tensor) -> Tensor:
+    torch._dynamo.graph_break()
+    return x
+
+
+def test_a_break_has_the_code_of_its_line() -> None:
+    """Without its number, which other lines of the file change."""
+    assert str(capture(Twice(_broken), streams())) == "\n".join(
+        [
+            *[SUBLAYER, "cut: Dynamo breaks the graph in forward, at torch._dynamo.graph_break()"],
+            SUBLAYER,
+        ]
+    )
+
+
+def test_code_of_torch_is_not_in_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It changes with torch's version."""
+    monkeypatch.setitem(graph_text.__globals__, "_TORCH", __file__)
+    assert "cut: Dynamo breaks the graph in forward\n%0" in str(capture(Twice(_broken), streams()))
+
+
+def test_a_function_that_is_given_up_has_the_code_of_the_break() -> None:
+    def loop(x: Tensor) -> Tensor:
+        for _ in range(2):
+            torch._dynamo.graph_break()
+            x = x.sin()
+        return x
+
+    lines = str(capture(loop, streams(), allow_empty=True)).splitlines()
+    assert lines == ["not compiled: Dynamo gives up on loop, at torch._dynamo.graph_break()"]
 
 
 def _one_stream() -> tuple[nn.Module, Tensor]:
