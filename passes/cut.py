@@ -17,8 +17,8 @@ from mhc_compile.passes.report import Location, SiteReport, location, module_pat
 
 CUT = "cut"
 MADE_ELSEWHERE = "its gates are made outside this graph"
-READ_ELSEWHERE = "its gates are read outside this graph"
-WRITTEN_ELSEWHERE = "the gates of its write are read outside this graph"
+USED_ELSEWHERE = "its gates are used outside this graph"
+WRITTEN_ELSEWHERE = "the gates of its write are used outside this graph"
 
 # How to keep a graph that Dynamo gives up on because of an operator, by a part of the operator's name: in sentences.
 _ADVICE = {
@@ -42,7 +42,7 @@ def cut(graph: fx.Graph, places: Mapping[int, Location]) -> list[SiteReport]:
     if compat.is_called(graph):  # the calling graph makes its gates, or reads them
         return []
     found = [(node, MADE_ELSEWHERE) for node in calls(graph, *_READ) if any(map(_is_given, _gates_read(node)))]
-    found += [(node, READ_ELSEWHERE) for node in calls(graph, *_MADE) if any(map(_only_leaves, _gates_made(node)))]
+    found += [(node, USED_ELSEWHERE) for node in calls(graph, *_MADE) if any(map(_only_leaves, _gates_made(node)))]
     return [
         SiteReport(
             str(node.target._opname),  # type: ignore[union-attr]

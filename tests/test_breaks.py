@@ -56,7 +56,7 @@ def _check_cut(report: Report) -> None:
     assert {(site.op, site.location) for site in report.cut} <= {(site.op, site.location) for site in report.rewritten}
     words = f"Dynamo breaks the graph at {_place(Broken)}: Call to `torch._dynamo.graph_break()`"
     read, write = (site.reason or "" for site in report.cut)
-    assert read.startswith(f"its gates are read outside this graph: {words}")
+    assert read.startswith(f"its gates are used outside this graph: {words}")
     assert write.startswith(f"its gates are made outside this graph: {words}")
     assert "2 of 2 hyper-connection sites rewritten, 1 with gates of their own, in 4 graphs" in str(report)
     assert "; 2 cut or not compiled\n" in str(report)
@@ -76,7 +76,7 @@ def test_a_sublayer_that_a_break_cuts_is_reported() -> None:
 
 def test_a_sublayer_that_a_break_cuts_is_not_strict() -> None:
     compiled = torch.compile(Broken(4, 6, 3, 2), backend="mhc", options={"mhc.strict": True})
-    with pytest.raises(mhc_compile.StrictError, match=f"its gates are read outside this graph: .*{_place(Broken)}"):
+    with pytest.raises(mhc_compile.StrictError, match=f"its gates are used outside this graph: .*{_place(Broken)}"):
         compiled(torch.randn(X))
 
 

@@ -40,7 +40,7 @@ def test_the_rest_of_a_function_that_dynamo_does_not_resume() -> None:
     assert (rest.reason or "").startswith(f"Dynamo gives up on it at {words}")
     assert ". The rest of its own lines run eagerly and were not looked at; " in (rest.reason or "")
     assert (read.op, read.detail) == (BOTH[0], "cut")
-    assert (read.reason or "").startswith(f"its gates are read outside this graph: Dynamo breaks the graph at {words}")
+    assert (read.reason or "").startswith(f"its gates are used outside this graph: Dynamo breaks the graph at {words}")
     with torch._dynamo.config.patch(allow_rnn=True):
         report = mhc_compile.explain(Recurrent(4, 6, 3, 2), torch.randn(X))
     assert (_names(report.rewritten), report.cut) == (BOTH, [])
@@ -97,5 +97,5 @@ def test_a_write_that_dynamo_is_told_to_leave() -> None:
     report = mhc_compile.explain(Left(4, 6, 3, 2), torch.randn(X))
     (read,) = report.cut
     assert _names(report.rewritten) == BOTH[:1]
-    assert "its gates are read outside this graph: Dynamo breaks the graph at " in (read.reason or "")
+    assert "its gates are used outside this graph: Dynamo breaks the graph at " in (read.reason or "")
     assert "Left.write> since it was wrapped with `torch.compiler.disable`" in (read.reason or "")

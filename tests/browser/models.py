@@ -18,7 +18,7 @@ READ, WRITE = "generate_mix_and_aggregate", "expand_combine"
 # What a page must show as text, whatever a program's line or a message holds.
 HOSTILE = 'x = \'<script>document.title = "run"</script>\' & "</style>"'
 REASON = "this reads streams with a gate for each channel; <b>the operator</b> has one for each stream"
-BREAK = "its gates are read outside this graph: Dynamo breaks the graph at model.py:33: print(<x>)"
+BREAK = "its gates are used outside this graph: Dynamo breaks the graph at model.py:33: print(<x>)"
 _LINES = {
     READ: Location("model.py", 12, "u = (h_pre.unsqueeze(-1) * x).sum(-2)"),
     WRITE: Location("model.py", 16, "x = h_post.unsqueeze(-1) * f.unsqueeze(-2) + h_res @ x"),

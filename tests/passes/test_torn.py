@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mhc_compile
 from mhc_compile import passes
-from mhc_compile.passes.cut import MADE_ELSEWHERE, READ_ELSEWHERE
+from mhc_compile.passes.cut import MADE_ELSEWHERE, USED_ELSEWHERE
 from mhc_compile.passes.report import Report
 from tests.zoo import near
 
@@ -23,7 +23,7 @@ pytestmark = [
 ]
 
 N, C = 4, 16
-READ = "the gates of its write are read outside this graph: Dynamo breaks the graph at "
+READ = "the gates of its write are used outside this graph: Dynamo breaks the graph at "
 WRITE = "its gates are made outside this graph: Dynamo breaks the graph at "
 
 
@@ -160,7 +160,7 @@ def test_both_halves_of_known_gates_are_told_where_tokens_are_chosen() -> None:
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         report = mhc_compile.explain(Broken(N, C, 1, 1), *_packed())
     assert [site.op for site in report.cut] == ["generate_mix_and_aggregate", "expand_combine"]
-    assert [(site.reason or "").partition(":")[0] for site in report.cut] == [READ_ELSEWHERE, MADE_ELSEWHERE]
+    assert [(site.reason or "").partition(":")[0] for site in report.cut] == [USED_ELSEWHERE, MADE_ELSEWHERE]
 
 
 @pytest.mark.parametrize(("gates", "streams", "sites"), [(9, N, 1), (9, N + 1, 0), (1, N, 0)])
