@@ -132,7 +132,7 @@ def collectives() -> Iterator[list[str]]:
         return lambda *args, **kwargs: (seen.append(name), getattr(dist, name)(*args, **kwargs))[1]
 
     with mock.patch.object(
-        distributed, "dist", SimpleNamespace(**{name: counted(name) for name in ("all_reduce", "broadcast")})
+        distributed.replicas, "dist", SimpleNamespace(**{name: counted(name) for name in ("all_reduce", "broadcast")})
     ):
         yield seen
 
