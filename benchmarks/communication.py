@@ -154,9 +154,13 @@ def _compiled(report: Report, gm: fx.GraphModule, inputs: Any) -> Any:
     return compat.compile_without_inductor(gm, inputs, lambda joint: None)
 
 
-def chosen(division: str, ranks: int) -> range:
-    """The first rank of each stage: the ranks of a stage have parts of the same size, padded if need be."""
-    return range(0, ranks, ranks // sizes_of(division, ranks).get("pp", 1))
+def chosen(division: str, ranks: int) -> list[int]:
+    """A rank of each kind: of the first stage, of the second, which is like others between, and of the last.
+
+    The ranks of a stage have parts of the same size, padded if need be.
+    """
+    stages = sizes_of(division, ranks).get("pp", 1)
+    return sorted({stage * (ranks // stages) for stage in (0, min(1, stages - 1), stages - 1)})
 
 
 def counts(config: Config, divisions: Mapping[int, Sequence[str]]) -> Iterator[Count]:
@@ -170,7 +174,7 @@ def counts(config: Config, divisions: Mapping[int, Sequence[str]]) -> Iterator[C
     ]
     # A process for each: torch keeps the groups of a job beyond its end.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__spec__.name])
+    context.set_forkserver_preload(["torch._dynamo", "torch.distributed.pipelining", "mhc_compile.passes"])
     with context.Pool(1, maxtasksperchild=1) as pool:
         yield from pool.imap(_count, jobs)
         pool.close()

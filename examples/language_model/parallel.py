@@ -137,9 +137,11 @@ class Parallel:
             return model
         if "fsdp" not in self.sizes:
             return DistributedDataParallel(model, process_group=self.mesh["data"].get_group())
+        # A stage has several microbatches, and keeps its parameters from one to the next.
+        kwargs = {"mesh": self.mesh["data"], "reshard_after_forward": self.size("pp") == 1}
         for block in model.blocks.values():
-            fully_shard(block, mesh=self.mesh["data"])
-        return fully_shard(model, mesh=self.mesh["data"])
+            fully_shard(block, **kwargs)
+        return fully_shard(model, **kwargs)
 
     def mean(self, value: Tensor) -> float:
         """A loss, the mean over all rows; only the last stage has one."""

@@ -27,8 +27,8 @@ class HyperConnectionParallel(ParallelStyle):
     are left to other entries of the plan. Each rank's part of a gradient is added up as soon as a backward pass has
     it, with one all-reduce for each parameter. FSDP2 around the module does that itself.
 
-    The first argument of the module is its streams [..., n, C]. What else it gets as a positional argument of shape
-    [..., n] are gates, which are placed as the streams are, and whole if channels are shared out.
+    The first argument of the module is its streams [..., n, C]. Floating-point tensors [..., n] among its
+    other positional arguments are gates, which are placed as the streams are, and whole if channels are shared out.
 
     Args:
         streams: how streams are placed inside: `Shard` of a dim of tokens, `Shard(-1)` for channels, or `Replicate()`.
@@ -70,7 +70,7 @@ class HyperConnectionParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if device_mesh.ndim != 1:
-            raise ValueError(f"the mesh is {device_mesh}; expected one dimension, as in mesh['tp']")
+            raise ValueError(f"the mesh has {device_mesh.ndim} dimensions; expected one dimension, as in mesh['tp']")
         for name, parameter in list(module.named_parameters(recurse=False)):
             module.register_parameter(name, self._whole(name, parameter, device_mesh))
         module.register_forward_pre_hook(lambda _, given: self._enter(given, device_mesh))
@@ -82,7 +82,7 @@ class HyperConnectionParallel(ParallelStyle):
             if parameter.device_mesh != mesh or not all(each.is_replicate() for each in parameter.placements):
                 raise ValueError(
                     f"parameter {name} {list(parameter.shape)} is placed as {parameter.placements} on "
-                    f"{parameter.device_mesh}; expected a plain parameter, or (Replicate(),) on {mesh}"
+                    f"{_ranks(parameter.device_mesh)}; expected a plain parameter, or (Replicate(),) on {_ranks(mesh)}"
                 )
         else:
             shared = distribute_tensor(parameter.detach(), mesh, [Replicate()], src_data_rank=self.src_data_rank)
@@ -94,14 +94,13 @@ class HyperConnectionParallel(ParallelStyle):
     def _enter(self, given: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         """The arguments of the module, as DTensors."""
         if not (given and isinstance(given[0], Tensor)):
-            raise TypeError(
-                f"the first argument is {type(given[0]).__name__ if given else 'missing'}; expected streams"
-            )
+            found = type(given[0]).__name__ if given else "missing"
+            raise TypeError(f"the first argument is {found}; expected streams [..., n, C]")
         x = given[0]
         if x.dim() < 3:
             raise ValueError(f"the first argument is {list(x.shape)}; expected streams [..., n, C]")
         shape = x.shape[:-1]
-        gates = [isinstance(each, Tensor) and each.shape == shape for each in given]
+        gates = [isinstance(each, Tensor) and each.is_floating_point() and each.shape == shape for each in given]
         return tuple(
             self._placed(each, x.dim(), mesh) if at == 0 or gates[at] else each for at, each in enumerate(given)
         )
@@ -110,15 +109,18 @@ class HyperConnectionParallel(ParallelStyle):
         if not isinstance(tensor, DTensor):
             tensor = DTensor.from_local(tensor, mesh, [_of(self.input_layouts, tensor, dims)], run_check=False)
         elif tensor.device_mesh != mesh:
-            raise ValueError(f"streams are on {tensor.device_mesh}; expected {mesh}")
+            raise ValueError(
+                f"streams {list(tensor.shape)} are placed as {tensor.placements} on {_ranks(tensor.device_mesh)}; "
+                f"expected {_ranks(mesh)}"
+            )
         wanted = _of(self.streams, tensor, dims)
         if isinstance(wanted, Shard):
             if wanted.dim == dims - 2:
-                raise ValueError(f"streams {list(tensor.shape)} are to be {wanted}, their n; expected {_EXPECTED}")
+                raise ValueError(f"streams {list(tensor.shape)} are to be {wanted!r}, their n; expected {_EXPECTED}")
             size, ranks = tensor.shape[wanted.dim], mesh.size()
             if size % ranks:
                 raise ValueError(
-                    f"streams {list(tensor.shape)} are to be {wanted}, but {size} does not divide by the {ranks} ranks"
+                    f"streams {list(tensor.shape)} are to be {wanted!r}, but {size} does not divide by {ranks} ranks"
                 )
         return tensor.redistribute(placements=[wanted])
 
@@ -141,11 +143,15 @@ class HyperConnectionParallel(ParallelStyle):
         return result.to_local() if self.use_local_output else result
 
 
+def _ranks(mesh: DeviceMesh) -> str:
+    return f"the mesh of ranks {mesh.mesh.tolist()}"
+
+
 def _checked(name: str, placement: Any) -> Placement:
     if not isinstance(placement, Placement):
         raise TypeError(f"{name} is {type(placement).__name__}; expected {_EXPECTED}")
     if not (placement.is_replicate() or (type(placement) is Shard and placement.dim >= -1)):
-        raise ValueError(f"{name} is {placement}, which no operator has; expected {_EXPECTED}")
+        raise ValueError(f"{name} is {placement!r}, which no operator has; expected {_EXPECTED}")
     return placement
 
 
@@ -157,7 +163,7 @@ def _of(placement: Placement, tensor: Tensor, dims: int) -> Placement:
     if over_channels:
         return Shard(dims - 1) if tensor.dim() == dims else Replicate()
     if placement.dim >= tensor.dim():
-        raise ValueError(f"{placement} of a tensor {list(tensor.shape)}; expected {_EXPECTED}")
+        raise ValueError(f"{placement!r} of a tensor {list(tensor.shape)}; expected {_EXPECTED}")
     return placement
 
 
