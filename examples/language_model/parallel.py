@@ -138,7 +138,9 @@ class Parallel:
         if "fsdp" not in self.sizes:
             return DistributedDataParallel(model, process_group=self.mesh["data"].get_group())
         # A stage has several microbatches, and keeps its parameters from one to the next.
-        kwargs = {"mesh": self.mesh["data"], "reshard_after_forward": self.size("pp") == 1}
+        kwargs: dict[str, Any] = {"mesh": self.mesh["data"]}
+        if self.size("pp") > 1:
+            kwargs["reshard_after_forward"] = False
         for block in model.blocks.values():
             fully_shard(block, **kwargs)
         return fully_shard(model, **kwargs)
