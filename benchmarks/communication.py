@@ -66,7 +66,7 @@ COUNTED: dict[str, tuple[str, Sent]] = {
     "_c10d_functional::all_reduce": ("all-reduce", lambda args, ranks: 2 * (ranks - 1) * _bytes(args[0]) // ranks),
 }
 # What a rank waits for, and what others send it.
-UNCOUNTED = ("_c10d_functional::wait_tensor", "c10d::recv_")
+UNCOUNTED = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd", "c10d::recv_")
 
 
 def _bytes(value: Any) -> int:
