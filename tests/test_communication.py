@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed._functional_collectives import all_gather_tensor, all_reduce, reduce_scatter_tensor, wait_tensor
 
 from benchmarks import communication
 from benchmarks.communication import MODEL, Collectives, Config, Count, chosen, counts, table
@@ -74,14 +73,18 @@ def test_stages_send_streams() -> None:
         assert each.rewritten == (4 if each.compiled == "mhc" else 0)
 
 
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # torch is giving some of them other names
 def test_every_collective_is_counted_or_refused() -> None:
     """Of a tensor that all ranks have in the end, 3 of 4 parts are sent; twice that to sum it up."""
     with compat.imitated_job(1, 4):
         with Collectives() as seen:
-            whole = torch.ones(8)
-            wait_tensor(all_reduce(whole, "sum", dist.group.WORLD))
-            wait_tensor(all_gather_tensor(whole[:2].clone(), 0, dist.group.WORLD))
-            wait_tensor(reduce_scatter_tensor(whole, "sum", 0, dist.group.WORLD))
+            whole, name, functional = torch.ones(8), dist.group.WORLD.group_name, torch.ops._c10d_functional
+            for made in (
+                functional.all_reduce(whole, "sum", name),
+                functional.all_gather_into_tensor(whole[:2].clone(), 4, name),
+                functional.reduce_scatter_tensor(whole, "sum", 4, name),
+            ):
+                functional.wait_tensor(made)
             dist.all_reduce(whole)
             dist.all_gather_into_tensor(whole, whole[:2].clone())
             dist.reduce_scatter_tensor(whole[:2].clone(), whole)
