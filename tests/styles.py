@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import sys
@@ -9,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,10 +20,12 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from mhc_compile import records
+import mhc_compile
+from mhc_compile import passes, records
 from mhc_compile.distributed import HyperConnectionParallel
 from mhc_compile.nn import Form, HyperConnection, HyperHead
 from mhc_compile.testing import Errors, judge
+from tests.fuzz.plants import planted
 from tests.sharded import rewriting
 
 BATCH, LENGTH, STREAMS, WIDTH = 2, 6, 4, 8
@@ -100,6 +104,28 @@ def trained(mesh: DeviceMesh, streams: Placement, *, compiled: bool = False) -> 
         "own": len(own),
         "rewritten": sorted(site.op for site in records.report().rewritten),
         "left": [site.reason for site in records.report().declined] + records.report().errors,
+    }
+
+
+@rewriting()
+def verified(mesh: DeviceMesh, *, wrong_on: int | None = None) -> dict[str, Any]:
+    """`verify` with DTensors as parameters, inputs and outputs; one rank may have a wrong rewrite."""
+    streams = Shard(1)
+    model = planned(Model(), mesh, streams)
+    x = distribute_tensor(torch.randn(BATCH, LENGTH, STREAMS, WIDTH), mesh, [streams])
+    before = [_whole(p) for p in model.parameters()]
+    is_wrong = wrong_on == dist.get_rank()
+    with mock.patch.object(passes, "run", planted("transposed mixing")) if is_wrong else contextlib.nullcontext():
+        found = mhc_compile.verify(nn.Sequential(*model.layers), x, inductor=False, raises=False, say=None)
+    return {
+        "ok": found.ok,
+        "failures": len(found.failures),
+        "rewritten": len(found.report.rewritten),
+        "compared": len(found.errors["mhc"].numbers),
+        "numbers": found.errors["mhc"].numbers["output"],
+        "parameters are as before": all(
+            torch.equal(_whole(p), b) for p, b in zip(model.parameters(), before, strict=True)
+        ),
     }
 
 
@@ -196,6 +222,8 @@ def main(rank: int, ranks: int, file: str, names: list[str]) -> None:
         "whole": lambda: trained(mesh, Replicate()),
         "tokens, compiled": lambda: trained(mesh, Shard(1), compiled=True),
         "channels, compiled": lambda: trained(mesh, Shard(-1), compiled=True),
+        "verified": lambda: verified(mesh),
+        "verified, wrong": lambda: verified(mesh, wrong_on=1),
         "optimised": lambda: optimised(mesh),
         "handed on": lambda: handed_on(mesh),
         "wrong": lambda: wrong(mesh),

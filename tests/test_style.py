@@ -8,7 +8,7 @@ import pytest
 
 from mhc_compile.distributed import HyperConnectionParallel
 from tests.jobs import Seen, run_job
-from tests.styles import LAYERS
+from tests.styles import BATCH, LAYERS, LENGTH, STREAMS, WIDTH
 
 EAGER = ("rows", "tokens", "channels", "whole")
 COMPILED = ("tokens, compiled", "channels, compiled")
@@ -18,7 +18,16 @@ SITES = sorted([*("expand_combine", "generate_mix_and_aggregate") * LAYERS, "hea
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     return run_job(
-        "tests.styles", tmp_path_factory.mktemp("two"), 2, *EAGER, *COMPILED, "optimised", "handed on", "wrong"
+        "tests.styles",
+        tmp_path_factory.mktemp("two"),
+        2,
+        *EAGER,
+        *COMPILED,
+        "verified",
+        "verified, wrong",
+        "optimised",
+        "handed on",
+        "wrong",
     )
 
 
@@ -31,6 +40,20 @@ def test_two_ranks_train_as_one_process(two: Seen, case: str) -> None:
         assert rank["own"] == 3 * (LAYERS + 1)
         assert rank["rewritten"] == (SITES if case in COMPILED else [])
         assert rank["left"] == []
+
+
+def test_verify_compares_whole_results(two: Seen) -> None:
+    """Of streams, parameters and inputs that are DTensors; and all ranks see what one rank gets wrong."""
+    good, wrong = two["verified"], two["verified, wrong"]
+    for rank in good + wrong:
+        assert rank["rewritten"] == 2 * LAYERS
+        # The streams, their gradient, and that of each parameter: three of a connection, and four of its layer.
+        assert rank["compared"] == 2 + 7 * LAYERS
+        assert rank["numbers"] == BATCH * LENGTH * STREAMS * WIDTH
+        assert rank["changed"] == 0
+    assert [(rank["ok"], rank["failures"]) for rank in good] == [(True, 0)] * 2
+    assert [rank["ok"] for rank in wrong] == [False] * 2
+    assert wrong[0]["failures"] == wrong[1]["failures"] > 0
 
 
 def test_a_gradient_is_added_up_once(two: Seen) -> None:
