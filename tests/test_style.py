@@ -17,18 +17,8 @@ SITES = sorted([*("expand_combine", "generate_mix_and_aggregate") * LAYERS, "hea
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    return run_job(
-        "tests.styles",
-        tmp_path_factory.mktemp("two"),
-        2,
-        *EAGER,
-        *COMPILED,
-        "verified",
-        "verified, wrong",
-        "optimised",
-        "handed on",
-        "wrong",
-    )
+    others = ("verified", "verified, wrong", "optimised", "handed on", "wrong")
+    return run_job("tests.styles", tmp_path_factory.mktemp("two"), 2, *EAGER, *COMPILED, *others, seconds=240)
 
 
 @pytest.mark.parametrize("case", [*EAGER, *COMPILED])
