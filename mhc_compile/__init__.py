@@ -9,7 +9,7 @@ mhc_compile.ops                         the operators themselves
 mhc_compile.testing                     snapshots of rewritten graphs, float64 references
 mhc_compile.nn                          the connections as plain PyTorch modules
 mhc_compile.checkpoints                 their parameters, to and from the layouts of other libraries
-mhc_compile.distributed                 their parameters beside FSDP2, in float32 on every rank
+mhc_compile.distributed                 their parameters beside FSDP2, and their streams as DTensors
 """
 
 from __future__ import annotations

@@ -12,8 +12,9 @@ So ranks vote, in the store by which the job's process group was made:
 - It waits for the votes of ranks that have announced the same graph, and of no others. It does not wait for ranks that
   compile other graphs, such as the stages of a pipeline, or that compile later. The ranks that it waits for are inside
   our passes, which end (`budget`) and call no collective. Ranks of one program begin at slightly different times. So a
-  rank with a change gives all others a few seconds to announce. If nobody did, the process does not wait like this
-  again.
+  rank with a change gives all others a few seconds to announce. A rank that has begun as many graphs as this one at the
+  same stage, and has not announced this graph, has another one in its place: after that nobody waits for it. If others
+  did not begin any, the process does not wait like this again.
 - The first rank that has seen all these votes writes the verdict: the change, if all ranks vote for the same one. Later
   ranks are bound by it. If no graph was changed, a later rank leaves its own as it was. If others have changed theirs
   and it cannot, it stops with an error.
@@ -48,8 +49,8 @@ _LEFT = "left"
 # What the same failure calls something else on each rank: an address, a device.
 _OF_A_RANK = re.compile(r"0x[0-9a-f]+|cuda:\d+|index=\d+")
 
-# How often this process has announced a graph, by rank (tests run several in one process) and structure. A graph that
-# is compiled again, for other sizes, is voted on again.
+# How often this process has announced a graph, by rank (tests run several in one process) and structure; and how often
+# any graph, by rank and stage. A graph that is compiled again, for other sizes, is voted on again.
 _announced: Counter[tuple[int, str]] = Counter()
 
 
@@ -58,15 +59,20 @@ class FailedAlone(Deliberate):
 
 
 class Vote:
-    """One rank's vote on the change of one graph; without a store the rank decides alone."""
+    """One rank's vote on the change of one graph; without a store the rank decides alone.
+
+    turn is a key of the store that ranks have in common which announce as many graphs as this one, whatever graphs.
+    """
 
     _waited_in_vain = False
 
-    def __init__(self, store: Any, key: str, ranks: int = 1) -> None:
-        self._store, self._key, self._ranks = store, key, ranks
+    def __init__(self, store: Any, key: str, ranks: int = 1, turn: str = "") -> None:
+        self._store, self._key, self._ranks, self._turn = store, key, ranks, turn
         self._open = store is not None
         if self._open:
             self._count("announced")
+            if turn:
+                self._store.add(turn, 1)  # afterwards: whoever is counted here has announced what it has
 
     def is_for_change(self, failures: str, *, possible: bool, changed: bool = True) -> bool:
         """Whether the graph is changed on all ranks. failures says what went wrong here. possible says whether a change
@@ -117,9 +123,15 @@ class Vote:
     def _gather(self) -> None:
         """Let ranks that begin a little later take part."""
         end = time.monotonic() + _PATIENCE
-        while not Vote._waited_in_vain and self._read("announced") < self._ranks:
+        while not (Vote._waited_in_vain or self._all_have_begun()):
             Vote._waited_in_vain = time.monotonic() > end
             time.sleep(_PAUSE)
+
+    def _all_have_begun(self) -> bool:
+        """Whether all ranks have announced this graph, or others instead."""
+        if self._read("announced") >= self._ranks:
+            return True
+        return bool(self._turn) and int(self._store.add(self._turn, 0)) >= self._ranks
 
     def _wait(self) -> None:
         end = time.monotonic() + self._store.timeout.total_seconds()
@@ -132,12 +144,10 @@ class Vote:
 @contextlib.contextmanager
 def announced(stage: str, graph: fx.Graph) -> Iterator[Vote]:
     """The vote on a change of a graph, for which other ranks wait until this context is left."""
-    store, key = compat.job_store(), ""
+    store, key, turn = compat.job_store(), "", ""
     if store is not None:
-        key = f"{stage}/{structure(graph)}"
-        _announced[compat.rank(), key] += 1
-        key += f"/{_announced[compat.rank(), key]}"
-    vote = Vote(store, key, compat.ranks())
+        key, turn = _next(f"{stage}/{structure(graph)}"), _next(f"{stage}/begun")
+    vote = Vote(store, key, compat.ranks(), turn)
     try:
         yield vote
     finally:
@@ -192,9 +202,7 @@ class Ballot:
     def __init__(self, graph: fx.Graph, parts: int) -> None:
         self._store, self._parts, self._mine = compat.job_store(), parts, None
         if self._store is not None:
-            self._key = f"checked/{structure(graph)}"
-            _announced[compat.rank(), self._key] += 1
-            self._key += f"/{_announced[compat.rank(), self._key]}"
+            self._key = _next(f"checked/{structure(graph)}")
             self._store.add(f"{self._key}/announced", 1)
 
     _mine: dict[int, str] | None
@@ -236,6 +244,12 @@ class Ballot:
     def _proposed(self) -> str:
         found = [part for part in range(self._parts) if self._store.add(f"{self._key}/found {part}", 0)]
         return " ".join(map(str, ["found", *found]))
+
+
+def _next(key: str) -> str:
+    """The key with a number that says how often this rank has asked for it."""
+    _announced[compat.rank(), key] += 1
+    return f"{key}/{_announced[compat.rank(), key]}"
 
 
 def structure(graph: fx.Graph) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch import nn
-from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from mhc_compile import backend, compat, records
 from mhc_compile.arguments import check_model
@@ -135,6 +135,8 @@ def verify(
     Inductor's caches are left alone. Dynamo is reset before and after, so everything else that was compiled in this
     process is compiled again.
 
+    Parameters and inputs may be DTensors. Then all ranks of their mesh call `verify`, and whole results are compared.
+
     Args:
         model: the module. If it went through `torch.compile`, the original module is taken.
         grad: whether to compare gradients. If not, the model runs under `torch.no_grad()`.
@@ -191,7 +193,7 @@ def verify(
             result.seconds[run] = time.perf_counter() - begin
             result.errors[run].add(found, exact)
         result.findings = _findings(result.errors, list(exact))
-        if result.failures:
+        if _on_any_rank(bool(result.failures), module, args, kwargs):
             more = f"{_REPEATS} more runs, with parameters perturbed by {_PERTURBATION:.0%} ..."
             tell(f"verify: {_counted(result.failures)} less accurate; {more}")
             # All of them, and judged once: to stop at the first verdict that is good would make it good by chance.
@@ -204,6 +206,23 @@ def verify(
     if raises and not result.ok:
         raise VerificationError(result)
     return result
+
+
+def _on_any_rank(found: bool, *given: Any) -> bool:
+    """Whether this was found on any rank of the mesh of the DTensors that are given; without any, on this one.
+
+    Ranks run models with DTensors together: all again, or none.
+    """
+    parameters = [list(value.parameters()) if isinstance(value, nn.Module) else value for value in given]
+    shared = next((leaf for leaf in tree_leaves(parameters) if compat.is_dtensor(leaf)), None)
+    if shared is None:
+        return found
+    from torch.distributed.tensor import DTensor, Partial
+
+    mesh = compat.mesh_of(shared)
+    local = torch.tensor([float(found)], device=mesh.device_type)
+    largest = DTensor.from_local(local, mesh, [Partial("max")] * mesh.ndim, run_check=False).full_tensor()
+    return bool(largest.item())
 
 
 def _findings(errors: dict[str, Errors], names: list[str]) -> list[Finding]:
@@ -229,13 +248,20 @@ def _run_again(
 
 @contextlib.contextmanager
 def _perturbed(module: nn.Module, seed: int) -> Iterator[None]:
-    """Perturbed parameters meanwhile, which round differently. Those of subclasses, such as quantized ones, stay."""
-    parameters = [p for p in module.parameters() if type(p) is nn.Parameter and p.is_floating_point()]
+    """Perturbed parameters meanwhile, which round differently. Those of subclasses, such as quantized ones, stay.
+
+    Of DTensors each rank perturbs its part. Ranks with equal parts draw equal numbers.
+    """
+    plain = [p for p in module.parameters() if type(p) is nn.Parameter and p.is_floating_point()]
+    placed = [p for p in module.parameters() if compat.is_dtensor(p) and p.is_floating_point()]
+    parameters = [*plain, *(compat.local_of(p) for p in placed)]
     before = [parameter.detach().clone() for parameter in parameters]
     torch.manual_seed(seed)
     try:
         with torch.no_grad():
-            for parameter in parameters:
+            for at, parameter in enumerate(parameters):
+                if at >= len(plain):
+                    torch.manual_seed(seed + (1 + at) * _REPEATS)  # whatever the sizes of the parts before were
                 parameter.mul_(1 + _PERTURBATION * torch.randn_like(parameter))
         yield
     finally:
@@ -332,12 +358,13 @@ def _evaluate(
             found = _named_tensors(output)
             if grad:
                 _loss(output, found).backward()  # type: ignore[no-untyped-call]
-        results = {f"output{name}": value.detach().clone() for name, value in found.items()}
+        results = {f"output{name}": _whole(value.detach()).clone() for name, value in found.items()}
         leaves = {f"input{name}": leaf for name, leaf in leaves.items()} | dict(module.named_parameters())
         for name, leaf in leaves.items() if grad else ():
             if leaf.requires_grad:
                 # A compiled graph gives zeros to what eager code gives no gradient, such as what met no elements.
-                results[f"gradient of {name}"] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.clone()
+                gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+                results[f"gradient of {name}"] = _whole(gradient).clone()
     finally:
         for parameter in module.parameters():
             parameter.grad = None
@@ -345,6 +372,12 @@ def _evaluate(
             for buffer, before in buffers:
                 buffer.copy_(before)
     return results
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a DTensor, as a plain tensor; others as they are."""
+    whole: torch.Tensor = tensor.full_tensor() if compat.is_dtensor(tensor) else tensor
+    return whole
 
 
 def _named_tensors(output: Any) -> dict[str, torch.Tensor]:
@@ -360,13 +393,13 @@ def _named_tensors(output: Any) -> dict[str, torch.Tensor]:
 def _loss(output: Any, found: dict[str, torch.Tensor]) -> torch.Tensor:
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad:
-        return loss
+        return _whole(loss)
     generator = torch.Generator().manual_seed(_SEED)
     terms = []
     for value in found.values():
         weight = torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value.device)
         if value.requires_grad:
-            terms.append((value.double() * weight).sum())
+            terms.append((_whole(value).double() * weight).sum())
     if not terms:
         raise ValueError("model: no output requires a gradient; pass grad=False to compare outputs alone")
     return torch.stack(terms).sum()

@@ -158,6 +158,23 @@ def _others_are_not_waited_for() -> dict[str, Any]:
     return {"counts": counts}
 
 
+def _others_instead() -> dict[str, Any]:
+    """Each rank has a graph of its own where the others have another, and then the one that all have."""
+    torch._dynamo.reset()
+    dist.barrier()
+    counts = []
+    # Whoever waits in vain waits until the job has failed.
+    with mock.patch.object(agreement, "_PATIENCE", 50.0), mock.patch.object(agreement.Vote, "_waited_in_vain", False):
+        for width in (6 + dist.get_rank(), 5):
+            model = Sublayer(4, width, 3, 2)
+            own = (lambda x, model=model: model(x.sin())) if dist.get_rank() and width > 5 else model
+            compiled = program(own)
+            compiled.call(torch.randn(2, 3, 4, width))
+            counts.append(len(compiled.report.rewritten))
+        in_vain = agreement.Vote._waited_in_vain
+    return {"counts": counts, "in vain": in_vain}
+
+
 def _only_one_compiles() -> dict[str, Any]:
     torch._dynamo.reset()
     compiled = program(Sublayer(4, 6, 3, 2))
@@ -259,6 +276,7 @@ def main(rank: int, ranks: int, file: str, names: list[str]) -> None:
     special: dict[str, Callable[[], dict[str, Any]]] = {
         "late failure": lambda: _in_turns(0, SCENARIOS["plan"]),
         "early failure": lambda: _in_turns(FAILING, SCENARIOS["plan"]),
+        "others instead": _others_instead,
         "different programs": _others_are_not_waited_for,
         "only one compiles": _only_one_compiles,
         "inductor": _with_inductor,

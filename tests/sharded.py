@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -132,7 +131,7 @@ def collectives() -> Iterator[list[str]]:
         return lambda *args, **kwargs: (seen.append(name), getattr(dist, name)(*args, **kwargs))[1]
 
     with mock.patch.object(
-        distributed, "dist", SimpleNamespace(**{name: counted(name) for name in ("all_reduce", "broadcast")})
+        distributed.replicas, "dist", SimpleNamespace(**{name: counted(name) for name in ("all_reduce", "broadcast")})
     ):
         yield seen
 
@@ -377,82 +376,6 @@ def forgotten() -> dict[str, Any]:
     return {"distance": float((step - exact).abs().max() / exact.abs().max())}  # type: ignore[union-attr, operator]
 
 
-def in_float8() -> dict[str, Any]:
-    """Linear layers of torchao whose weights are gathered in float8: the gradients, and what was rewritten."""
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    found = []
-    for gathered in (True, False):
-        model, mesh = Model(), mesh_of_all()
-        config = Float8LinearConfig(enable_fsdp_float8_all_gather=gathered, emulate=True)
-        convert_to_float8_training(model.layers, config=config)
-        with rewriting():
-            replicas = distributed.replicate(model, mesh)
-            for layer in model.layers:
-                layer.compile(backend="mhc", fullgraph=True)
-                fully_shard(layer, mesh=mesh, ignored_params=replicas)
-            fully_shard(model, mesh=mesh, ignored_params=replicas)
-            loss_of(model(own())).backward()
-            report = records.report()
-        found.append(gradients(model))
-    return {
-        "unequal": [name for name in found[0] if not torch.equal(found[0][name], found[1][name])],
-        "rewritten": sorted(site.op for site in report.rewritten),
-    }
-
-
-def in_trainer(folder: Path) -> dict[str, Any]:
-    """Losses and norms of gradients of transformers' `Trainer`, which accumulates gradients of two batches a step."""
-    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-    from transformers import DeepseekV4ForCausalLM, Trainer, TrainingArguments
-
-    from tests.e2e.deepseek_models import deepseek_config
-
-    ranks = dist.get_world_size()
-    rank = str(dist.get_rank())
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # asked for, and not used: the job has begun
-    torch.manual_seed(0)
-    model = DeepseekV4ForCausalLM(deepseek_config())
-    model.set_experts_implementation("batched_mm")
-    ids = torch.randint(0, 100, (8, 16))
-    arguments = TrainingArguments(
-        output_dir=str(folder / "trainer"),
-        use_cpu=True,
-        ddp_backend="gloo",
-        per_device_train_batch_size=4 // ranks,
-        gradient_accumulation_steps=2,
-        max_steps=2,
-        max_grad_norm=0.1,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-    )
-    if ranks > 1:
-        distributed.replicate(model, mesh_of_all(), lambda name, parameter: "_hc." in name or "hc_head." in name)
-    trainer = Trainer(model=model, args=arguments, train_dataset=[{"input_ids": row, "labels": row} for row in ids])
-    if ranks > 1:
-        # accelerate has no FSDP on CPUs. What it does from here on is what it does on GPUs.
-        state = trainer.accelerator.state
-        state.distributed_type = DistributedType.FSDP
-        state.fsdp_plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["DeepseekV4DecoderLayer"],
-            ignored_modules=r".*(attn_hc|ffn_hc|hc_head)",
-            cpu_ram_efficient_loading=False,
-        )
-        trainer.is_fsdp_enabled = True
-    trainer.train()
-    logged = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-    return {
-        "losses": [entry["loss"] for entry in logged],
-        "norms": [entry["grad_norm"] for entry in logged],
-        "all are sharded": all(isinstance(p, DTensor) for p in trainer.model_wrapped.parameters()),
-    }
-
-
 def in_ddp(*, checkpointed: bool = False, **kwargs: Any) -> dict[str, Any]:
     """Gradients of two backward passes in DistributedDataParallel, of which the first is in `no_sync` if it can."""
     with rewriting():
@@ -494,8 +417,6 @@ def main(rank: int, ranks: int, file: Path, names: list[str]) -> None:
         "saved": lambda: saved(folder),
         "loaded": lambda: loaded(folder),
         "forgotten": forgotten,
-        "float8": in_float8,
-        "trainer": lambda: in_trainer(folder),
         "made on meta": made_on_meta,
         "ddp": lambda: in_ddp(gradient_as_bucket_view=True),
         "ddp, static": lambda: in_ddp(static_graph=True, checkpointed=True),

@@ -31,7 +31,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Seen:
         tmp_path_factory.mktemp("two"),
         2,
         *("nothing", "plan", "one site", "one site on all", "fusing", "describing sites"),
-        *("late failure", "early failure", "different programs", "only one compiles"),
+        *("late failure", "early failure", "others instead", "different programs", "only one compiles"),
         # Last what leaves sites alone for the rest of the process.
         *("split", "wrong on none", "wrong on all", "wrong on one"),
     )
@@ -88,6 +88,12 @@ def test_a_rank_follows_one_that_failed_before(two: Seen) -> None:
 def test_ranks_that_compile_something_else_are_not_waited_for(two: Seen) -> None:
     assert [seen["counts"] for seen in two["different programs"]] == [[2], [4, 0, 4]]
     assert [seen["rewritten"] for seen in two["only one compiles"]] == [[], [MIX, COMBINE]]
+
+
+def test_ranks_that_have_other_graphs_in_the_same_place_are_not_waited_for(two: Seen) -> None:
+    """As after autograd, with uneven shards of DTensors."""
+    assert [seen["counts"] for seen in two["others instead"]] == [[2, 2], [2, 2]]
+    assert [seen["in vain"] for seen in two["others instead"]] == [False, False]
 
 
 @pytest.mark.parametrize("scenario", ["wrong on none", "wrong on all", "wrong on one"])
@@ -172,7 +178,9 @@ def test_a_rank_that_leaves_without_a_vote_is_not_waited_for(monkeypatch: pytest
     with pytest.raises(KeyboardInterrupt), agreement.announced("rewriting", graph):
         raise KeyboardInterrupt
     assert store.values == dict.fromkeys(store.values, 1)
-    assert sorted(key.rpartition("/")[2] for key in store.values) == ["announced", "closed"]
+    of_graph = [key for key in store.values if not key.startswith("rewriting/begun/")]
+    assert sorted(key.rpartition("/")[2] for key in of_graph) == ["announced", "closed"]
+    assert len(store.values) == 3
 
 
 def test_a_store_that_cannot_be_reached_any_more() -> None:

@@ -156,21 +156,6 @@ def test_ddp(two: Seen, case: str) -> None:
         assert rank == {"unlike": [], "rewritten": sorted([*LAYER * LAYERS, "head"]), "left": []}
 
 
-@pytest.mark.thorough
-def test_weights_that_are_gathered_in_float8(tmp_path: Path) -> None:
-    assert _job(tmp_path, 2, "float8")["float8"] == [{"unequal": [], "rewritten": LAYER}] * 2
-
-
-@pytest.mark.thorough
-def test_a_trainer_of_transformers(tmp_path: Path) -> None:
-    (alone,) = _job(tmp_path, 1, "trainer")["trainer"]
-    for rank in _job(tmp_path, 2, "trainer")["trainer"]:
-        assert rank["all are sharded"]
-        # Sums of float32 numbers in another order, in two steps.
-        assert rank["losses"] == pytest.approx(alone["losses"], rel=1e-5)
-        assert rank["norms"] == pytest.approx(alone["norms"], rel=1e-5)
-
-
 @pytest.fixture
 def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
+from dataclasses import field, make_dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -53,7 +56,33 @@ def test_a_checkpoint_is_moved() -> None:
     assert "to Liger: no order of the parameters makes them equal" in told
 
 
+@pytest.mark.parametrize("release", ["0.3.0", "main"])
+def test_the_configs_for_torchtitan_name_the_backend(monkeypatch: pytest.MonkeyPatch, release: str) -> None:
+    """With stand-ins of torchtitan's modules, whose `CompileConfig` has lost a field after the release."""
+    more = [("enable", bool, field(default=False))] if release == "0.3.0" else []
+    config = make_dataclass("CompileConfig", [("backend", str), ("components", list), *more])
+    registry = SimpleNamespace(
+        **{f"deepseek_v4_{size}": lambda: SimpleNamespace(compile=None) for size in ("debugmodel", "flash", "pro")}
+    )
+    stands_in = {"config": SimpleNamespace(CompileConfig=config), "models.deepseek_v4": registry}
+    registry.config_registry = registry
+    monkeypatch.setitem(sys.modules, "torchtitan", SimpleNamespace())
+    for name, module in stands_in.items():
+        monkeypatch.setitem(sys.modules, f"torchtitan.{name}", module)
+    made = runpy.run_path(str(EXAMPLES / "torchtitan_deepseek_v4.py"))
+    for name in ("debugmodel", "flash", "pro"):
+        compiled = made[name]().compile
+        assert (compiled.backend, compiled.components) == ("mhc", ["model"])
+        assert getattr(compiled, "enable", True)
+
+
 # Inductor compiles in earnest in the others, as it does for their readers. Each takes half a minute to two minutes.
+
+
+@pytest.mark.thorough
+def test_a_trainer_of_transformers() -> None:
+    """On one process; `test_distributed_trainer.py` has two."""
+    _assert_all_rewritten(_run("train_with_trainer.py"), 8)
 
 
 @pytest.mark.thorough
@@ -114,5 +143,6 @@ def _text(name: str) -> str:
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_every_example_is_run_and_listed(path: Path) -> None:
-    assert f'"{path.name}"' in _text("tests/test_examples.py") or f"examples/{path.name}" in _text("Makefile")
+    tests = _text("tests/test_examples.py") + _text("tests/test_train_lm.py")
+    assert f'"{path.name}"' in tests or f"examples/{path.name}" in _text("Makefile")
     assert f"| `{path.name}` |" in _text("examples/README.md")

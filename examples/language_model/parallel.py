@@ -2,7 +2,7 @@
 
     ddp   each process has the whole model and its own rows; gradients are averaged
     fsdp  as ddp, but parameters, gradients and the optimizer's state are divided too
-    tp    the layers of a block are divided; each process of a group has the same rows
+    tp    the layers of a block are divided, and the tokens of its streams; each process of a group has the same rows
     cp    the tokens of a row are divided; keys and values are gathered
     pp    the blocks are divided; streams go from stage to stage
 
@@ -25,11 +25,19 @@ from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
-from language_model.model import LanguageModel, loss_of
+from language_model.model import BYTES, LanguageModel, loss_of
+from mhc_compile.distributed import HyperConnectionParallel
 
 KINDS = ("pp", "ddp", "fsdp", "cp", "tp")
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
@@ -105,16 +113,18 @@ class Parallel:
         """The part of this process: the model, or its pipeline stages, of which an interleaved schedule has two."""
         if self.mesh is None or self.tokens is None:
             return [model]
-        if self.size("tp") > 1:
-            _divide_layers(model, self.mesh["tp"])
-        if self.size("cp") > 1:
-            _divide_tokens(model, self.tokens["cp"])
-        if self.size("pp") == 1:
-            return [model]
-        count = self.size("pp") * (2 if schedule == "interleaved" else 1)
+        count = self.size("pp") * (2 if self.size("pp") > 1 and schedule == "interleaved" else 1)
         if model.config.layers < count:
             raise ValueError(f"--parallel: {model.config.layers} blocks do not divide into {count} pipeline stages")
-        return [_stage(model, index, count) for index in range(self.rank("pp"), count, self.size("pp"))]
+        stages = [model]
+        if count > 1:
+            stages = [_stage(model, index, count) for index in range(self.rank("pp"), count, self.size("pp"))]
+        for stage in stages:
+            if self.size("cp") > 1:
+                _divide_tokens(stage, self.tokens["cp"])
+            if self.size("tp") > 1:
+                _divide_layers(stage, self.mesh["tp"])
+        return stages
 
     def pipeline(self, stages: list[nn.Module], schedule: str, device: str, batch: int) -> Pipeline | None:
         if self.mesh is None or self.size("pp") == 1:
@@ -127,9 +137,13 @@ class Parallel:
             return model
         if "fsdp" not in self.sizes:
             return DistributedDataParallel(model, process_group=self.mesh["data"].get_group())
+        # A stage has several microbatches, and keeps its parameters from one to the next.
+        kwargs: dict[str, Any] = {"mesh": self.mesh["data"]}
+        if self.size("pp") > 1:
+            kwargs["reshard_after_forward"] = False
         for block in model.blocks.values():
-            fully_shard(block, mesh=self.mesh["data"])
-        return fully_shard(model, mesh=self.mesh["data"])
+            fully_shard(block, **kwargs)
+        return fully_shard(model, **kwargs)
 
     def mean(self, value: Tensor) -> float:
         """A loss, the mean over all rows; only the last stage has one."""
@@ -163,11 +177,18 @@ class Pipeline:
         assert parallel.mesh is not None
         count = ranks * len(stages)
         group = parallel.mesh["pp"].get_group()
+        microbatches = math.gcd(batch, 2 * count)
         made = [
-            PipelineStage(stage, index, count, torch.device(device), group=group)
+            PipelineStage(
+                stage,
+                index,
+                count,
+                torch.device(device),
+                *_handed_on(stage, parallel, batch // microbatches),
+                group=group,
+            )
             for stage, index in zip(stages, range(parallel.rank("pp"), count, ranks), strict=True)
         ]
-        microbatches = math.gcd(batch, 2 * count)
         if schedule == "interleaved":
             self.schedule: Any = ScheduleInterleaved1F1B(made, microbatches, loss_fn=loss_of)
         else:
@@ -199,19 +220,61 @@ def _stage(model: LanguageModel, index: int, count: int) -> LanguageModel:
     return stage
 
 
+def _handed_on(stage: nn.Module, parallel: Parallel, rows: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Without data, what a stage gets and what it makes of so many rows: ranks need not ask each other."""
+    model = stage.module if isinstance(stage, DistributedDataParallel) else stage
+    assert isinstance(model, LanguageModel)
+    config, tokens = model.config, model.config.context // parallel.size("cp")
+    shape = (rows, tokens // parallel.size("tp"), config.streams)
+    with torch.device("meta"):
+        carried = [torch.empty(*shape, config.width, dtype=model.dtype, requires_grad=True)]
+        if config.variant == "v41":
+            carried.append(torch.empty(shape, requires_grad=True))
+        ids = (torch.empty(rows, tokens, dtype=torch.long),)
+        logits = (torch.empty(rows, tokens, BYTES, requires_grad=True),)
+    return tuple(carried) if model.embedding is None else ids, tuple(carried) if model.unembedding is None else logits
+
+
 def _whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def _divide_layers(model: LanguageModel, mesh: DeviceMesh) -> None:
-    heads = model.config.heads
-    if heads % mesh.size():
-        raise ValueError(f"--parallel: tp={mesh.size()} does not divide the {heads} heads")
-    for block in model.blocks.values():
-        columns = {name: ColwiseParallel() for name in ("q", "k", "v")}
-        parallelize_module(block.attention.layer, mesh, columns | {"out": RowwiseParallel()})
-        columns = {name: ColwiseParallel() for name in ("gate", "up")}
-        parallelize_module(block.feed_forward.layer, mesh, columns | {"down": RowwiseParallel()})
+def _divide_layers(stage: LanguageModel, mesh: DeviceMesh) -> None:
+    """Divide the layers inside the sublayers, and the tokens of the streams around them."""
+    if stage.config.heads % mesh.size():
+        raise ValueError(f"--parallel: tp={mesh.size()} does not divide the {stage.config.heads} heads")
+    # Between stages, streams are plain tensors: this process's part.
+    begin = Shard(1)
+    if stage.embedding is not None:
+        begin = Replicate()  # the gates that some forms begin with
+        parallelize_module(stage.embedding, mesh, _redistributed(Replicate(), Shard(1)))
+    if stage.norm is not None:
+        whole = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True)
+        parallelize_module(stage.norm, mesh, whole)
+    *_, last = stage.blocks.values()
+    for block in stage.blocks.values():
+        parallelize_module(block.attention, mesh, HyperConnectionParallel(Shard(1), input_layouts=begin))
+        leaves = block is last and stage.norm is None
+        parallelize_module(block.feed_forward, mesh, HyperConnectionParallel(Shard(1), use_local_output=leaves))
+        for sublayer, columns, row in (
+            (block.attention.layer, ("q", "k", "v"), "out"),
+            (block.feed_forward.layer, ("gate", "up"), "down"),
+        ):
+            plan = {name: ColwiseParallel() for name in columns}
+            plan[row] = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
+            parallelize_module(sublayer, mesh, plan | {"norm": SequenceParallel()})
+            # What the norm makes of its tokens is gathered once for all that read it.
+            parallelize_module(sublayer.norm, mesh, _redistributed(Shard(1), Replicate()))
+            sublayer.norm.weight.register_post_accumulate_grad_hook(_add_up)
+
+
+def _redistributed(made: Placement, wanted: Placement) -> PrepareModuleOutput:
+    return PrepareModuleOutput(output_layouts=made, desired_output_layouts=wanted, use_local_output=False)
+
+
+def _add_up(parameter: nn.Parameter) -> None:
+    """Add up the processes' parts of a gradient once, instead of in each operation of the optimizer."""
+    parameter.grad = parameter.grad.redistribute(placements=[Replicate()])
 
 
 def _divide_tokens(model: LanguageModel, mesh: DeviceMesh) -> None:

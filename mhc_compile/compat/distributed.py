@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -176,3 +176,40 @@ def after_backward(call: Callable[[], None]) -> None:
     """
     engine = torch.autograd.Variable._execution_engine
     engine.queue_callback(lambda: engine.queue_callback(call))
+
+
+@contextlib.contextmanager
+def imitated_job(rank: int, ranks: int) -> Iterator[None]:
+    """Be one rank of a job that has no others, so that nothing that it sends arrives (torch 2.11 to 2.14)."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def group_size(args: Sequence[Any]) -> int:
+    """How many ranks take part in a collective, from the arguments of its operator (torch 2.11 to 2.14)."""
+    from torch.distributed import distributed_c10d
+
+    for each in reversed(args):
+        if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type()):
+            return distributed_c10d.ProcessGroup.unbox(each).size()
+        if isinstance(each, str):
+            return distributed_c10d._resolve_process_group(each).size()  # type: ignore[attr-defined, arg-type]
+    raise ValueError(f"no process group among {args}")
+
+
+def agree_on_given_shapes(schedule: Any) -> None:
+    """Have the ranks of an imitated job agree that stages know what others send them, as those of a job would."""
+    from torch.distributed.pipelining._utils import InferenceMode
+
+    def agree(stages: Any, has_backward: bool, p2p_done: bool) -> None:
+        for stage in stages:
+            if InferenceMode.needs_dynamic(stage._user_meta, has_backward):
+                raise ValueError("a stage of an imitated job has to be given its shapes")
+            stage._inference_mode = InferenceMode.STATIC
+
+    schedule._warmup_p2p = agree

@@ -1,0 +1,106 @@
+"""`HyperConnectionParallel` in plans of `parallelize_module`: two ranks compute what one process computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mhc_compile.distributed import HyperConnectionParallel
+from tests.jobs import Seen, run_job
+from tests.styles import BATCH, LAYERS, LENGTH, STREAMS, WIDTH
+
+EAGER = ("rows", "tokens", "channels", "whole")
+COMPILED = ("tokens, compiled", "channels, compiled")
+SITES = sorted([*("expand_combine", "generate_mix_and_aggregate") * LAYERS, "head"])
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    others = ("verified", "verified, wrong", "optimised", "handed on", "wrong")
+    return run_job("tests.styles", tmp_path_factory.mktemp("two"), 2, *EAGER, *COMPILED, *others, seconds=240)
+
+
+@pytest.mark.parametrize("case", [*EAGER, *COMPILED])
+def test_two_ranks_train_as_one_process(two: Seen, case: str) -> None:
+    """Results and gradients that two backward passes add up, against float64; gradients come out whole."""
+    for rank in two[case]:
+        assert rank["findings"] == []
+        assert rank["placed"] == ["(Replicate(),) (Replicate(),)"]
+        assert rank["own"] == 3 * (LAYERS + 1)
+        assert rank["rewritten"] == (SITES if case in COMPILED else [])
+        assert rank["left"] == []
+
+
+def test_verify_compares_whole_results(two: Seen) -> None:
+    """Of streams, parameters and inputs that are DTensors; and all ranks see what one rank gets wrong."""
+    good, wrong = two["verified"], two["verified, wrong"]
+    for rank in good + wrong:
+        assert rank["rewritten"] == 2 * LAYERS
+        # The streams, their gradient, and that of each parameter: three of a connection, and four of its layer.
+        assert rank["compared"] == 2 + 7 * LAYERS
+        assert rank["numbers"] == BATCH * LENGTH * STREAMS * WIDTH
+        assert rank["changed"] == 0
+    assert [(rank["ok"], rank["failures"]) for rank in good] == [(True, 0)] * 2
+    assert [rank["ok"] for rank in wrong] == [False] * 2
+    assert wrong[0]["failures"] == wrong[1]["failures"] > 0
+
+
+def test_a_gradient_is_added_up_once(two: Seen) -> None:
+    for rank in two["optimised"]:
+        assert rank["backward"]["all_reduce"] == rank["parameters"]
+        assert rank["step"] == 0
+
+
+def test_what_comes_in_and_goes_out(two: Seen) -> None:
+    for rank in two["handed on"]:
+        others = ["Tensor", "int"]  # a mask and a number
+        assert rank["S(0)"] == ["(Shard(dim=0),)"] * 2 + others
+        assert rank["S(1)"] == ["(Shard(dim=1),)"] * 2 + others
+        assert rank["S(-1)"] == ["(Shard(dim=3),)", "(Replicate(),)", *others]
+        assert rank["R"] == ["(Replicate(),)"] * 2 + others
+        # Plain tensors are this rank's part unless the plan says otherwise: of 2 x 6 tokens, the result has 12.
+        assert rank["made"] == [["Tensor", 2, 12, 4, 8], ["Tensor", 2, 6, 4]]
+
+
+EXPECTED = "expected Shard of a dim of tokens, Shard(-1) for channels, or Replicate()"
+MESSAGES = {
+    "placement": f"ValueError: streams is Partial(sum), which no operator has; {EXPECTED}",
+    "type": f"TypeError: streams is str; {EXPECTED}",
+    "mesh": "ValueError: the mesh has 2 dimensions; expected one dimension, as in mesh['tp']",
+    "sharded parameter": "ValueError: parameter phi [4, 8] is placed as (Shard(dim=1),) on the mesh of ranks [0, 1]; "
+    "expected a plain parameter, or (Replicate(),) on the mesh of ranks [0, 1]",
+    "parameter elsewhere": "ValueError: parameter phi [4, 8] is placed as (Replicate(),) on the mesh of ranks [1, 0]; "
+    "expected a plain parameter, or (Replicate(),) on the mesh of ranks [0, 1]",
+    "whole parameter": "nothing",
+    "no streams": "TypeError: the first argument is int; expected streams [..., n, C]",
+    "no arguments": "TypeError: the first argument is missing; expected streams [..., n, C]",
+    "too few dims": "ValueError: the first argument is [2, 3]; expected streams [..., n, C]",
+    "over n": f"ValueError: streams [2, 6, 4, 8] are to be Shard(dim=2), their n; {EXPECTED}",
+    "beyond": f"ValueError: Shard(dim=7) of a tensor [2, 6, 4, 8]; {EXPECTED}",
+    "sizes": "ValueError: streams [2, 5, 4, 8] are to be Shard(dim=1), but 5 does not divide by 2 ranks",
+    "elsewhere": "ValueError: streams [2, 6, 4, 8] are placed as (Shard(dim=1),) on the mesh of ranks [1, 0]; "
+    "expected the mesh of ranks [0, 1]",
+    "results": "ValueError: output_layouts has 2; expected one for each of 1 results",
+}
+
+
+@pytest.mark.parametrize("case", MESSAGES)
+def test_messages(two: Seen, case: str) -> None:
+    assert [rank[case] for rank in two["wrong"]] == [MESSAGES[case]] * 2
+
+
+def test_a_plan_is_readable() -> None:
+    assert str(HyperConnectionParallel()) == (
+        "HyperConnectionParallel(S(1), input_layouts=S(1), output_layouts=None, use_local_output=False)"
+    )
+
+
+def test_all_cases_are_tested(two: Seen) -> None:
+    assert MESSAGES.keys() == two["wrong"][0].keys()
+
+
+def test_more_ranks_than_two(tmp_path: Path) -> None:
+    """Three ranks share out six tokens, and no one has rows of its own."""
+    for rank in run_job("tests.styles", tmp_path, 3, "tokens")["tokens"]:
+        assert rank["findings"] == []
