@@ -89,6 +89,15 @@ def learning_rate(step: int, steps: int, highest: float) -> float:
     return highest * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
 
 
+def whole_state(stages: list[tuple[torch.nn.Module, dict[str, Any], dict[str, Any]]], step: int) -> dict[str, Any]:
+    """Names and shapes of the whole model, however it is divided, so that any division can load them."""
+    model, optimizer = {}, {}
+    for _, weights, moments in stages:
+        model |= weights
+        optimizer |= moments["state"]
+    return {"model": model, "optimizer": optimizer, "step": torch.tensor(step)}
+
+
 class Trainer:
     def __init__(self, options: argparse.Namespace, device: str) -> None:
         self.options, self.device = options, device
@@ -147,23 +156,18 @@ class Trainer:
         ids, targets = (part.to(self.device) for part in rows)
         return mhc_compile.verify(self.model, ids, targets=targets, inductor=False, say=None, raises=False)
 
-    def state(self) -> dict[str, Any]:
-        """Names and shapes of the whole model, however it is divided, so that any division can load them."""
-        model, optimizer = {}, {}
-        for stage in self.trained:
-            weights, moments = get_state_dict(stage, self.optimizer)
-            model |= weights
-            optimizer |= moments["state"]
-        return {"model": model, "optimizer": optimizer, "step": torch.tensor(self.step)}
+    def states(self) -> list[tuple[torch.nn.Module, dict[str, Any], dict[str, Any]]]:
+        """Of each stage of this process, its weights and the optimizer's state."""
+        return [(stage, *get_state_dict(stage, self.optimizer)) for stage in self.trained]
 
     def save(self) -> None:
-        dcp.save(self.state(), checkpoint_id=self.options.out / "checkpoint")
+        dcp.save(whole_state(self.states(), self.step), checkpoint_id=self.options.out / "checkpoint")
 
     def load(self) -> None:
-        state = self.state()
+        stages = self.states()
+        state = whole_state(stages, self.step)
         dcp.load(state, checkpoint_id=self.options.out / "checkpoint")
-        for stage in self.trained:
-            _, now = get_state_dict(stage, self.optimizer)
+        for stage, _, now in stages:
             moments = {"state": state["optimizer"], "param_groups": now["param_groups"]}
             set_state_dict(stage, self.optimizer, model_state_dict=state["model"], optim_state_dict=moments)
         self.step = int(state["step"])
