@@ -7,6 +7,7 @@ import fcntl
 import functools
 import gc
 import importlib
+import logging
 import os
 import platform
 import zlib
@@ -44,6 +45,22 @@ def _kernels_compile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
         from mhc_compile.ops import _register
 
         monkeypatch.setattr(_register, "_is_of_compiler", lambda error: False)
+
+
+@pytest.fixture
+def told() -> Iterator[list[str]]:
+    """The lines of mhc_compile's log that a user sees."""
+    lines: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            assert record.exc_info is None, "a traceback is for debugging"
+            lines.append(record.getMessage())
+
+    listener, log = Listener(logging.WARNING), logging.getLogger("mhc_compile")
+    log.addHandler(listener)
+    yield lines
+    log.removeHandler(listener)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import logging
-import sys
-import warnings
 from collections.abc import Callable, Sequence
-from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -26,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from mhc_compile import ops, records
 from mhc_compile.ops import _sharding as sharding
 from mhc_compile.testing import Errors, judge
+from tests.jobs import Scenarios, run_rank
 from tests.ops.calls import OPERATORS, Sizes, arguments, call, is_of_tokens, result_names, results
 from tests.zoo.check import rewriting
 from tests.zoo.near import Sublayer
@@ -423,16 +420,11 @@ def wrong(mesh: DeviceMesh, other: DeviceMesh) -> dict[str, Any]:
     }
 
 
-def main(rank: int, ranks: int, file: str, names: list[str]) -> None:
-    """Print a line of JSON for each scenario."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    store = dist.FileStore(file, ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=150))
+def scenarios(ranks: int, _folder: Path) -> Scenarios:
     line = init_device_mesh("cpu", (ranks,))
     square = init_device_mesh("cpu", (2, ranks // 2))
     pair = DeviceMesh("cpu", [0, 1])
-    scenarios: dict[str, Callable[[], dict[str, Any]]] = {
+    return {
         "first": lambda: every_operator(line, [Shard(0)]),
         "second": lambda: every_operator(line, [Shard(1)]),
         "whole": lambda: every_operator(line, [Replicate()]),
@@ -456,11 +448,7 @@ def main(rank: int, ranks: int, file: str, names: list[str]) -> None:
         "wrong": lambda: wrong(line, square),
         "wrong on a square": lambda: wrong(square, line),
     }
-    for name in names:
-        sys.stdout.write(json.dumps(scenarios[name]()) + "\n")
-        dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])
+    run_rank(scenarios, seconds=150)

@@ -6,13 +6,11 @@ A scenario says what goes wrong on which rank. In all of them the graph has a co
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
-import json
-import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
-from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -23,6 +21,7 @@ from torch import Tensor, nn
 
 import mhc_compile
 from mhc_compile import agreement, backend, checking, hooks, passes, records
+from tests.jobs import Scenarios, run_rank
 from tests.passes.fused import program
 from tests.zoo.near import Sublayer
 
@@ -264,16 +263,15 @@ def _split() -> dict[str, Any]:
     }
 
 
-def main(rank: int, ranks: int, file: str, names: list[str]) -> None:
-    """Print a line of JSON for each scenario."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(file, ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
-    )
-    torch.manual_seed(2 + rank)
+def _alike(name: str) -> dict[str, Any]:
+    return _compiled_alike(Summed(), torch.randn(2, 3, 4, 6), SCENARIOS[name])
+
+
+def scenarios(_ranks: int, _folder: Path) -> Scenarios:
+    torch.manual_seed(2 + dist.get_rank())
     agreement.Vote = Seen  # type: ignore[misc]
-    special: dict[str, Callable[[], dict[str, Any]]] = {
+    alike = {name: functools.partial(_alike, name) for name in SCENARIOS}
+    return alike | {
         "late failure": lambda: _in_turns(0, SCENARIOS["plan"]),
         "early failure": lambda: _in_turns(FAILING, SCENARIOS["plan"]),
         "others instead": _others_instead,
@@ -285,15 +283,7 @@ def main(rank: int, ranks: int, file: str, names: list[str]) -> None:
         "wrong on one": lambda: _checked(lambda rank: rank == FAILING),
         "wrong on none": lambda: _checked(lambda rank: False),
     }
-    for name in names:
-        if name in special:
-            found = special[name]()
-        else:
-            found = _compiled_alike(Summed(), torch.randn(2, 3, 4, 6), SCENARIOS[name])
-        sys.stdout.write(json.dumps(found) + "\n")
-        dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])
+    run_rank(scenarios)

@@ -7,12 +7,8 @@ one process for all rows, against float64.
 from __future__ import annotations
 
 import contextlib
-import json
-import sys
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from mhc_compile import backend, distributed, records
 from mhc_compile.nn import Form, HyperConnection, HyperHead, expand
 from mhc_compile.testing import Errors, Float64Reference, judge
+from tests.jobs import Scenarios, run_rank
 
 WIDTH, STREAMS, LAYERS, ROWS, LENGTH = 16, 4, 2, 4, 32
 # Few half-steps of Sinkhorn: what is compared here is what ranks do.
@@ -394,13 +391,8 @@ def in_ddp(*, checkpointed: bool = False, **kwargs: Any) -> dict[str, Any]:
     }
 
 
-def main(rank: int, ranks: int, file: Path, names: list[str]) -> None:
-    """Print a line of JSON for each case. file is the ranks' store; cases keep what they write beside it."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    store, folder = dist.FileStore(str(file), ranks), file.parent
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
-    cases: dict[str, Callable[[], dict[str, Any]]] = {
+def scenarios(_ranks: int, folder: Path) -> Scenarios:
+    return {
         "eager": lambda: compared(Setting()),
         "offloaded": lambda: compared(Setting(offloaded=True)),
         "layers": lambda: compared(Setting("layers")),
@@ -421,12 +413,7 @@ def main(rank: int, ranks: int, file: Path, names: list[str]) -> None:
         "ddp": lambda: in_ddp(gradient_as_bucket_view=True),
         "ddp, static": lambda: in_ddp(static_graph=True, checkpointed=True),
     }
-    for name in names:
-        sys.stdout.write(json.dumps(cases[name]()) + "\n")
-        sys.stdout.flush()
-        dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
+    run_rank(scenarios)

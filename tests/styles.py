@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
-import sys
-import warnings
+import functools
 from collections.abc import Callable
-from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -26,6 +24,7 @@ from mhc_compile.distributed import HyperConnectionParallel
 from mhc_compile.nn import Form, HyperConnection, HyperHead
 from mhc_compile.testing import Errors, judge
 from tests.fuzz.plants import planted
+from tests.jobs import Scenarios, run_rank
 from tests.sharded import rewriting
 
 BATCH, LENGTH, STREAMS, WIDTH = 2, 6, 4, 8
@@ -206,14 +205,14 @@ def wrong(mesh: DeviceMesh) -> dict[str, Any]:
     }
 
 
-def main(rank: int, ranks: int, file: str, names: list[str]) -> None:
-    """Print a line of JSON for each scenario."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    store = dist.FileStore(file, ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+def seeded(scenario: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    torch.manual_seed(1)
+    return scenario()
+
+
+def scenarios(ranks: int, _folder: Path) -> Scenarios:
     mesh = init_device_mesh("cpu", (ranks,))
-    scenarios: dict[str, Callable[[], dict[str, Any]]] = {
+    known: dict[str, Callable[[], dict[str, Any]]] = {
         "rows": lambda: trained(mesh, Shard(0)),
         "tokens": lambda: trained(mesh, Shard(1)),
         "channels": lambda: trained(mesh, Shard(-1)),
@@ -226,12 +225,8 @@ def main(rank: int, ranks: int, file: str, names: list[str]) -> None:
         "handed on": lambda: handed_on(mesh),
         "wrong": lambda: wrong(mesh),
     }
-    for name in names:
-        torch.manual_seed(1)
-        sys.stdout.write(json.dumps(scenarios[name]()) + "\n")
-        dist.barrier()
-    dist.destroy_process_group()
+    return {name: functools.partial(seeded, scenario) for name, scenario in known.items()}
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])
+    run_rank(scenarios)

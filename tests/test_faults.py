@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -68,22 +67,6 @@ OPERATORS = {"compat.operators:functorch_is_active", "compat.operators:forward_m
 ASKED = ("passes.recognise", "passes.functional", "compat.values:depends_on_data")
 
 X = (2, 3, 4, 6)
-
-
-@pytest.fixture
-def told() -> Iterator[list[str]]:
-    """The lines of the log that a user sees."""
-    lines: list[str] = []
-
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            assert record.exc_info is None, "a traceback is for debugging"
-            lines.append(record.getMessage())
-
-    listener, log = Listener(logging.WARNING), logging.getLogger("mhc_compile")
-    log.addHandler(listener)
-    yield lines
-    log.removeHandler(listener)
 
 
 def _model() -> tuple[nn.Module, Tensor]:

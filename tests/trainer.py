@@ -6,12 +6,8 @@ It prints a line of JSON for each named case.
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import sys
-import warnings
-from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
 from mhc_compile import distributed, records
-from tests.jobs import ROOT
+from tests.jobs import ROOT, Scenarios, run_rank
 from tests.sharded import Model, gradients, loss_of, mesh_of_all, own, rewriting
 
 
@@ -81,22 +77,12 @@ def in_trainer(folder: Path) -> dict[str, Any]:
     }
 
 
-def main(rank: int, ranks: int, file: Path, names: list[str]) -> None:
-    """Print a line of JSON for each case. file is the ranks' store; cases keep what they write beside it."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(file), ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
-    cases: dict[str, Callable[[], dict[str, Any]]] = {
+def scenarios(_ranks: int, folder: Path) -> Scenarios:
+    return {
         "float8": in_float8,
-        "trainer": lambda: in_trainer(file.parent),
+        "trainer": lambda: in_trainer(folder),
     }
-    for name in names:
-        sys.stdout.write(json.dumps(cases[name]()) + "\n")
-        sys.stdout.flush()
-        dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
+    run_rank(scenarios)
