@@ -143,7 +143,7 @@ def test_json_is_all_that_stdout_has(capsys: pytest.CaptureFixture[str]) -> None
     assert (found["format"], found["program"], found["graphs"]) == (1, f"{HERE}:make", 1)
     assert [site["op"] for site in found["sites"]] == BOTH
     assert [site["reason"] for site in found["sites"]] == [None, None]
-    keys = ["op", "location", "detail", "reason", "own", "module", "before", "after", "excerpt"]
+    keys = ["op", "location", "detail", "reason", "own", "module", "before", "after", "excerpt", "node"]
     assert list(found["sites"][0]) == keys
     assert all(f"`{key}`" in PAGE or f'"{key}"' in PAGE for key in keys)
     assert {site["excerpt"] for site in found["sites"]} == found["excerpts"].keys()

@@ -32,11 +32,11 @@ def _job(folder: Path, ranks: int, *cases: str) -> Seen:
 
 
 SHARDED = {
-    # The sites of a report; layers that are compiled alike are one.
+    # The sites of a report. Layers that share compiled code are one; of bfloat16 units, each layer has code of its own.
     "eager": [],
     "offloaded": [],
     "layers": LAYER,
-    "bfloat16": LAYER,
+    "bfloat16": LAYER * LAYERS,
     "stored in bfloat16": [],
     "checkpointed": LAYER,
     "model": [*LAYER, "head"],

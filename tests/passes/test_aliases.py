@@ -326,7 +326,7 @@ def test_aliases_among_results(name: str, tokens: int, dynamic: bool, layout: st
 
 def test_what_recognition_takes_for_two_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rewriting has a look of its own at which tensors share memory, whatever was recognised."""
-    monkeypatch.setattr(sys.modules["mhc_compile.passes.recognise"], "_before_movements", lambda value: iter(()))
+    monkeypatch.setattr(sys.modules["mhc_compile.passes.recognise"], "_before_multiples", lambda value: iter(()))
     for use in (WRITES["select"], ALIASES["select"]):
         torch._dynamo.reset()
         report = assert_as_eager(Sublayer({"h": use}), 1, "no_grad")
