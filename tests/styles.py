@@ -147,6 +147,11 @@ class Hands(nn.Module):
         return given
 
 
+class Listed(Hands):
+    def forward(self, *given: Any) -> Any:
+        return list(given)
+
+
 def handed_on(mesh: DeviceMesh) -> dict[str, Any]:
     """How streams, gates and others are placed inside, and what comes out of them."""
     x, gates = torch.randn(BATCH, LENGTH, STREAMS, WIDTH), torch.randn(BATCH, LENGTH, STREAMS)
@@ -158,6 +163,8 @@ def handed_on(mesh: DeviceMesh) -> dict[str, Any]:
         found[str(streams)] = [str(one.placements) if isinstance(one, DTensor) else type(one).__name__ for one in given]
     style = HyperConnectionParallel(output_layouts=(Replicate(), None), use_local_output=True)
     made = parallelize_module(Hands(), mesh, style)(x, gates)
+    style = HyperConnectionParallel(output_layouts=Shard(-1))
+    found["last"] = [str(one.placements) for one in parallelize_module(Hands(), mesh, style)(x, gates)]
     found["made"] = [[type(one).__name__, *one.shape] for one in made]
     return found
 
@@ -199,6 +206,10 @@ def wrong(mesh: DeviceMesh) -> dict[str, Any]:
         "beyond": raised(called(Shard(7), x)),
         "sizes": raised(called(Shard(1), x[:, : LENGTH - 1])),
         "elsewhere": raised(called(Shard(1), distribute_tensor(x, other, [Shard(1)]))),
+        "dims": raised(
+            lambda: parallelize_module(Hands(), mesh, HyperConnectionParallel(output_layouts=Shard(3)))(x, x[..., 0])
+        ),
+        "list": raised(lambda: parallelize_module(Listed(), mesh, HyperConnectionParallel(use_local_output=True))(x)),
         "results": raised(
             lambda: parallelize_module(Hands(), mesh, HyperConnectionParallel(output_layouts=(None, None)))(x)
         ),

@@ -133,24 +133,36 @@ def _with_compiler(command: str) -> Any:
 # The compilers.
 
 
-def _failing_on_loops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when a kernel cannot be compiled: what our operators became does not get through Inductor."""
+def _failing_on_loops(monkeypatch: pytest.MonkeyPatch, *, early: bool = False) -> None:
+    """As when a kernel cannot be compiled: what our operators became does not get through Inductor.
+
+    early: before Inductor generates code, in place of after it.
+    """
     from torch._inductor.graph import GraphLowering
 
     codegen = GraphLowering.codegen
 
     def fail(self: Any) -> Any:
+        made = None if early else codegen(self)
         if any("_loop" in str(node.target) for node in self.graph.nodes):
             raise RuntimeError("planted\nin two lines")
-        return codegen(self)
+        return codegen(self) if early else made
 
     monkeypatch.setattr(GraphLowering, "codegen", fail)
 
 
+@pytest.fixture
+def own_cache() -> Iterator[None]:
+    with compat.fresh_inductor_cache():
+        yield
+
+
 @fault("Inductor does not compile the kernels or loops of a graph")
-def test_kernels_that_do_not_compile(monkeypatch: pytest.MonkeyPatch, told: list[str]) -> None:
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.usefixtures("own_cache")
+def test_kernels_that_do_not_compile(monkeypatch: pytest.MonkeyPatch, told: list[str], early: bool) -> None:
     with monkeypatch.context() as patch:
-        _failing_on_loops(patch)
+        _failing_on_loops(patch, early=early)
         _compiled_is_right()
         (line,) = told
         assert line == (
@@ -226,7 +238,16 @@ def test_a_kernel_that_triton_does_not_compile(monkeypatch: pytest.MonkeyPatch, 
     OutOfResources.__module__ = "triton.runtime.errors"
     errors: list[Exception] = []
 
+    # As code in one of Triton's files raises: what compiles kernels, and what launches them.
+    raising: dict[str, Any] = {}
+    for file in ("triton/compiler/compiler.py", "triton/runtime/build.py", "triton/backends/nvidia/driver.py"):
+        exec(compile("def raises(error): raise error", f"/site-packages/{file}", "exec"), found := {})
+        raising[file] = found["raises"]
+    where = [""]
+
     def kernel(*args: Any, **kwargs: Any) -> Any:
+        if where[-1]:
+            raising[where[-1]](errors[-1])
         raise errors[-1]
 
     x = torch.randn(3, 4, 8)
@@ -240,7 +261,21 @@ def test_a_kernel_that_triton_does_not_compile(monkeypatch: pytest.MonkeyPatch, 
     assert told == [
         "aggregate runs without its kernel, which could not be compiled: OutOfResources: shared memory and more"
     ]
-    errors.append(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    for file, error in (
+        ("triton/compiler/compiler.py", RuntimeError("PassManager::run failed")),
+        ("triton/runtime/build.py", subprocess.CalledProcessError(1, "gcc")),
+    ):
+        where.append(file)
+        errors.append(error)
+        assert torch.equal(operator(x, gates), torch.ops.mhc.aggregate(x, gates))
+    assert len(told) == 3
+    for file in ("triton/backends/nvidia/driver.py", ""):
+        where.append(file)
+        errors.append(RuntimeError("CUDA error: an illegal memory access was encountered"))
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            operator(x, gates)
+    where.append("triton/compiler/compiler.py")
+    monkeypatch.setattr(compat, "job_store", lambda: "of several ranks")
     with pytest.raises(RuntimeError, match="illegal memory access"):
         operator(x, gates)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 import mhc_compile
-from mhc_compile import records
+from mhc_compile import compat, records
 from mhc_compile.passes.report import Report
 from mhc_compile.testing import capture
 from tests.test_breaks import BOTH, X, _names, _place
@@ -282,6 +283,48 @@ def test_a_look_inside_a_look_leaves_the_sizes_of_the_run() -> None:
             mhc_compile.explain(outer, torch.randn(X))
             compiled(torch.randn(2, tokens, *X[2:]))
     assert sizes.symbols == [0, 1]
+
+
+def test_a_run_inside_a_look_keeps_its_sizes() -> None:
+    """A function that the model compiles itself, which Dynamo does not look into: it is compiled for runs."""
+    sizes = _Sizes()
+    inner = torch.compile(Sublayer(4, 6, 3, 2), backend=sizes)
+    hidden = torch.compiler.disable(lambda x: inner(x))  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        for tokens in range(2, 12):
+            mhc_compile.explain(lambda x: hidden(x) + 1, torch.randn(2, tokens, *X[2:]))
+    assert sizes.symbols == [0, 1]
+
+
+def test_looks_that_overlap_leave_dynamo_as_it_was() -> None:
+    """The one that began first ends first, and a function has reached its limit in it."""
+    model = Annealed(4, 6, 3, 2)
+    looks = [contextlib.ExitStack() for _ in range(2)]
+
+    def begin(stack: contextlib.ExitStack) -> _Sizes:
+        backend = _Sizes()
+        stack.enter_context(compat.apart(backend, lambda function: None, lambda frame, limit: None))
+        return backend
+
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=2):
+        compiled = torch.compile(model, backend=begin(looks[0]))
+        for model.iterations in (1, 2, 3):
+            compiled(torch.randn(X))
+        begin(looks[1])
+        for stack in looks:
+            stack.close()
+        sizes = _Sizes()
+        torch.compile(model, backend=sizes)(torch.randn(X))
+    assert sizes.symbols == [0]
+
+
+def test_a_look_compiles_nothing_again() -> None:
+    """What was compiled for a run is none of a look's."""
+    model = Sublayer(4, 6, 3, 2)
+    with torch.no_grad():
+        torch.compile(model, backend="eager")(torch.randn(X))
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            assert _names(mhc_compile.explain(model, torch.randn(X)).rewritten) == BOTH
 
 
 def _compiled_in_place(model: torch.nn.Module, limit: int) -> torch.nn.Module:

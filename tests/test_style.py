@@ -60,6 +60,7 @@ def test_what_comes_in_and_goes_out(two: Seen) -> None:
         assert rank["S(-1)"] == ["(Shard(dim=3),)", "(Replicate(),)", *others]
         assert rank["R"] == ["(Replicate(),)"] * 2 + others
         # Plain tensors are this rank's part unless the plan says otherwise: of 2 x 6 tokens, the result has 12.
+        assert rank["last"] == ["(Shard(dim=3),)", "(Shard(dim=2),)"]
         assert rank["made"] == [["Tensor", 2, 12, 4, 8], ["Tensor", 2, 6, 4]]
 
 
@@ -81,6 +82,8 @@ MESSAGES = {
     "sizes": "ValueError: streams [2, 5, 4, 8] are to be Shard(dim=1), but 5 does not divide by 2 ranks",
     "elsewhere": "ValueError: streams [2, 6, 4, 8] are placed as (Shard(dim=1),) on the mesh of ranks [1, 0]; "
     "expected the mesh of ranks [0, 1]",
+    "dims": "ValueError: output_layouts has Shard(dim=3) for a result [2, 12, 4], which has no such dim",
+    "list": "TypeError: a result is list; expected a tensor, or a tuple of tensors",
     "results": "ValueError: output_layouts has 2; expected one for each of 1 results",
 }
 

@@ -47,6 +47,7 @@ class Snapshot:
         self._graph = graph
         self._nodes = [(node, node.args, node.kwargs, dict(node.meta)) for node in graph.nodes]
         self._modules = set() if graph.owning_module is None else set(graph.owning_module._modules)
+        self._attributes = set(vars(graph))
 
     def put_back(self) -> None:
         """Make the graph what it was, of new nodes: whoever holds the graph holds that from now on."""
@@ -59,6 +60,8 @@ class Snapshot:
             copies[node].meta = meta
             copy_source(node, copies[node])
         new.set_codegen(graph._codegen)
+        for name in set(vars(graph)) - self._attributes:  # notes about nodes that are gone, such as Inductor makes
+            delattr(graph, name)
         vars(graph).update(vars(new))
         for node in (graph._root, *copies.values()):
             node.graph = graph

@@ -24,20 +24,40 @@ _OVER = "a look at a model is over"
 
 @dataclass
 class Look:
-    """What was compiled for a look: functions, and for each frame, how often Dynamo tried."""
+    """What was compiled for a look: functions; how often Dynamo tried each frame; and which sizes it has seen."""
 
     backend: Any
     compiled: list[tuple[CodeType, Any]] = field(default_factory=list)
     tries: Counter[Any] = field(default_factory=Counter)
+    sizes: dict[Any, Any] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def with_its_sizes(self) -> Iterator[None]:
+        """While Dynamo compiles for this look, it knows the sizes of this look, and of no run."""
+        from torch._dynamo.convert_frame import compile_lock
+        from torch._dynamo.pgo import get_code_state
+
+        with compile_lock:
+            state = get_code_state()
+            others = dict(state)
+            _replace(state, self.sizes)
+            try:
+                yield
+            finally:
+                self.sizes = dict(state)
+                _replace(state, others)
 
 
 @dataclass
 class Looks:
-    """Those that last, and how often Dynamo has tried to compile each frame for a look since it was reset."""
+    """Those that last, and how often Dynamo has tried to compile each frame for a look since it was reset.
+
+    strategies has what Dynamo did with code that it does not compile before the first of those that last.
+    """
 
     lasting: list[Look] = field(default_factory=list)
     tries: Counter[Any] = field(default_factory=Counter)
-    sizes: dict[Any, Any] = field(default_factory=dict)
+    strategies: dict[int, tuple[weakref.ref[CodeType], Any]] = field(default_factory=dict)
 
     def of(self, backend: Any) -> Look | None:
         return next((one for one in self.lasting if one.backend is backend), None)
@@ -45,16 +65,16 @@ class Looks:
     def reset(self) -> None:
         """Dynamo numbers its frames anew, and has forgotten all sizes."""
         self.tries.clear()
-        self.sizes.clear()
+        self.strategies.clear()
+        for one in self.lasting:
+            one.sizes.clear()
 
     @contextlib.contextmanager
     def look(self, one: Look) -> Iterator[None]:
-        """While a look lasts. Afterwards Dynamo forgets what it compiled, and the sizes that it saw."""
+        """While a look lasts. Afterwards Dynamo forgets what it compiled."""
         from torch._dynamo.pgo import get_code_state
 
-        if not self.lasting:
-            self.sizes = dict(get_code_state())
-            get_code_state().clear()
+        get_code_state()  # with the profile that a file may have, which the settings below would keep from being read
         self.lasting.append(one)
         try:
             # The sizes of a look are not for the profile, either, which may be kept in a file.
@@ -64,10 +84,6 @@ class Looks:
             self.lasting.remove(one)
             with _guard("Dynamo keeps what was compiled for a look at a model"):
                 _forget(one.compiled)
-            if not self.lasting:
-                get_code_state().clear()
-                get_code_state().update(self.sizes)
-                self.sizes = {}
 
     def own(self, look: Look | None, entries: Iterable[Any]) -> list[Any]:
         """The cache entries that were compiled for this look, or without one for runs."""
@@ -102,6 +118,11 @@ class Looks:
             return replace(cache_size, **{total: getattr(cache_size, total) - len(entries) + len(own)})
         alike = sum(_has_same_id_matched_objs(frame, entry) for entry in own)
         return replace(cache_size, **({one.name: len(own) for one in fields(cache_size)} | {_ALIKE: alike}))
+
+
+def _replace(state: dict[Any, Any], content: dict[Any, Any]) -> None:
+    state.clear()
+    state.update(content)
 
 
 def _is_over(entry: Any) -> bool:

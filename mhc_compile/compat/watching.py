@@ -189,11 +189,13 @@ def watch_dynamo() -> None:
         @functools.wraps(convert)
         def convert_and_note(self: Any, frame: Any, cache_entry: Any, frame_state: Any) -> Any:
             breaks = len(watched.breaks)
+            look = watched.looks.of(_given_to_compile(self)[0]) if watched.looks.lasting else None
             token = _converting.set((*_converting.get(), (frame, self)))
             name = _named(frame.f_code)[0]
             watched.at_work.append(name)
             try:
-                result = convert(self, frame, cache_entry, frame_state)
+                with contextlib.nullcontext() if look is None else look.with_its_sizes():
+                    result = convert(self, frame, cache_entry, frame_state)
             finally:
                 watched.at_work.remove(name)
                 _converting.reset(token)
@@ -209,7 +211,11 @@ def watch_dynamo() -> None:
         def reasons_and_note(entries: Any, *args: Any, **kwargs: Any) -> Any:
             with _guard("a limit of Dynamo's is reported with the reason of another compilation"):
                 _, look = _at_work()
-                entries = watched.looks.own(look, entries) if isinstance(entries, list) else entries
+                own = watched.looks.own(look, entries) if isinstance(entries, list) else entries
+                if entries and not own:  # there is nothing to compile again
+                    _reasons.set([])
+                    return []
+                entries = own
             found = reasons(entries, *args, **kwargs)
             _reasons.set(found)
             return found
@@ -323,8 +329,9 @@ def apart(
         (watched.at_compiled, note),
     ]
     watch_dynamo()
-    before = dict(watched.strategies)
-    act(before, ordinary=True)
+    if not watched.looks.lasting:
+        watched.looks.strategies = dict(watched.strategies)
+    act(watched.strategies, ordinary=True)
     watched.strategies.clear()
     for listeners, one in listening:
         listeners.append(one)
@@ -335,9 +342,11 @@ def apart(
         for listeners, one in listening:
             listeners.remove(one)
         act(watched.strategies, ordinary=True)
-        act(before, ordinary=False)
         watched.strategies.clear()
-        watched.strategies.update(before)
+        if not watched.looks.lasting:
+            act(watched.looks.strategies, ordinary=False)
+            watched.strategies.update(watched.looks.strategies)
+            watched.looks.strategies = {}
 
 
 def _at_work() -> tuple[Any, Look | None]:

@@ -25,7 +25,9 @@ class HyperConnectionParallel(ParallelStyle):
 
     The module's own parameters, such as phi, scale and bias, become DTensors with `Replicate`. Those of its submodules
     are left to other entries of the plan. Each rank's part of a gradient is added up as soon as a backward pass has
-    it, with one all-reduce for each parameter. FSDP2 around the module does that itself.
+    it, with one all-reduce for each parameter. FSDP2 around the module does that itself. So do optimizers, at each
+    step, if the parameters were replaced after `parallelize_module`, as by `to_empty`, `bfloat16` or `deepcopy`: the
+    gradients are then DTensors with `Partial`.
 
     The first argument of the module is its streams [..., n, C]. Floating-point tensors [..., n] among its
     other positional arguments are gates, which are placed as the streams are, and whole if channels are shared out.
@@ -74,7 +76,7 @@ class HyperConnectionParallel(ParallelStyle):
         for name, parameter in list(module.named_parameters(recurse=False)):
             module.register_parameter(name, self._whole(name, parameter, device_mesh))
         module.register_forward_pre_hook(lambda _, given: self._enter(given, device_mesh))
-        module.register_forward_hook(lambda _, given, results: self._leave(results, given[0].dim()))
+        module.register_forward_hook(lambda _, given, results: self._leave(results))
         return module
 
     def _whole(self, name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
@@ -124,7 +126,7 @@ class HyperConnectionParallel(ParallelStyle):
                 )
         return tensor.redistribute(placements=[wanted])
 
-    def _leave(self, results: Any, dims: int) -> Any:
+    def _leave(self, results: Any) -> Any:
         """The results of the module, placed as `output_layouts` says."""
         listed = results if isinstance(results, tuple) else (results,)
         layouts = (
@@ -132,14 +134,16 @@ class HyperConnectionParallel(ParallelStyle):
         )
         if len(layouts) != len(listed):
             raise ValueError(f"output_layouts has {len(layouts)}; expected one for each of {len(listed)} results")
-        made = [self._handed_on(one, layout, dims) for one, layout in zip(listed, layouts, strict=True)]
+        made = [self._handed_on(one, layout) for one, layout in zip(listed, layouts, strict=True)]
         return tuple(made) if isinstance(results, tuple) else made[0]
 
-    def _handed_on(self, result: Any, layout: Placement | None, dims: int) -> Any:
+    def _handed_on(self, result: Any, layout: Placement | None) -> Any:
         if not isinstance(result, DTensor):
+            if isinstance(result, list | dict) and (layout is not None or self.use_local_output):
+                raise TypeError(f"a result is {type(result).__name__}; expected a tensor, or a tuple of tensors")
             return result
         if layout is not None:
-            result = result.redistribute(placements=[_of(layout, result, dims)])
+            result = result.redistribute(placements=[_in_result(layout, result)])
         return result.to_local() if self.use_local_output else result
 
 
@@ -165,6 +169,14 @@ def _of(placement: Placement, tensor: Tensor, dims: int) -> Placement:
     if placement.dim >= tensor.dim():
         raise ValueError(f"{placement!r} of a tensor {list(tensor.shape)}; expected {_EXPECTED}")
     return placement
+
+
+def _in_result(placement: Placement, result: Tensor) -> Placement:
+    if not isinstance(placement, Shard):
+        return placement
+    if placement.dim >= result.dim():
+        raise ValueError(f"output_layouts has {placement!r} for a result {list(result.shape)}, which has no such dim")
+    return Shard(placement.dim % result.dim())
 
 
 def _add_up(parameter: Tensor) -> None:

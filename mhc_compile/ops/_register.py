@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import re
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mhc_compile import compat
 from mhc_compile.encoding import in_one_line
 from mhc_compile.forms import Gates, Rms, Sinkhorn
 from mhc_compile.ops._checks import check_present
@@ -93,9 +96,14 @@ def _runs_kernel(args: Sequence[Any]) -> bool:
     return supports(*(value for value in args if isinstance(value, Tensor)))
 
 
+# What of Triton compiles kernels and keeps them, and launches none.
+_COMPILER = re.compile(r"triton[/\\](compiler[/\\]|backends[/\\]\w+[/\\]compiler\.py|runtime[/\\](build|cache)\.py)")
+
+
 def _is_of_compiler(error: Exception) -> bool:
     """Whether Triton did not compile a kernel, or could not keep it, so that nothing was launched."""
-    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] == "triton"
+    files = (frame.filename for frame in traceback.extract_tb(error.__traceback__))
+    return type(error).__module__.partition(".")[0] == "triton" or any(map(_COMPILER.search, files))
 
 
 @functools.cache
@@ -159,7 +167,8 @@ def define(
                 try:
                     return _load_kernel(kernel)(*args, **grouped, **({"in_place": True} if in_place else {}))
                 except Exception as error:
-                    if in_place or not _is_of_compiler(error):
+                    # Ranks of one job have to compute with the same roundings.
+                    if in_place or not _is_of_compiler(error) or compat.job_store() is not None:
                         raise
                     tell_of_kernel(name, in_one_line(error))
             with without_autocast(args):
