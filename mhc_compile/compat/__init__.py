@@ -6,11 +6,9 @@ names are used as `compat.name`; which module holds one is of no interest outsid
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from mhc_compile.compat.again import (
-    compile_again,
-)
 from mhc_compile.compat.cpp import (
     compile_beside,
     cpp_compiler,
@@ -96,10 +94,6 @@ from mhc_compile.compat.keeping import (
 from mhc_compile.compat.launches import (
     analyse_once,
 )
-from mhc_compile.compat.libraries import (
-    cpp_library,
-)
-from mhc_compile.compat.looking import limit_given_to
 from mhc_compile.compat.nodes import (
     AutogradFunction,
     aliased,
@@ -178,18 +172,6 @@ from mhc_compile.compat.versions import (
     OLDEST,
     is_newer_than_tested,
     tell_if_untested,
-)
-from mhc_compile.compat.watching import (
-    GivenUp,
-    GraphBreak,
-    RecompileLimit,
-    apart,
-    breaks_around,
-    module_at,
-    own_name,
-    watch_dynamo,
-    watched,
-    without_tracebacks,
 )
 
 __all__ = [
@@ -349,16 +331,52 @@ __all__ = [
 if TYPE_CHECKING:
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
+    from mhc_compile.compat.again import (
+        compile_again,
+    )
     from mhc_compile.compat.errors import Unwrapped
+    from mhc_compile.compat.libraries import (
+        cpp_library,
+    )
+    from mhc_compile.compat.looking import limit_given_to
+    from mhc_compile.compat.watching import (
+        GivenUp,
+        GraphBreak,
+        RecompileLimit,
+        apart,
+        breaks_around,
+        module_at,
+        own_name,
+        watch_dynamo,
+        watched,
+        without_tracebacks,
+    )
 else:
+    # Operators need none of these, and the import of the package is short.
+    _LATER = {
+        "compile_again": "again",
+        "Unwrapped": "errors",
+        "cpp_library": "libraries",
+        "limit_given_to": "looking",
+        "GivenUp": "watching",
+        "GraphBreak": "watching",
+        "RecompileLimit": "watching",
+        "apart": "watching",
+        "breaks_around": "watching",
+        "module_at": "watching",
+        "own_name": "watching",
+        "watch_dynamo": "watching",
+        "watched": "watching",
+        "without_tracebacks": "watching",
+    }
+
     # A type checker that saw this function would believe in any name.
     def __getattr__(name: str) -> Any:
         if name == "CustomGraphPass":
             from torch._inductor.custom_graph_pass import CustomGraphPass
 
             return CustomGraphPass
-        if name == "Unwrapped":
-            from mhc_compile.compat.errors import Unwrapped
-
-            return Unwrapped
+        if name in _LATER:
+            globals()[name] = getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+            return globals()[name]
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
