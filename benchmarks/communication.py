@@ -41,11 +41,11 @@ from mhc_compile.passes.report import Report
 
 sys.path.append(str(ROOT / "examples"))
 
-from language_model.model import Config, LanguageModel  # type: ignore[import-not-found]
+from language_model.model import SIZES, Config, LanguageModel  # type: ignore[import-not-found]
 from language_model.parallel import Parallel, sizes_of  # type: ignore[import-not-found]
 
 # One row of so many tokens for each rank, however the work is divided.
-MODEL = Config(layers=8, width=4096, heads=32, context=2048)
+MODEL = SIZES["wide"]
 DIVISIONS = {8: ("fsdp=8", "tp=8", "pp=8", "fsdp=4,tp=2"), 64: ("fsdp=64", "fsdp=8,tp=8", "pp=8,fsdp=8")}
 COMPILED = ("eager", "mhc")
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "send")

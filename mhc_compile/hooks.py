@@ -210,17 +210,19 @@ class LowerPass(Configured):
 _CALLED = "Inductor does not compile what operators became, and calls the operators instead"
 
 
-def second_try() -> Callable[[Exception], contextlib.AbstractContextManager[None] | None]:
+def second_try() -> Callable[[Exception], contextlib.AbstractContextManager[None] | None] | None:
     """What `compat.compile_again` watches a compilation with: operators stay calls where what they became fails.
 
     Not under strict options, nor in a job of several ranks: all of these have to compute with the same roundings.
     """
     compiled = records.current()
-    before = 0 if compiled is None else len(compiled.lowered)
+    if compiled is None or compiled.strict:
+        return None
+    before = len(compiled.lowered)
 
     def second(error: Exception) -> contextlib.AbstractContextManager[None] | None:
-        new = [] if compiled is None else compiled.lowered[before:]
-        if compiled is None or compiled.strict or isinstance(error, Deliberate) or compat.asks_to_trace_again(error):
+        new = compiled.lowered[before:]
+        if isinstance(error, Deliberate) or compat.asks_to_trace_again(error):
             return None
         if not any(report.lowered or report.shared for report in new) or compat.job_store() is not None:
             return None

@@ -12,9 +12,9 @@ from torch import fx
 from mhc_compile.compat.graphs import Snapshot
 from mhc_compile.compat.inductor import _guard, compiles_ahead_of_time, inductor_config
 
-# Called before a graph is compiled. It returns what is called with an error of the compilation: that returns a context
-# for the second compilation, or None if there shall be none.
-Watch = Callable[[], Callable[[Exception], "contextlib.AbstractContextManager[None] | None"]]
+# Called before a graph is compiled. It returns None if there shall be no second compilation, or what is called with an
+# error of the first: that returns a context for the second, or None.
+Watch = Callable[[], "Callable[[Exception], contextlib.AbstractContextManager[None] | None] | None"]
 
 
 def compile_again(watch: Watch) -> None:
@@ -35,8 +35,9 @@ def compile_again(watch: Watch) -> None:
         second: Any = None
         if isinstance(gm, fx.GraphModule) and not compiles_ahead_of_time():
             with _guard("this graph is not compiled again if Inductor fails to compile it"):
-                before = [Snapshot(part.graph) for part in gm.modules() if isinstance(part, fx.GraphModule)]
-                second = watch()
+                if (after := watch()) is not None:
+                    before = [Snapshot(part.graph) for part in gm.modules() if isinstance(part, fx.GraphModule)]
+                    second = after  # only with all snapshots
         try:
             return compile_once(gm, *args, **dict(kwargs))
         except Exception as error:
