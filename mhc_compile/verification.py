@@ -170,6 +170,7 @@ def verify(
         compat.fresh_inductor_cache(),
         compat.inductor_config().patch(fallback_random=True),
         compat.without_tracebacks(),
+        compat.in_default_stance(),
     ):
         _check_memory(module)
         draws = KeepDraws()

@@ -186,6 +186,23 @@ def test_a_function_to_skip_is_known_before_the_recompile_limit() -> None:
     assert told == [f"  mhc.skip names {place}, and no site is there" for place in (inlined, "model.py:1")]
 
 
+@pytest.mark.parametrize("stance", ["force_eager", "eager_on_recompile", "fail_on_recompile"])
+def test_a_look_compiles_whatever_the_stance(stance: str) -> None:
+    """And the stance holds again afterwards."""
+    model, x = Sublayer(4, 6, 3, 2), torch.randn(X)
+    with torch.compiler.set_stance(stance):
+        assert _names(mhc_compile.explain(model, x).rewritten) == BOTH
+        assert "expand_combine" in str(capture(model, x))
+        assert _names(mhc_compile.verify(model, x, inductor=False).report.rewritten) == BOTH
+        before = torch._dynamo.utils.counters["frames"]["total"]
+        if stance == "fail_on_recompile":
+            with pytest.raises(RuntimeError, match="stance"):
+                torch.compile(model, backend="eager")(x)
+        else:
+            torch.compile(model, backend="eager")(x)
+        assert torch._dynamo.utils.counters["frames"]["total"] == before
+
+
 LIMITS = ["recompile_limit", "accumulated_recompile_limit"]
 
 

@@ -248,6 +248,7 @@ __all__ = [
     "hash_files",
     "hint",
     "imitated_job",
+    "in_default_stance",
     "inductor_cache_dir",
     "inductor_compiler",
     "inductor_config",
@@ -338,7 +339,7 @@ if TYPE_CHECKING:
     from mhc_compile.compat.libraries import (
         cpp_library,
     )
-    from mhc_compile.compat.looking import limit_given_to
+    from mhc_compile.compat.looking import in_default_stance, limit_given_to
     from mhc_compile.compat.watching import (
         GivenUp,
         GraphBreak,
@@ -357,6 +358,7 @@ else:
         "compile_again": "again",
         "Unwrapped": "errors",
         "cpp_library": "libraries",
+        "in_default_stance": "looking",
         "limit_given_to": "looking",
         "GivenUp": "watching",
         "GraphBreak": "watching",

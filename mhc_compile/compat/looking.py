@@ -120,6 +120,19 @@ class Looks:
         return replace(cache_size, **({one.name: len(own) for one in fields(cache_size)} | {_ALIKE: alike}))
 
 
+def in_default_stance() -> contextlib.AbstractContextManager[Any]:
+    """Meanwhile Dynamo compiles, whatever `torch.compiler.set_stance` has set.
+
+    Inside a compiled function Dynamo does not let anybody change the stance, so that it stays.
+    """
+    if torch.compiler.is_compiling():
+        return contextlib.nullcontext()
+    try:
+        return torch.compiler.set_stance("default")
+    except RuntimeError:
+        return contextlib.nullcontext()
+
+
 def _replace(state: dict[Any, Any], content: dict[Any, Any]) -> None:
     state.clear()
     state.update(content)

@@ -23,7 +23,7 @@ import torch
 
 from mhc_compile.compat.graphs import compile_id, on_dynamo_reset
 from mhc_compile.compat.inductor import _guard
-from mhc_compile.compat.looking import Look, Looks, act
+from mhc_compile.compat.looking import Look, Looks, act, in_default_stance
 from mhc_compile.compat.reaching import Reached, reached
 from mhc_compile.encoding import without_addresses
 
@@ -336,7 +336,7 @@ def apart(
     for listeners, one in listening:
         listeners.append(one)
     try:
-        with watched.looks.look(look):
+        with watched.looks.look(look), in_default_stance():
             yield
     finally:
         for listeners, one in listening:
