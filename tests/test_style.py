@@ -16,9 +16,10 @@ SITES = sorted([*("expand_combine", "generate_mix_and_aggregate") * LAYERS, "hea
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+def two(tmp_path_factory: pytest.TempPathFactory, job_device: str) -> Seen:
     others = ("verified", "verified, wrong", "optimised", "handed on", "wrong")
-    return run_job("tests.styles", tmp_path_factory.mktemp("two"), 2, *EAGER, *COMPILED, *others, seconds=240)
+    folder, cases = tmp_path_factory.mktemp("two"), (*EAGER, *COMPILED, *others)
+    return run_job("tests.styles", folder, 2, *cases, seconds=240, device=job_device)
 
 
 @pytest.mark.parametrize("case", [*EAGER, *COMPILED])
@@ -103,7 +104,7 @@ def test_all_cases_are_tested(two: Seen) -> None:
     assert MESSAGES.keys() == two["wrong"][0].keys()
 
 
-def test_more_ranks_than_two(tmp_path: Path) -> None:
+def test_more_ranks_than_two(tmp_path: Path, job_device: str) -> None:
     """Three ranks share out six tokens, and no one has rows of its own."""
-    for rank in run_job("tests.styles", tmp_path, 3, "tokens")["tokens"]:
+    for rank in run_job("tests.styles", tmp_path, 3, "tokens", device=job_device)["tokens"]:
         assert rank["findings"] == []

@@ -1,4 +1,4 @@
-"""Programs whose streams are DTensors, rewritten and compiled in a job of two processes on a CPU."""
+"""Programs whose streams are DTensors, rewritten and compiled in a job of two processes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ PENDING = "its result is a pending sum, (Partial(sum),), which the operators do 
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+def two(tmp_path_factory: pytest.TempPathFactory, job_device: str) -> Seen:
     scenarios = ("first", "sequence parallel", "as placed")
-    return run_job("tests.dtensors", tmp_path_factory.mktemp("two"), 2, *scenarios)
+    return run_job("tests.dtensors", tmp_path_factory.mktemp("two"), 2, *scenarios, device=job_device)
 
 
 def test_operators(two: Seen) -> None:
