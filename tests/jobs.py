@@ -5,6 +5,7 @@ The ranks of a job compute on a CPU and communicate by gloo, or each has a GPU a
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -106,6 +107,7 @@ def run_rank(scenarios: Callable[[int, Path], Scenarios], seconds: int = 60) -> 
     seconds: how long a rank waits for others.
     """
     kind, rank, ranks, file = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    importlib.import_module("mhc_compile.entry")  # backend="mhc" in a checkout that is not installed
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     if kind == "cuda":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import torch
 from torch import fx
 
 from mhc_compile import passes
+from tests import needs
 from tests.fuzz.plants import PLANTS, planted
 from tests.jobs import environment_of
 
@@ -34,6 +36,8 @@ def train(tmp_path_factory: pytest.TempPathFactory, job_device: str) -> Train:
     """Run the example: what `losses.csv` says, and what was printed."""
 
     def run(*arguments: str, processes: int = 1, out: Path | None = None, steps: int = STEPS) -> tuple[Rows, str]:
+        if any("tp" in re.split("[,=]", argument) for argument in arguments):
+            needs.flattened_shards()
         out = out or tmp_path_factory.mktemp("train_lm")
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
         fixed = ["--batch", "8", "--dtype", "float32", "--steps", str(steps), "--out", str(out)]
