@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 # How much longer a job may take on GPUs: Triton compiles the kernels of all operators first, on each rank.
-LONGER = {"cpu": 1, "cuda": 3}
+LONGER = {"cpu": 1, "cuda": 2}
 
 
 class Seen(dict[str, list[dict[str, Any]]]):

@@ -13,5 +13,5 @@ def flattened_shards() -> None:
     if not compat.flattens_shards():
         pytest.skip(
             f"torch {torch.__version__} cannot flatten a DTensor that is sharded over another dim than its first: "
-            "torch.distributed.tensor._ops._view_ops has no _StridedShard"
+            "torch.distributed.tensor._ops._view_ops has no _ViewShardingPropagator"
         )

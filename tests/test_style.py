@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Placement, Replicate, Shard
 
-from mhc_compile.distributed import HyperConnectionParallel
+from mhc_compile.distributed import HyperConnectionParallel, style
 from tests import needs
 from tests.jobs import Seen, run_job
 from tests.styles import BATCH, LAYERS, LENGTH, STREAMS, WIDTH
@@ -114,3 +118,16 @@ def test_more_ranks_than_two(tmp_path: Path, job_device: str) -> None:
     needs.flattened_shards()
     for rank in run_job("tests.styles", tmp_path, 3, "tokens", device=job_device)["tokens"]:
         assert rank["findings"] == []
+
+
+@pytest.mark.parametrize(
+    ("streams", "lines"), [(Shard(1), 1), (Shard(-1), 1), (Shard(0), 0), (Replicate(), 0)], ids=str
+)
+def test_what_this_torch_cannot_do_is_told(
+    streams: Placement, lines: int, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(style.compat, "flattens_shards", lambda: False)
+    style._tell_what_fails.cache_clear()
+    for _ in range(2):
+        HyperConnectionParallel(streams)._apply(nn.Identity(), SimpleNamespace(ndim=1))  # type: ignore[arg-type]
+    assert [str(streams) in line and torch.__version__ in line for line in told] == [True] * lines

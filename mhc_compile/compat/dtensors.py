@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mhc_compile.compat.values import DTENSORS, fake_mode_of, is_dtensor
+from mhc_compile.compat.versions import is_older_than
 
 log = logging.getLogger(__name__)
 
@@ -91,11 +92,11 @@ def flattens_shards() -> bool:
 
     The product of a matrix and streams [b, s, n*C] flattens b and s.
     """
-    try:
-        from torch.distributed.tensor._ops import _view_ops
-    except ImportError:  # a newer torch
+    if not is_older_than("2.13"):
         return True
-    return hasattr(_view_ops, "_StridedShard")
+    from torch.distributed.tensor._ops import _view_ops
+
+    return hasattr(_view_ops, "_ViewShardingPropagator")
 
 
 def takes_plain_as_replicated() -> bool:
