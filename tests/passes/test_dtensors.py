@@ -35,6 +35,10 @@ def test_values_and_placements_are_those_of_eager_code(two: Seen, place: str) ->
     """The sublayer works on this rank's part of its input, so another placement would be another result."""
     if place == "S(1) R":
         needs.flattened_shards()
+    if place == "S(0) S(0)":
+        needs.torch_at_least("2.13", "fake DTensors cannot be redistributed, as aten.detach_ has no sharding strategy")
+    if place == "P(sum) R":
+        needs.torch_at_least("2.13", "the program's own result is no pending sum")
     for seen in two["as placed"]:
         close, same_placements, rewritten, reasons, errors = seen[place]
         assert (close, same_placements, errors) == (True, True, [])
