@@ -138,7 +138,8 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, self.options.steps, self.options.lr)
         rows = self.text.rows(self.step, self.options.batch, self.config.context)
-        ids, targets = (self.parallel.share(part).to(self.device) for part in rows)
+        # Contiguous, as pipeline stages expect it.
+        ids, targets = (self.parallel.share(part).contiguous().to(self.device) for part in rows)
         self.optimizer.zero_grad(set_to_none=True)
         if self.pipeline is None:
             loss = self.trained[0](ids, targets=targets).loss

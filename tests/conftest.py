@@ -47,6 +47,12 @@ def _kernels_compile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(_register, "_is_of_compiler", lambda error: False)
 
 
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def job_device(request: pytest.FixtureRequest) -> str:
+    """Where the ranks of a job compute: on a CPU, or each on a GPU of its own."""
+    return str(request.param)
+
+
 @pytest.fixture
 def told() -> Iterator[list[str]]:
     """The lines of mhc_compile's log that a user sees."""

@@ -1,4 +1,4 @@
-"""One rank of a job of several: `python -m tests.ranks RANK RANKS FILE SCENARIO...` prints what it saw in each.
+"""One rank of a job of several: `python -m tests.ranks DEVICE RANK RANKS FILE SCENARIO...` prints what it saw in each.
 
 A scenario says what goes wrong on which rank. In all of them the graph has a collective in it.
 """
@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 import mhc_compile
 from mhc_compile import agreement, backend, checking, hooks, passes, records
-from tests.jobs import Scenarios, run_rank
+from mhc_compile.ops import _register
+from tests.jobs import Scenarios, here, run_rank
 from tests.passes.fused import program
 from tests.zoo.near import Sublayer
 
@@ -134,7 +135,7 @@ def _in_turns(first: int, around: Callable[[], Any]) -> dict[str, Any]:
         return gm.forward
 
     torch._dynamo.reset()
-    torch.compile(Sublayer(4, 6, 3, 2), backend=keep)(torch.randn(2, 3, 4, 6))
+    torch.compile(here(Sublayer(4, 6, 3, 2)), backend=keep)(here(torch.randn(2, 3, 4, 6)))
     dist.barrier()
     with around(), _one_after_the_other(first):
         try:
@@ -148,11 +149,11 @@ def _others_are_not_waited_for() -> dict[str, Any]:
     """Each rank has a program of its own; then one compiles a program that no other has."""
     rank = dist.get_rank()
     torch._dynamo.reset()
-    model = nn.Sequential(*(Sublayer(4, 6, 3, 2) for _ in range(rank + 1)))
+    model = here(nn.Sequential(*(Sublayer(4, 6, 3, 2) for _ in range(rank + 1))))
     counts = []
     for given in (model, lambda x: x.sin(), model) if rank else (model,):
         compiled = program(given)
-        compiled.call(torch.randn(2, 3, 4, 6))
+        compiled.call(here(torch.randn(2, 3, 4, 6)))
         counts.append(len(compiled.report.rewritten))
     return {"counts": counts}
 
@@ -165,10 +166,10 @@ def _others_instead() -> dict[str, Any]:
     # Whoever waits in vain waits until the job has failed.
     with mock.patch.object(agreement, "_PATIENCE", 50.0), mock.patch.object(agreement.Vote, "_waited_in_vain", False):
         for width in (6 + dist.get_rank(), 5):
-            model = Sublayer(4, width, 3, 2)
+            model = here(Sublayer(4, width, 3, 2))
             own = (lambda x, model=model: model(x.sin())) if dist.get_rank() and width > 5 else model
             compiled = program(own)
-            compiled.call(torch.randn(2, 3, 4, width))
+            compiled.call(here(torch.randn(2, 3, 4, width)))
             counts.append(len(compiled.report.rewritten))
         in_vain = agreement.Vote._waited_in_vain
     return {"counts": counts, "in vain": in_vain}
@@ -176,16 +177,16 @@ def _others_instead() -> dict[str, Any]:
 
 def _only_one_compiles() -> dict[str, Any]:
     torch._dynamo.reset()
-    compiled = program(Sublayer(4, 6, 3, 2))
+    compiled = program(here(Sublayer(4, 6, 3, 2)))
     if dist.get_rank() == FAILING:
-        compiled.call(torch.randn(2, 3, 4, 6))
+        compiled.call(here(torch.randn(2, 3, 4, 6)))
     return {"rewritten": [site.op for site in compiled.report.rewritten]}
 
 
 def _with_inductor() -> dict[str, Any]:
     """Work outside the graph fails on one rank, with the backend as users have it, in DistributedDataParallel."""
     torch._dynamo.reset()
-    model, x = Summed(), torch.randn(2, 3, 4, 6)
+    model, x = here(Summed()), here(torch.randn(2, 3, 4, 6))
     wrapped = nn.parallel.DistributedDataParallel(model)
     with contextlib.ExitStack() as stack:
         for owner, name in (
@@ -212,28 +213,42 @@ def _with_inductor() -> dict[str, Any]:
     }
 
 
+@contextlib.contextmanager
+def _wrong_combine() -> Iterator[None]:
+    """The kernel of a combine makes too large streams; so does what stands for it on a CPU."""
+    module = importlib.import_module("mhc_compile.ops.expand_combine")
+    mix, load = module.weighted_sums, _register._load_kernel
+
+    def loaded(path: str) -> Callable[..., Any]:
+        kernel = load(path)
+        return (
+            (lambda *given, **options: kernel(*given, **options) * 1.01) if path == "expand_combine.forward" else kernel
+        )
+
+    with (
+        mock.patch.object(module, "weighted_sums", lambda weights, x: mix(weights, x) * 1.01),
+        mock.patch.object(_register, "_load_kernel", loaded),
+    ):
+        yield
+
+
 def _checked(planted: Callable[[int], bool]) -> dict[str, Any]:
     """Training steps with `mhc.check`, in which the combine of two streams is wrong on some ranks."""
     torch._dynamo.reset()
     checking.forget()
-    model = Summed()
-    module = importlib.import_module("mhc_compile.ops.expand_combine")
-    original, wrong = module.weighted_sums, planted(dist.get_rank())
-
-    def mix(weights: Tensor, x: Tensor) -> Tensor:
-        return original(weights, x) * (1.01 if wrong else 1.0)
+    model = here(Summed())
 
     def rewrite(mode: Any, options: Any, patches: Any) -> Any:
         return lambda gm, inputs: (patches["pre_grad_custom_pass"](gm.graph), gm.forward)[1]
 
     rewritten, distances = [], []
     with (
-        mock.patch.object(module, "weighted_sums", mix),
+        _wrong_combine() if planted(dist.get_rank()) else contextlib.nullcontext(),
         mock.patch.object(backend.compat, "inductor_compiler", rewrite),
     ):
         compiled = torch.compile(model, backend="mhc", options={"mhc.check": True})
         for _ in range(2 * checking.CALLS + 4):
-            x = torch.randn(2, 3, 4, 6)
+            x = here(torch.randn(2, 3, 4, 6))
             out = compiled(x)
             out.square().sum().backward()
             distances.append(float((out - model(x)).abs().max()))
@@ -249,9 +264,9 @@ def _split() -> dict[str, Any]:
         return lambda gm, inputs: (patches["pre_grad_custom_pass"](gm.graph), gm.forward)[1]
 
     torch._dynamo.reset()
-    x = torch.randn(2, 3, 4, 6)
+    x = here(torch.randn(2, 3, 4, 6))
     with mock.patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1000):
-        wrapped = nn.parallel.DistributedDataParallel(Summed(), bucket_cap_mb=0.002)
+        wrapped = nn.parallel.DistributedDataParallel(here(Summed()), bucket_cap_mb=0.002)
         explained = mhc_compile.explain(wrapped, x)
         with mock.patch.object(backend.compat, "inductor_compiler", rewrite):
             torch.compile(wrapped, backend="mhc")(x)
@@ -264,7 +279,7 @@ def _split() -> dict[str, Any]:
 
 
 def _alike(name: str) -> dict[str, Any]:
-    return _compiled_alike(Summed(), torch.randn(2, 3, 4, 6), SCENARIOS[name])
+    return _compiled_alike(here(Summed()), here(torch.randn(2, 3, 4, 6)), SCENARIOS[name])
 
 
 def scenarios(_ranks: int, _folder: Path) -> Scenarios:

@@ -1,4 +1,4 @@
-"""One rank of a job that trains with FSDP2 or DDP: `python -m tests.sharded RANK RANKS FILE NAME...`.
+"""One rank of a job that trains with FSDP2 or DDP: `python -m tests.sharded DEVICE RANK RANKS FILE NAME...`.
 
 It prints a line of JSON for each named case. All ranks know the rows of all: each compares its gradients with those of
 one process for all rows, against float64.
@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from mhc_compile import backend, distributed, records
 from mhc_compile.nn import Form, HyperConnection, HyperHead, expand
 from mhc_compile.testing import Errors, Float64Reference, judge
-from tests.jobs import Scenarios, run_rank
+from tests.jobs import Scenarios, device, here, run_rank
 
 WIDTH, STREAMS, LAYERS, ROWS, LENGTH = 16, 4, 2, 4, 32
 # Few half-steps of Sinkhorn: what is compared here is what ranks do.
@@ -72,7 +72,7 @@ def loss_of(outputs: dict[str, Tensor]) -> Tensor:
 def rows(step: int = 0) -> Tensor:
     """The rows of all ranks, [ranks, rows of one, length, width]."""
     generator = torch.Generator().manual_seed(7 + step)
-    return torch.randn(dist.get_world_size(), ROWS, LENGTH, WIDTH, generator=generator)
+    return here(torch.randn(dist.get_world_size(), ROWS, LENGTH, WIDTH, generator=generator))
 
 
 def own(step: int = 0) -> Tensor:
@@ -80,7 +80,7 @@ def own(step: int = 0) -> Tensor:
 
 
 def whole(value: Tensor) -> Tensor:
-    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+    return here(value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
 
 
 def _phi(model: nn.Module) -> Any:
@@ -100,7 +100,7 @@ def lowered(model: Model) -> None:
 
 def one_process(steps: int = 1, *, low: bool = False) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The gradients of all ranks' rows, summed over steps: of float32 (or layers in bfloat16), and of float64."""
-    model = Model()
+    model = here(Model())
     reference = Float64Reference(model)
     if low:
         lowered(model)
@@ -165,16 +165,19 @@ class Setting:
     offloaded: bool = False
 
 
-def mesh_of_all() -> DeviceMesh:
+def mesh_of_all(setting: Setting | None = None) -> DeviceMesh:
     ranks = dist.get_world_size()
     if ranks == 4:
-        return init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
-    return init_device_mesh("cpu", (ranks,))
+        return init_device_mesh(device(), (2, 2), mesh_dim_names=("copies", "shards"))
+    if device() == "cuda" and setting and setting.offloaded:
+        # The norm of gradients that are offloaded is summed on the CPU, where NCCL sums nothing.
+        return DeviceMesh.from_group(dist.new_group(backend="cpu:gloo,cuda:nccl"), "cuda")
+    return init_device_mesh(device(), (ranks,))
 
 
 def sharded(setting: Setting | None = None) -> Model:
     setting = setting or Setting()
-    model, mesh = Model(checkpointed=setting.checkpointed), mesh_of_all()
+    model, mesh = here(Model(checkpointed=setting.checkpointed)), mesh_of_all(setting)
     if setting.stored_low:
         lowered(model)
     kwargs: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": setting.reshard}
@@ -250,12 +253,13 @@ def missing() -> dict[str, Any]:
     """The only output with hyper-connections is used on rank 0 alone, and one more exit is used on no rank."""
     model, mesh = Model(), mesh_of_all()
     model.spare = HyperHead(WIDTH, STREAMS)
+    here(model)
     replicas = distributed.replicate(model, mesh)
     with collectives() as seen:
         for _ in range(2):  # what is there is kept if a backward pass adds nothing
             outputs = model(own())
             outputs["out" if dist.get_rank() == 0 else "beside"].sum().backward()
-    alone = Model()
+    alone = here(Model())
     alone(rows()[0])["out"].sum().backward()
     expected = 2 * alone.head.phi.grad / mesh.size()  # type: ignore[operator]
     return {
@@ -280,7 +284,7 @@ def with_optimizer(**kwargs: Any) -> dict[str, Any]:
             optimizer.step()
         return {name: whole(p) for name, p in model.named_parameters()}
 
-    model, single = sharded(), Model()
+    model, single = sharded(), here(Model())
     reference = Float64Reference(single)
     found = train(model, own, model, **kwargs)
     trusted = train(single, lambda step: rows(step).flatten(0, 1), single)
@@ -302,7 +306,7 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tens
     state = {name: whole(value) for name, value in model.state_dict().items()}
     for name, parameter in model.named_parameters():
         state |= {f"{name}: {key}": whole(value) for key, value in optimizer.state[parameter].items()}
-    return state
+    return {name: value.cpu() for name, value in state.items()}
 
 
 def saved(folder: Path) -> dict[str, Any]:
@@ -343,7 +347,7 @@ def made_on_meta() -> dict[str, Any]:
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, ignored_params=replicas)
     fully_shard(model, mesh=mesh, ignored_params=replicas)
-    model.to_empty(device="cpu")
+    model.to_empty(device=device())
     torch.manual_seed(dist.get_rank())
     with torch.no_grad():
         for module in model.modules():
@@ -364,7 +368,7 @@ def forgotten() -> dict[str, Any]:
     model = sharded()
     model.set_requires_gradient_sync(False)
     loss_of(model(own())).backward()
-    expected = Model()
+    expected = here(Model())
     loss_of(expected(rows().flatten(0, 1))).backward()
     before = expected.head.phi.detach().clone()
     torch.optim.SGD(model.parameters(), lr=1.0).step()
@@ -376,7 +380,7 @@ def forgotten() -> dict[str, Any]:
 def in_ddp(*, checkpointed: bool = False, **kwargs: Any) -> dict[str, Any]:
     """Gradients of two backward passes in DistributedDataParallel, of which the first is in `no_sync` if it can."""
     with rewriting():
-        model = Model(checkpointed=checkpointed)
+        model = here(Model(checkpointed=checkpointed))
         wrapped = DistributedDataParallel(model, **kwargs)
         wrapped.compile(backend="mhc")
         # A graph that is static has to be exchanged in its first backward pass, without the backend, too.

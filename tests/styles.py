@@ -1,4 +1,4 @@
-"""One rank of a job that shares out streams by a plan: `python -m tests.styles RANK RANKS FILE SCENARIO...`."""
+"""One rank of a job that shares out streams by a plan: `python -m tests.styles DEVICE RANK RANKS FILE SCENARIO...`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mhc_compile.distributed import HyperConnectionParallel
 from mhc_compile.nn import Form, HyperConnection, HyperHead
 from mhc_compile.testing import Errors, judge
 from tests.fuzz.plants import planted
-from tests.jobs import Scenarios, run_rank
+from tests.jobs import Scenarios, device, here, run_rank
 from tests.sharded import rewriting
 
 BATCH, LENGTH, STREAMS, WIDTH = 2, 6, 4, 8
@@ -49,6 +49,10 @@ class Model(nn.Module):
             x = layer(x)
         out: Tensor = self.head(x)
         return out
+
+
+def streams_of_all() -> Tensor:
+    return here(torch.randn(BATCH, LENGTH, STREAMS, WIDTH))
 
 
 def planned(model: Model, mesh: DeviceMesh, streams: Placement) -> Model:
@@ -81,7 +85,7 @@ def _gradients(model: nn.Module, x: Tensor, weight: Tensor) -> dict[str, Tensor]
 @rewriting()
 def trained(mesh: DeviceMesh, streams: Placement, *, compiled: bool = False) -> dict[str, Any]:
     """Two backward passes without `zero_grad` in between, judged against one process; placements of gradients."""
-    model = Model()
+    model = here(Model())
     whole, double = copy.deepcopy(model), copy.deepcopy(model).double()
     planned(model, mesh, streams)
     if compiled:
@@ -91,7 +95,7 @@ def trained(mesh: DeviceMesh, streams: Placement, *, compiled: bool = False) -> 
         for each in (model, whole, double):
             each.zero_grad()
         for _ in range(2):
-            x, weight = torch.randn(BATCH, LENGTH, STREAMS, WIDTH), torch.randn(BATCH, LENGTH, WIDTH)
+            x, weight = streams_of_all(), here(torch.randn(BATCH, LENGTH, WIDTH))
             exact = _gradients(double, x.double(), weight.double())
             alone, shared = _gradients(whole, x, weight), _gradients(model, x, weight)
         trusted.add(alone, exact)
@@ -110,8 +114,8 @@ def trained(mesh: DeviceMesh, streams: Placement, *, compiled: bool = False) -> 
 def verified(mesh: DeviceMesh, *, wrong_on: int | None = None) -> dict[str, Any]:
     """`verify` with DTensors as parameters, inputs and outputs; one rank may have a wrong rewrite."""
     streams = Shard(1)
-    model = planned(Model(), mesh, streams)
-    x = distribute_tensor(torch.randn(BATCH, LENGTH, STREAMS, WIDTH), mesh, [streams])
+    model = planned(here(Model()), mesh, streams)
+    x = distribute_tensor(streams_of_all(), mesh, [streams])
     before = [_whole(p) for p in model.parameters()]
     is_wrong = wrong_on == dist.get_rank()
     with mock.patch.object(passes, "run", planted("transposed mixing")) if is_wrong else contextlib.nullcontext():
@@ -128,11 +132,11 @@ def verified(mesh: DeviceMesh, *, wrong_on: int | None = None) -> dict[str, Any]
 
 def optimised(mesh: DeviceMesh) -> dict[str, Any]:
     """What an optimizer and the norm of gradients communicate for parameters of hyper-connections."""
-    model = planned(Model(), mesh, Shard(1))
+    model = planned(here(Model()), mesh, Shard(1))
     own = [p for module in (*model.layers, model.head) for p in module.parameters(recurse=False)]
     optimizer = torch.optim.AdamW(own)
     with CommDebugMode() as backward:
-        model(torch.randn(BATCH, LENGTH, STREAMS, WIDTH)).sum().backward()
+        model(streams_of_all()).sum().backward()
     with CommDebugMode() as step:
         nn.utils.clip_grad_norm_(own, 1.0)
         optimizer.step()
@@ -154,8 +158,8 @@ class Listed(Hands):
 
 def handed_on(mesh: DeviceMesh) -> dict[str, Any]:
     """How streams, gates and others are placed inside, and what comes out of them."""
-    x, gates = torch.randn(BATCH, LENGTH, STREAMS, WIDTH), torch.randn(BATCH, LENGTH, STREAMS)
-    mask = torch.ones(BATCH, LENGTH, STREAMS, dtype=torch.bool)
+    x, gates = streams_of_all(), here(torch.randn(BATCH, LENGTH, STREAMS))
+    mask = torch.ones_like(gates, dtype=torch.bool)
     found: dict[str, Any] = {}
     for streams in (Shard(0), Shard(1), Shard(-1), Replicate()):
         style = HyperConnectionParallel(streams, input_layouts=Replicate())
@@ -172,8 +176,8 @@ def handed_on(mesh: DeviceMesh) -> dict[str, Any]:
 def wrong(mesh: DeviceMesh) -> dict[str, Any]:
     """Messages; all ranks raise, and none waits."""
     ranks = mesh.size()
-    square, other = init_device_mesh("cpu", (1, ranks)), DeviceMesh("cpu", list(reversed(range(ranks))))
-    x = torch.randn(BATCH, LENGTH, STREAMS, WIDTH)
+    square, other = init_device_mesh(device(), (1, ranks)), DeviceMesh(device(), list(reversed(range(ranks))))
+    x = streams_of_all()
 
     def raised(call: Callable[[], Any]) -> str:
         try:
@@ -184,7 +188,7 @@ def wrong(mesh: DeviceMesh) -> dict[str, Any]:
 
     def with_parameter(placed: DeviceMesh, placement: Placement) -> nn.Module:
         module = Hands()
-        module.phi = nn.Parameter(distribute_tensor(torch.ones(4, 8), placed, [placement]))
+        module.phi = nn.Parameter(distribute_tensor(here(torch.ones(4, 8)), placed, [placement]))
         return module
 
     def called(streams: Placement, *given: Any) -> Callable[[], Any]:
@@ -201,7 +205,7 @@ def wrong(mesh: DeviceMesh) -> dict[str, Any]:
         "whole parameter": raised(lambda: parallelize_module(with_parameter(mesh, Replicate()), mesh, style)),
         "no streams": raised(called(Shard(1), 3)),
         "no arguments": raised(called(Shard(1))),
-        "too few dims": raised(called(Shard(1), torch.ones(2, 3))),
+        "too few dims": raised(called(Shard(1), here(torch.ones(2, 3)))),
         "over n": raised(called(Shard(2), x)),
         "beyond": raised(called(Shard(7), x)),
         "sizes": raised(called(Shard(1), x[:, : LENGTH - 1])),
@@ -222,7 +226,7 @@ def seeded(scenario: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def scenarios(ranks: int, _folder: Path) -> Scenarios:
-    mesh = init_device_mesh("cpu", (ranks,))
+    mesh = init_device_mesh(device(), (ranks,))
     known: dict[str, Callable[[], dict[str, Any]]] = {
         "rows": lambda: trained(mesh, Shard(0)),
         "tokens": lambda: trained(mesh, Shard(1)),

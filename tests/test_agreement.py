@@ -17,8 +17,8 @@ ALL = [MIX, COMBINE, MIX, COMBINE]
 CLOSE = 1e-5
 
 
-def _job(folder: Path, ranks: int, *scenarios: str) -> Seen:
-    return run_job("tests.ranks", folder, ranks, *scenarios)
+def _job(folder: Path, device: str, ranks: int, *scenarios: str) -> Seen:
+    return run_job("tests.ranks", folder, ranks, *scenarios, device=device)
 
 
 FAILED = "MemoryError: of this rank alone"
@@ -26,9 +26,10 @@ UNLIKE = "does not come out alike on all ranks"
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+def two(tmp_path_factory: pytest.TempPathFactory, job_device: str) -> Seen:
     return _job(
         tmp_path_factory.mktemp("two"),
+        job_device,
         2,
         *("nothing", "plan", "one site", "one site on all", "fusing", "describing sites"),
         *("late failure", "early failure", "others instead", "different programs", "only one compiles"),
@@ -121,17 +122,17 @@ def test_all_ranks_report_the_same_of_graphs_that_are_split(two: Seen) -> None:
     assert first["graphs"][0] == first["graphs"][1] > 1
 
 
-def test_four_ranks(tmp_path: Path) -> None:
-    seen = _job(tmp_path, 4, "nothing", "plan")
+def test_four_ranks(tmp_path: Path, job_device: str) -> None:
+    seen = _job(tmp_path, job_device, 4, "nothing", "plan")
     assert [sorted(rank["rewritten"]) for rank in seen["nothing"]] == [sorted(ALL)] * 4
     assert [rank["rewritten"] for rank in seen["plan"]] == [[]] * 4
     assert all(rank["distance"] < CLOSE for rank in seen["nothing"] + seen["plan"])
 
 
 @pytest.mark.thorough
-def test_what_fails_beside_a_graph_changes_nothing_on_any_rank(tmp_path: Path) -> None:
+def test_what_fails_beside_a_graph_changes_nothing_on_any_rank(tmp_path: Path, job_device: str) -> None:
     """With Inductor: the store of reports, the trace, the hash of sources and the workers fail on one rank."""
-    healthy, failing = _job(tmp_path, 2, "inductor")["inductor"]
+    healthy, failing = _job(tmp_path, job_device, 2, "inductor")["inductor"]
     assert healthy["rewritten"] == failing["rewritten"]
     assert sorted(healthy["rewritten"]) == sorted(ALL)
     assert not healthy["errors"]

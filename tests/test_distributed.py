@@ -27,8 +27,8 @@ REPLICAS = 3 * (LAYERS + 1)
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
-def _job(folder: Path, ranks: int, *cases: str) -> Seen:
-    return run_job("tests.sharded", folder, ranks, *cases, seconds=240)
+def _job(folder: Path, device: str, ranks: int, *cases: str) -> Seen:
+    return run_job("tests.sharded", folder, ranks, *cases, seconds=240, device=device)
 
 
 SHARDED = {
@@ -46,20 +46,27 @@ DDP = ("ddp", "ddp, static")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, job_device: str) -> Path:
     return tmp_path_factory.mktemp("jobs")
 
 
 @pytest.fixture(scope="module")
-def two(folder: Path) -> Seen:
+def two(folder: Path, job_device: str) -> Seen:
     others = ("accumulated", "divided", "missing", "forgotten", "foreach", "fused", "saved", "made on meta")
-    return _job(folder, 2, *SHARDED, *others, *DDP)
+    return _job(folder, job_device, 2, *SHARDED, *others, *DDP)
 
 
 @pytest.fixture(scope="module")
-def four(folder: Path, two: Seen) -> Seen:
+def four(folder: Path, job_device: str, two: Seen) -> Seen:
     """HSDP on a mesh of 2 copies with 2 shards; it loads the checkpoint of two."""
-    return _job(folder, 4, "eager", "stored in bfloat16", "accumulated", "missing", "foreach", "loaded")
+    return _job(folder, job_device, 4, "eager", "stored in bfloat16", "accumulated", "missing", "foreach", "loaded")
+
+
+@pytest.fixture
+def seen(ranks: int, request: pytest.FixtureRequest) -> Seen:
+    """What so many ranks saw. With two, a test needs no more GPUs."""
+    found: Seen = request.getfixturevalue({2: "two", 4: "four"}[ranks])
+    return found
 
 
 def _agree(seen: list[dict[str, Any]], case: str, rewritten: list[str] | None = None) -> None:
@@ -85,9 +92,10 @@ def test_with_hsdp(four: Seen, case: str) -> None:
 
 
 @pytest.mark.thorough
-def test_with_hsdp_and_compiled_layers(tmp_path: Path) -> None:
-    for case, seen in _job(tmp_path, 4, "layers", "bfloat16").items():
-        _agree(seen, case, LAYER * LAYERS)
+def test_with_hsdp_and_compiled_layers(tmp_path: Path, job_device: str) -> None:
+    job = _job(tmp_path, job_device, 4, "layers", "bfloat16")
+    for case in ("layers", "bfloat16"):
+        _agree(job[case], case, LAYER * LAYERS)
 
 
 @pytest.mark.parametrize("case", SHARDED)
@@ -99,10 +107,10 @@ def test_the_norm_is_that_of_one_process(two: Seen, case: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_gradients_are_accumulated_without_an_exchange(two: Seen, four: Seen, ranks: int) -> None:
+def test_gradients_are_accumulated_without_an_exchange(seen: Seen, ranks: int, job_device: str) -> None:
     partial, whole = [", ".join([kind] * (ranks // 2)) for kind in ("Partial(avg)", "Replicate()")]
     trailing = "," if ranks == 2 else ""
-    for rank in {2: two, 4: four}[ranks]["accumulated"]:
+    for rank in seen["accumulated"]:
         assert rank["after 0"] == rank["after 1"] == [f"({partial}{trailing})"]
         assert rank["after 2"] == ["all_reduce", f"({whole}{trailing})"]
         assert rank["unlike"] == []
@@ -114,8 +122,8 @@ def test_the_divisor_of_gradients_is_that_of_the_unit(two: Seen) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_without_gradients_hold_nobody_up(two: Seen, four: Seen, ranks: int) -> None:
-    for rank in {2: two, 4: four}[ranks]["missing"]:
+def test_ranks_without_gradients_hold_nobody_up(seen: Seen, ranks: int, job_device: str) -> None:
+    for rank in seen["missing"]:
         assert rank["seen"] == ["all_reduce", "all_reduce"]
         # Two float32 evaluations in different orders: a mean of 2 or 4 ranks.
         assert rank["distance"] < 1e-6

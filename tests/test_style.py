@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Placement, Replicate, Shard
 
-from mhc_compile.distributed import HyperConnectionParallel
+from mhc_compile.distributed import HyperConnectionParallel, style
+from tests import needs
 from tests.jobs import Seen, run_job
 from tests.styles import BATCH, LAYERS, LENGTH, STREAMS, WIDTH
 
@@ -16,14 +21,17 @@ SITES = sorted([*("expand_combine", "generate_mix_and_aggregate") * LAYERS, "hea
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+def two(tmp_path_factory: pytest.TempPathFactory, job_device: str) -> Seen:
     others = ("verified", "verified, wrong", "optimised", "handed on", "wrong")
-    return run_job("tests.styles", tmp_path_factory.mktemp("two"), 2, *EAGER, *COMPILED, *others, seconds=240)
+    folder, cases = tmp_path_factory.mktemp("two"), (*EAGER, *COMPILED, *others)
+    return run_job("tests.styles", folder, 2, *cases, seconds=240, device=job_device)
 
 
 @pytest.mark.parametrize("case", [*EAGER, *COMPILED])
 def test_two_ranks_train_as_one_process(two: Seen, case: str) -> None:
     """Results and gradients that two backward passes add up, against float64; gradients come out whole."""
+    if case not in ("rows", "whole"):
+        needs.flattened_shards()
     for rank in two[case]:
         assert rank["findings"] == []
         assert rank["placed"] == ["(Replicate(),) (Replicate(),)"]
@@ -34,6 +42,7 @@ def test_two_ranks_train_as_one_process(two: Seen, case: str) -> None:
 
 def test_verify_compares_whole_results(two: Seen) -> None:
     """Of streams, parameters and inputs that are DTensors; and all ranks see what one rank gets wrong."""
+    needs.flattened_shards()
     good, wrong = two["verified"], two["verified, wrong"]
     for rank in good + wrong:
         assert rank["rewritten"] == 2 * LAYERS
@@ -47,6 +56,7 @@ def test_verify_compares_whole_results(two: Seen) -> None:
 
 
 def test_a_gradient_is_added_up_once(two: Seen) -> None:
+    needs.flattened_shards()
     for rank in two["optimised"]:
         assert rank["backward"]["all_reduce"] == rank["parameters"]
         assert rank["step"] == 0
@@ -103,7 +113,21 @@ def test_all_cases_are_tested(two: Seen) -> None:
     assert MESSAGES.keys() == two["wrong"][0].keys()
 
 
-def test_more_ranks_than_two(tmp_path: Path) -> None:
+def test_more_ranks_than_two(tmp_path: Path, job_device: str) -> None:
     """Three ranks share out six tokens, and no one has rows of its own."""
-    for rank in run_job("tests.styles", tmp_path, 3, "tokens")["tokens"]:
+    needs.flattened_shards()
+    for rank in run_job("tests.styles", tmp_path, 3, "tokens", device=job_device)["tokens"]:
         assert rank["findings"] == []
+
+
+@pytest.mark.parametrize(
+    ("streams", "lines"), [(Shard(1), 1), (Shard(-1), 1), (Shard(0), 0), (Replicate(), 0)], ids=str
+)
+def test_what_this_torch_cannot_do_is_told(
+    streams: Placement, lines: int, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(style.compat, "flattens_shards", lambda: False)
+    style._tell_what_fails.cache_clear()
+    for _ in range(2):
+        HyperConnectionParallel(streams)._apply(nn.Identity(), SimpleNamespace(ndim=1))  # type: ignore[arg-type]
+    assert [str(streams) in line and torch.__version__ in line for line in told] == [True] * lines

@@ -1,4 +1,4 @@
-"""One rank of a job that trains with a library: `python -m tests.trainer RANK RANKS FILE NAME...`.
+"""One rank of a job that trains with a library: `python -m tests.trainer DEVICE RANK RANKS FILE NAME...`.
 
 It prints a line of JSON for each named case.
 """

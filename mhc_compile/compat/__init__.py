@@ -35,6 +35,7 @@ from mhc_compile.compat.driver import (
 )
 from mhc_compile.compat.dtensors import (
     as_plain,
+    flattens_shards,
     has_own_shard_order,
     mesh_of,
     takes_plain_as_replicated,
@@ -235,6 +236,7 @@ __all__ = [
     "example_key",
     "fake_mode_of",
     "flat_mesh",
+    "flattens_shards",
     "float_watch",
     "for_these_sizes",
     "forward_mode_is_active",

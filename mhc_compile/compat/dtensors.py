@@ -1,4 +1,4 @@
-"""DTensors: the few names of them that torch does not document, as torch 2.13 and 2.14 have them."""
+"""DTensors: the few names of them that torch does not document, as torch 2.11 to 2.14 have them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mhc_compile.compat.values import DTENSORS, fake_mode_of, is_dtensor
+from mhc_compile.compat.versions import is_older_than
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +85,18 @@ def has_own_shard_order(tensor: Any) -> bool:
     spec = tensor._spec
     given = getattr(spec, "shard_order", None)  # torch 2.11 may not have it
     return given is not None and given != type(spec).compute_default_shard_order(spec.placements)
+
+
+def flattens_shards() -> bool:
+    """Whether DTensors can be flattened over a dim that is sharded and not the first (torch 2.13 and 2.14, not 2.11).
+
+    The product of a matrix and streams [b, s, n*C] flattens b and s.
+    """
+    if not is_older_than("2.13"):
+        return True
+    from torch.distributed.tensor._ops import _view_ops
+
+    return hasattr(_view_ops, "_ViewShardingPropagator")
 
 
 def takes_plain_as_replicated() -> bool:

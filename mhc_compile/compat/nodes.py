@@ -116,7 +116,10 @@ def _named_as_mutating(op: str, target: Any) -> bool:
     name = getattr(target, "__name__", "")
     if name.endswith("_") and not name.endswith("__") and getattr(target, "__module__", None) != "_operator":
         return True  # torch.sigmoid_, torch._foreach_add_
-    if str(getattr(target, "__module__", "")).startswith(("torch._dynamo", "numpy", "torch._numpy")):
+    module = str(getattr(target, "__module__", ""))
+    if module.startswith("torch._dynamo.variables") and name.startswith("prim"):
+        return False  # what torch 2.11 has for a method of DTensors, such as prim_to_local
+    if module.startswith(("torch._dynamo", "numpy", "torch._numpy")):
         return True  # NumPy code, of which nothing is known here
     overloads = [target] if isinstance(target, OpOverload) else []
     if isinstance(target, OpOverloadPacket):

@@ -16,7 +16,16 @@ NEWEST_TESTED = "2.14"
 
 def is_newer_than_tested() -> bool:
     """Whether this torch is newer than the tested ones."""
-    return tuple(map(int, _release().split(".")[:2])) > tuple(map(int, NEWEST_TESTED.split(".")))
+    return _numbers(_release()) > _numbers(NEWEST_TESTED)
+
+
+def is_older_than(version: str) -> bool:
+    """Whether this torch is older than a version such as "2.13"."""
+    return _numbers(_release()) < _numbers(version)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")[:2]))
 
 
 def _release() -> str:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
+
+from mhc_compile import compat
+
+log = logging.getLogger(__name__)
 
 Layouts = Placement | tuple[Placement | None, ...] | None
 _EXPECTED = "Shard of a dim of tokens, Shard(-1) for channels, or Replicate()"
@@ -73,6 +80,8 @@ class HyperConnectionParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if device_mesh.ndim != 1:
             raise ValueError(f"the mesh has {device_mesh.ndim} dimensions; expected one dimension, as in mesh['tp']")
+        if self.streams.is_shard() and not self.streams.is_shard(0) and not compat.flattens_shards():
+            _tell_what_fails(str(self.streams))
         for name, parameter in list(module.named_parameters(recurse=False)):
             module.register_parameter(name, self._whole(name, parameter, device_mesh))
         module.register_forward_pre_hook(lambda _, given: self._enter(given, device_mesh))
@@ -145,6 +154,16 @@ class HyperConnectionParallel(ParallelStyle):
         if layout is not None:
             result = result.redistribute(placements=[_in_result(layout, result)])
         return result.to_local() if self.use_local_output else result
+
+
+@functools.cache
+def _tell_what_fails(streams: str) -> None:
+    log.warning(
+        "HyperConnectionParallel: streams are %s, but torch %s cannot flatten a sharded dim of a DTensor with dims "
+        "before it, as projections of streams do; use Shard(0), or torch 2.13 or newer",
+        streams,
+        torch.__version__,
+    )
 
 
 def _ranks(mesh: DeviceMesh) -> str:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.experimental import local_map
 
 import mhc_compile
-from mhc_compile import passes
+from mhc_compile import compat, passes
 from tests.zoo import near_forms, near_gates, near_streams  # noqa: F401  (fill MISSES)
 from tests.zoo.check import rewriting
 from tests.zoo.near import MISSES, Sublayer
@@ -176,3 +176,22 @@ def test_parameters_gathered_in_the_graph(mesh: DeviceMesh) -> None:
     assert leaves["phi"].grad is not None
     assert [site.op for site in report.rewritten] == BOTH
     assert report.errors == []
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "mutates"),
+    [
+        ("torch._dynamo.variables.tensor", "prim_to_local", False),
+        ("torch._dynamo.variables.torch", "prim from_local", False),
+        ("torch._dynamo.utils", "numpy_to_tensor_wrapper", True),
+    ],
+)
+def test_methods_of_dtensors_as_torch_2_11_has_them(module: str, name: str, mutates: bool) -> None:
+    """Dynamo puts functions of its own into the graph, as it does for NumPy code."""
+
+    def function(x: Tensor) -> Tensor:
+        return x
+
+    function.__module__, function.__name__ = module, name
+    graph = torch.fx.Graph()
+    assert compat.may_mutate(graph.call_function(function, (graph.placeholder("x"),))) is mutates
