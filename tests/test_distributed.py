@@ -32,14 +32,14 @@ def _job(folder: Path, device: str, ranks: int, *cases: str) -> Seen:
 
 
 SHARDED = {
-    # The sites of a report. Layers that share compiled code are one; of bfloat16 units, each layer has code of its own.
+    # The sites of a report. Layers that are compiled one by one have sites of their own.
     "eager": [],
     "offloaded": [],
-    "layers": LAYER,
+    "layers": LAYER * LAYERS,
     "bfloat16": LAYER * LAYERS,
     "stored in bfloat16": [],
-    "checkpointed": LAYER,
-    "model": [*LAYER, "head"],
+    "checkpointed": LAYER * LAYERS,
+    "model": [*LAYER * LAYERS, "head"],
     "one unit": [*LAYER * LAYERS, "head"],
 }
 DDP = ("ddp", "ddp, static")

@@ -178,7 +178,10 @@ class Editor:
             fitted = self._restrided(fitted, example, old)
         first = not example._is_view() or bool(self.beside.pairs(old))
         if self._is_seen(old) and compat.example(fitted)._is_view() and first:
-            fitted = self._owned(fitted)
+            # AOTAutograd makes a view that leaves the graph anew from what it views, which fails where it is detached,
+            # too, and may give a dimension of size 1 another stride. A view that is written loses its strides there.
+            # `_unsafe_view` is no way out: up to torch 2.13, cached graphs with it have other sizes than the program's.
+            fitted = self._call("clone", fitted)
         assert self.site is not None
         self.made.append((old, self.site))
         for held in value.nodes:
@@ -198,19 +201,6 @@ class Editor:
     def _is_seen(self, node: fx.Node) -> bool:
         """Whether it is visible in which memory a node of the program lies."""
         return self.aliases.is_shown(node) or self.aliases.is_written(node)
-
-    def _owned(self, node: fx.Node) -> fx.Node:
-        """The same tensor, but no view as far as autograd knows.
-
-        AOTAutograd makes a view that leaves the graph anew from what it views, which fails where it is detached, too,
-        and may give a dimension of size 1 another stride. A view that is written loses its strides there.
-        """
-        source: Any = node
-        while source.target == "reshape":
-            source = source.args[0]
-        if compat.example(source)._is_view():
-            return self._call("clone", node)
-        return self._call(torch.ops.aten._unsafe_view.default, source, self._sizes(compat.example(node).shape))
 
     def _restrided(self, node: fx.Node, like: torch.Tensor, old: fx.Node) -> fx.Node:
         """A copy with the strides of `like`, or dense in the same order: then it has all views that `like` has."""

@@ -68,6 +68,8 @@ def check(program: Program) -> Verdict:
     not run with constants, and for the same reason, is none either (docs/limits.md).
     """
     verdict = _check(program, rewriting=True)
+    if program.inductor and not verdict.complaint and not verdict.invalid:
+        verdict.complaint = _check(program, rewriting=True).complaint  # what the first one left in Inductor's caches
     if verdict.complaint:
         alone = _check(program, rewriting=False)
         if alone.complaint:
