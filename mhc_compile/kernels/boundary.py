@@ -92,6 +92,7 @@ def backward_in_one_pass(
     h_res: torch.Tensor | None,
     phi: torch.Tensor,
     norm_weight: torch.Tensor | None,
+    x_new: torch.Tensor,
     need_parameters: Sequence[bool],
     dweight: torch.Tensor,
     in_place: bool,
@@ -104,8 +105,8 @@ def backward_in_one_pass(
     df, dx = torch.empty_like(f), d_x_new if in_place else torch.empty_like(x)
     f_rows, post, x_rows, res = rows_to_combine(f, h_post, x, h_res)
     dphi_part, sums = boundary_gradients.backward(
-        token_view(dx, 2), token_view(df, 1), token_view(d_x_new, 2), logits.d_out, f_rows, x_rows,
-        phi, norm_weight, logits.dh, logits.coefficient, logits.h_pre, post, res,
+        token_view(dx, 2), token_view(df, 1), token_view(d_x_new, 2), logits.d_out, token_view(x_new, 2), f_rows,
+        x_rows, phi, norm_weight, logits.dh, logits.coefficient, logits.h_pre, post, res,
     )  # fmt: skip
     d_post, d_res = empty_gradient(h_post, True, x), empty_gradient(h_res, True, x)
     weight_part = nothing(x) if logits.weight_part is None else logits.weight_part
@@ -157,7 +158,7 @@ def backward(
         )  # fmt: skip
         dweight = empty_gradient(input_norm_weight, needs[9], x)
         streams = backward_in_one_pass(
-            d_x_new, logits, f, h_post, x, h_res, phi, norm_weight, needs[5:9], dweight, in_place
+            d_x_new, logits, f, h_post, x, h_res, phi, norm_weight, x_new, needs[5:9], dweight, in_place
         )
         return *streams, dweight
     into_streams = any(needs[:5])

@@ -6,8 +6,8 @@
 
 A program owns COLUMNS columns of all streams and a stretch of tokens, TOKENS at a time. Tensor cores leave the products
 in their own layout, one thread far from the next; here the program says where each tile lies, which Triton does not
-let it, and copies the next tile into shared memory while it computes. x_new is not read but made again of f and x, to
-the same bits. In C-units of n = 4 it reads 10 and writes 5, where products and combine apart move 27.
+let it, and copies the next tile into shared memory while it computes. In C-units of n = 4 it reads 14 and writes 5,
+where products and combine apart move 27.
 """
 
 # mypy: disable-error-code="assignment,misc,var-annotated"
@@ -33,8 +33,8 @@ WAVES = 2
 
 
 @gluon.jit
-def _fetch(grad_s, old_s, input_s, f_s, dh_s, stage, d_x_new, x, d_layer_input, f, dh, start, last, M, C, block,
-           N: gl.constexpr, K: gl.constexpr, ROW: gl.constexpr, BLOCK_M: gl.constexpr,
+def _fetch(new_s, grad_s, old_s, input_s, f_s, dh_s, stage, x_new, d_x_new, x, d_layer_input, f, dh, start, last, M,
+           C, block, N: gl.constexpr, K: gl.constexpr, ROW: gl.constexpr, BLOCK_M: gl.constexpr,
            BLOCK_C: gl.constexpr, TILE: gl.constexpr, NARROW: gl.constexpr):  # fmt: skip
     """Start copying all that is read of the tokens from `start` on; streams lie one after the other as rows."""
     c = (block * BLOCK_C + gl.arange(0, BLOCK_C, gl.SliceLayout(0, TILE)))[None, :]
@@ -52,11 +52,12 @@ def _fetch(grad_s, old_s, input_s, f_s, dh_s, stage, d_x_new, x, d_layer_input, 
     at_1 = tok_1 * C + c
     mask_1 = (tok_1 < last) & (c < C)
     # What is needed first comes first.
-    async_copy.async_copy_global_to_shared(old_s.index(stage), x + at, mask=mask)
-    async_copy.async_copy_global_to_shared(f_s.index(stage), f + at_1, mask=mask_1)
+    async_copy.async_copy_global_to_shared(new_s.index(stage), x_new + at, mask=mask)
     async_copy.async_copy_global_to_shared(dh_s.index(stage), dh_at, mask=(tok_h < last) & (k < K) & (part < 3))
     async_copy.async_copy_global_to_shared(grad_s.index(stage), d_x_new + at, mask=mask)
     async_copy.async_copy_global_to_shared(input_s.index(stage), d_layer_input + at_1, mask=mask_1)
+    async_copy.async_copy_global_to_shared(old_s.index(stage), x + at, mask=mask)
+    async_copy.async_copy_global_to_shared(f_s.index(stage), f + at_1, mask=mask_1)
     async_copy.commit_group()
 
 
@@ -73,23 +74,9 @@ def _factors(coefficient, h_pre, h_post, h_res, tok, live, tokens, N: gl.constex
     return values
 
 
-@gluon.jit
-def _combine_again(new_t, f_t, old_t, factors, N: gl.constexpr, BLOCK_M: gl.constexpr, TILE: gl.constexpr):
-    """Put x' into shared memory, rounded as the forward pass rounded it (`one_pass.combined`)."""
-    row = f_t.load(TILE).to(gl.float32)
-    old = ()
-    for i in gl.static_range(N):
-        old = old + (old_t.slice(i * BLOCK_M, BLOCK_M, 0).load(TILE),)
-    for o in gl.static_range(N):
-        v = factors[1 + N + o] * row
-        for i in gl.static_range(N):
-            v = gl.fma(factors[1 + 2 * N + i * N + o] + gl.zeros_like(v), old[i].to(gl.float32), v)
-        new_t.slice(o * BLOCK_M, BLOCK_M, 0).store(v.to(gl.bfloat16))
-
-
 @opaque("dx", "df", "dphi_part", "sums_part")
 @gluon.jit(do_not_specialize=["M", "tokens_each"])
-def boundary_gradients_kernel(d_x_new, d_layer_input, f, x, phi, norm_weight, dh, coefficient, h_pre, h_post,
+def boundary_gradients_kernel(d_x_new, d_layer_input, x_new, f, x, phi, norm_weight, dh, coefficient, h_pre, h_post,
                               h_res, dx, df, dphi_part, sums_part, M, tokens_each, C, phi_k, phi_c, N: gl.constexpr,
                               K: gl.constexpr, ROW: gl.constexpr, ROWS: gl.constexpr, HAS_NORM: gl.constexpr,
                               BLOCK_M: gl.constexpr, BLOCK_C: gl.constexpr, WARPS: gl.constexpr,
@@ -125,7 +112,7 @@ def boundary_gradients_kernel(d_x_new, d_layer_input, f, x, phi, norm_weight, dh
     for _ in gl.static_range(2):
         phi_s = phi_s + (gl.allocate_shared_memory(gl.bfloat16, [N * ROWS, BLOCK_C], WIDE),)
     # An allocation for each tensor: between copies into the same, Triton puts a barrier.
-    new_t = gl.allocate_shared_memory(gl.bfloat16, [N * BLOCK_M, BLOCK_C], WIDE)
+    new_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, N * BLOCK_M, BLOCK_C], WIDE)
     grad_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, N * BLOCK_M, BLOCK_C], WIDE)
     old_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, N * BLOCK_M, BLOCK_C], WIDE)
     input_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_M, BLOCK_C], WIDE)
@@ -134,7 +121,7 @@ def boundary_gradients_kernel(d_x_new, d_layer_input, f, x, phi, norm_weight, dh
     first = split * tokens_each
     last = gl.minimum(first + tokens_each, M)
     for stage in gl.static_range(STAGES - 1):
-        _fetch(grad_s, old_s, input_s, f_s, dh_s, stage, d_x_new, x, d_layer_input, f, dh,
+        _fetch(new_s, grad_s, old_s, input_s, f_s, dh_s, stage, x_new, d_x_new, x, d_layer_input, f, dh,
                first + stage * BLOCK_M, last, M, C, block, N, K, ROW, BLOCK_M, BLOCK_C, TILE, NARROW)  # fmt: skip
     split_phi(phi_s, 0, phi, norm_weight, phi_k, phi_c, block * BLOCK_C, C, N, K, 2, ROWS, HAS_NORM, BLOCK_C, TILE)
     lane = gl.arange(0, LANES, gl.SliceLayout(0, SUMS))[None, :]
@@ -145,17 +132,16 @@ def boundary_gradients_kernel(d_x_new, d_layer_input, f, x, phi, norm_weight, dh
     for start in range(first, last, BLOCK_M):
         async_copy.wait_group(STAGES - 2)
         barrier()
-        _fetch(grad_s, old_s, input_s, f_s, dh_s, (turn + STAGES - 1) % STAGES, d_x_new, x, d_layer_input, f, dh,
-               start + (STAGES - 1) * BLOCK_M, last, M, C, block, N, K, ROW, BLOCK_M, BLOCK_C,
+        _fetch(new_s, grad_s, old_s, input_s, f_s, dh_s, (turn + STAGES - 1) % STAGES, x_new, d_x_new, x,
+               d_layer_input, f, dh, start + (STAGES - 1) * BLOCK_M, last, M, C, block, N, K, ROW, BLOCK_M, BLOCK_C,
                TILE, NARROW)  # fmt: skip
+        new_t = new_s.index(turn)
         parts_s = dh_s.index(turn)
         tok_1 = gl.arange(0, BLOCK_M, TOKEN).to(gl.int64) + start
         live = tok_1 < last
         mask = live[:, None] & inside
         at = tok_1[:, None] * (N * C) + c
         factors = _factors(coefficient, h_pre, h_post, h_res, tok_1, live, tokens, N)
-        _combine_again(new_t, f_s.index(turn), old_s.index(turn), factors, N, BLOCK_M, TILE)
-        barrier()
 
         high_t = parts_s.slice(0, BLOCK_M, 0).permute((1, 0)).load(LEFT)
         middle_t = parts_s.slice(BLOCK_M, BLOCK_M, 0).permute((1, 0)).load(LEFT)
@@ -241,6 +227,7 @@ def backward(
     df: torch.Tensor,
     d_x_new: torch.Tensor,
     d_layer_input: torch.Tensor,
+    x_new: torch.Tensor,
     f: torch.Tensor,
     x: torch.Tensor,
     phi: torch.Tensor,
@@ -266,7 +253,7 @@ def backward(
     with on_device(x):
         launch(
             boundary_gradients_kernel, (splits * blocks,),
-            d_x_new, d_layer_input, f, x, phi, norm_weight, dh, coefficient, h_pre, h_post, h_res, dx, df,
+            d_x_new, d_layer_input, x_new, f, x, phi, norm_weight, dh, coefficient, h_pre, h_post, h_res, dx, df,
             dphi_part, sums_part, tokens, each, width, phi.stride(0), phi.stride(1), N=n, K=rows, ROW=dh.shape[2],
             ROWS=ROWS, HAS_NORM=norm_weight is not None, BLOCK_M=TOKENS, BLOCK_C=COLUMNS, WARPS=WARPS, STAGES=STAGES,
             num_warps=WARPS,

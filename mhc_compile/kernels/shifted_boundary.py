@@ -94,7 +94,7 @@ def backward(
             phi.shape[0], scale, bias, h, ms, rms=rms, gates=gates, sinkhorn=sinkhorn, read_with=token_view(h_pre, 1),
         )  # fmt: skip
         streams = backward_in_one_pass(
-            d_x_new, logits, f, h_post, x, h_res, phi, norm_weight, needs[6:], nothing(x), in_place
+            d_x_new, logits, f, h_post, x, h_res, phi, norm_weight, x_new, needs[6:], nothing(x), in_place
         )
         return *streams[:5], d_pre, *streams[5:]
     into_streams = any(needs[:5])

@@ -91,7 +91,7 @@ def _calls(n: int, width: int, tokens: int, dtype: torch.dtype) -> None:
         combine_project.forward(x, phi, norm, (f, post, res, x))
         combine_project.forward(x, phi, norm, (f, post, res, x), (pre, f))
         combine_project.forward(x, phi, norm)
-        boundary_gradients.backward(x, f, x, f, f, x, phi, norm, dh, ms, pre.t().contiguous(), post, res)
+        boundary_gradients.backward(x, f, x, f, x, f, x, phi, norm, dh, ms, pre.t().contiguous(), post, res)
 
 
 def _few(n: int, width: int, dtype: torch.dtype) -> None:
@@ -145,7 +145,7 @@ def _bf16_gates(n: int, width: int, tokens: int) -> None:
     combine_project.forward(x, phi, None, (f, post, res, x))
     combine_gradients.backward(x, f, x, f, post, x, res)
     dh = products.dh_parts(x, rows)
-    boundary_gradients.backward(x, f, x, f, f, x, phi, None, dh, ms, pre, post, res)
+    boundary_gradients.backward(x, f, x, f, x, f, x, phi, None, dh, ms, pre, post, res)
 
 
 def _eight(width: int, tokens: int) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mhc_compile.encoding import to_text
 from mhc_compile.forms import Gates, Rms, Sinkhorn
-from mhc_compile.kernels import expand_combine, gpus
+from mhc_compile.kernels import gpus
 from mhc_compile.kernels.common import recorded
 from mhc_compile.kernels.opaque import Opaque
 from tests.kernels.cases import DEVICE, combine, mix
@@ -42,6 +42,7 @@ def watched(replace: bool = DEVICE == "cpu") -> Iterator[list[str]]:
 def _boundary_gradients(
     d_x_new: Tensor,
     d_layer_input: Tensor,
+    x_new: Tensor,
     f: Tensor,
     x: Tensor,
     phi: Tensor,
@@ -60,7 +61,6 @@ def _boundary_gradients(
 ) -> None:
     """In float64, each sum whole in the place of its first part."""
     d_new = torch.empty_like(x, dtype=torch.float64)
-    x_new = expand_combine.forward(f, None, h_post, x, h_res)  # rounded as the kernel rounds it
     _streamed_products(x_new, d_layer_input, d_x_new, phi, norm_weight, dh, coefficient, h_pre, d_new, dphi_part)
     _mixed(d_new, f, h_post, x, h_res, dx, df, sums_part)
 

@@ -92,7 +92,7 @@ def test_against_the_reference(tokens: int, n: int, width: int, rows: int) -> No
     phi = draw(rows, n * width, scale=0.1)
     dh = bf16_parts(draw(tokens, -(-rows // 8) * 8))
     gates = draw(tokens), draw(n, tokens), draw(tokens, n), draw(tokens, n, n)
-    args = thin[0], thin[1], wide[2], phi, None, dh, *gates
+    args = thin[0], wide[1], thin[1], wide[2], phi, None, dh, *gates
 
     def run(in_place: bool, replace: bool = False) -> list[Tensor]:
         d_new, df = wide[0].clone(), torch.empty_like(thin[1])
