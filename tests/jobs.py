@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 ROOT = Path(__file__).parents[1]
 
-BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+# What is offloaded to the CPU is summed there.
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 # How much longer a job may take on GPUs: Triton compiles the kernels of all operators first, on each rank.
 LONGER = {"cpu": 1, "cuda": 2}
 

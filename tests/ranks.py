@@ -186,7 +186,12 @@ def _only_one_compiles() -> dict[str, Any]:
 def _with_inductor() -> dict[str, Any]:
     """Work outside the graph fails on one rank, with the backend as users have it, in DistributedDataParallel."""
     torch._dynamo.reset()
-    model, x = here(Summed()), here(torch.randn(2, 3, 4, 6))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    model, x = here(Summed()), here(torch.randn(2, 3, 4, 6, generator=generator))
+    model(x).sum().backward()
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.grad is not None)  # DistributedDataParallel waits for all that it has
+    model.zero_grad()
     wrapped = nn.parallel.DistributedDataParallel(model)
     with contextlib.ExitStack() as stack:
         for owner, name in (
