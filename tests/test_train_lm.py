@@ -107,8 +107,10 @@ def test_compiled_blocks_train_as_one_process(train: Train, alone: Rows, paralle
 @pytest.mark.thorough
 def test_plain_residual_connections_to_compare_with(train: Train) -> None:
     rows, told = train("--variant", "plain")
-    _assert_equal(rows, train(*EAGER, "--variant", "plain")[0])
+    alone, _ = train(*EAGER, "--variant", "plain")
+    _assert_equal(rows, alone)
     assert "mhc: 0 of 0" in told, told
+    _assert_equal(train(*EAGER, "--variant", "plain", "--parallel", "pp", processes=2)[0], alone)
 
 
 @pytest.mark.thorough

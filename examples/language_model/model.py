@@ -25,6 +25,11 @@ class Config:
     streams: int = 4
     variant: str = "mhc"
 
+    @property
+    def held(self) -> int:
+        """How many streams the model has: plain residual connections have one."""
+        return 1 if self.variant == "plain" else self.streams
+
 
 SIZES = {
     "nano": Config(layers=2, width=64, heads=4, context=128),
@@ -135,9 +140,8 @@ class LanguageModel(nn.Module):
     def begin(self, ids: Tensor) -> tuple[Tensor, ...]:
         """The streams; for `v41` also the gates of the first read."""
         assert self.embedding is not None
-        streams = 1 if self.config.variant == "plain" else self.config.streams
-        x = expand(self.embedding(ids).to(self.dtype), streams)
-        gates = torch.full(x.shape[:-1], 1 / streams, device=x.device)
+        x = expand(self.embedding(ids).to(self.dtype), self.config.held)
+        gates = torch.full(x.shape[:-1], 1 / self.config.held, device=x.device)
         return (x, gates) if self.config.variant == "v41" else (x,)
 
     def end(self, x: Tensor, *gates: Tensor) -> Tensor:

@@ -225,7 +225,7 @@ def _handed_on(stage: nn.Module, parallel: Parallel, rows: int) -> tuple[tuple[T
     model = stage.module if isinstance(stage, DistributedDataParallel) else stage
     assert isinstance(model, LanguageModel)
     config, tokens = model.config, model.config.context // parallel.size("cp")
-    shape = (rows, tokens // parallel.size("tp"), config.streams)
+    shape = (rows, tokens // parallel.size("tp"), config.held)
     with torch.device("meta"):
         carried = [torch.empty(*shape, config.width, dtype=model.dtype, requires_grad=True)]
         if config.variant == "v41":
