@@ -25,7 +25,7 @@ from mhc_compile.passes.plan.gradients import (
 from mhc_compile.passes.plan.meetings import Meetings
 from mhc_compile.passes.plan.misses import misses
 from mhc_compile.passes.plan.mix import mix_site
-from mhc_compile.passes.plan.outside import came_in, reads_of_torn, remember, remember_torn, writes
+from mhc_compile.passes.plan.outside import came_in, reads_of_torn, remember, remember_torn, settle_sizes, writes
 from mhc_compile.passes.plan.own import name_own_gates
 from mhc_compile.passes.plan.part_writes import why_left
 from mhc_compile.passes.plan.projections import projection_sites
@@ -223,7 +223,16 @@ class _Planner:
         taken = {value for site in self.sites for value in site.targets()}
         for found in list(come_back(self.shadow, self.findings, self.meetings, taken | self.claimed | self.evident)):
             self.unwritten.append(found.read)
-            self._consider_mixings(found.mixings)
+            for readings in _by_result(list(self._writes_of(found.read)))[::-1]:
+                self._consider_write(*readings)
+            self._consider_mixings([mixing for mixing in found.mixings if mixing.out not in self.claimed])
+
+    def _writes_of(self, read: Aggregate | Reading) -> Iterator[Combine]:
+        """What may be writes to the streams of a read, and did not show by itself what streams are."""
+        for write in self.findings.combines:
+            between = self.findings.connections.between
+            if write.x is read.x and write.out not in self.claimed and read.out in between(write.x, write.outer.f):
+                yield write
 
     def single_operators(self) -> None:
         """Reads and Sinkhorn projections that are in no larger site."""
@@ -459,6 +468,7 @@ __all__ = [
     "outputs",
     "plan",
     "product_shown",
+    "settle_sizes",
     "surface",
     "visible",
 ]

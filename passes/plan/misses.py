@@ -17,6 +17,7 @@ from mhc_compile.passes.recognise.iterations import broken, under_vmap
 from mhc_compile.passes.recognise.layout import is_movement
 from mhc_compile.passes.recognise.misses import Miss
 from mhc_compile.passes.recognise.reader import Reader
+from mhc_compile.passes.recognise.sinkhorn import NEARLY
 from mhc_compile.passes.shadow import Op, Shadow, Value
 
 # How far the use of a gate, and the source of logits, are followed through small values.
@@ -29,10 +30,13 @@ def misses(
     """Steps of hyper-connections that are in no site, each with the reason of the reading that got furthest."""
     told = {value for site in sites for value in site.targets()}
     gates = {gate for site in sites if isinstance(site, WithGates) for gate in site.gates()}
-    for value, found in findings.matrices.items():
-        if isinstance(found, str) and value not in told and value not in gates and value.op is not None:
-            yield Declined("sinkhorn", f"the value {found}", value.op.node)
     refused = {entry.node for entry in declined}
+    # Other matrices of what may be writes are attention, for example, unless something else was said of the write.
+    left = {gate for write in findings.combines if write.op.node in refused for gate in write.gates()}
+    for value, found in findings.matrices.items():
+        nearly = isinstance(found, str) and (found.startswith(NEARLY) or value in left)
+        if nearly and value not in told and value not in gates and value.op is not None:
+            yield Declined("sinkhorn", f"the value {found}", value.op.node)
     for read in findings.connections.of_channels([site.combine for site in sites if isinstance(site, CombineSite)]):
         if read.out.op is not None and read.out not in told and read.out.op.node not in refused:
             reason = "this reads streams with a gate for each channel; the operator has one for each stream"

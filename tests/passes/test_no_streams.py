@@ -78,6 +78,12 @@ def attention_with_a_residual(m: Any, x: Tensor) -> Tensor:
     return x + scores @ x
 
 
+@_model((B, S, C))
+def attention_beside_a_global_context(m: Any, x: Tensor) -> Tensor:
+    context = torch.relu(m.two(x.mean(1)))
+    return context.unsqueeze(1) + (m.one(x) @ x.mT).softmax(-1) @ x
+
+
 @_model((B, N, S, S), (B, N, S, C))
 def talking_heads(m: Any, scores: Tensor, v: Tensor) -> Tensor:
     mixed = torch.einsum("hg,bhij->bgij", m.matrix, scores).softmax(-1)

@@ -163,6 +163,119 @@ def test_both_halves_of_known_gates_are_told_where_tokens_are_chosen() -> None:
     assert [(site.reason or "").partition(":")[0] for site in report.cut] == [USED_ELSEWHERE, MADE_ELSEWHERE]
 
 
+class Unsqueezed(nn.Module):
+    """The streams that a mask chooses have one dim more when they are read."""
+
+    def __init__(self, part: Torn) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = x[mask].unsqueeze(0)
+        h_pre, h_post = self.part.gates(x)
+        u = self.part.read(x, h_pre)
+        torch._dynamo.graph_break()
+        return self.part.write(x, self.part.layer(u), h_post)
+
+
+class Flat(Torn):
+    """Streams that are one dim, [..., n C], between sublayers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(-2)
+        torch._dynamo.graph_break()
+        h_pre, h_post = torch.sigmoid(self.project(self.norm(flat))).chunk(2, -1)
+        u = self.read(flat.unflatten(-1, (N, C)), h_pre)
+        torch._dynamo.graph_break()
+        return self.write(flat.unflatten(-1, (N, C)), self.layer(u), h_post).flatten(-2)
+
+
+@pytest.mark.parametrize("kind", [Torn, TwoProjections, OtherGates, OtherSpelling])
+def test_both_halves_are_told_where_the_shape_changes(kind: type[Torn]) -> None:
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        report = mhc_compile.explain(Unsqueezed(kind()), *_packed())
+    assert [site.op for site in report.cut][1:] == ["expand_combine"], str(report)
+    assert report.declined == []
+
+
+def test_both_halves_of_flat_streams_are_told() -> None:
+    report = mhc_compile.explain(Flat(), torch.randn(2, 3, N, C))
+    assert [site.op for site in report.cut] == ["head", "expand_combine"], str(report)
+    assert report.declined == []
+
+
+class KnownGates(near.Sublayer):
+    """Gates that an operator makes, and a sublayer that fixes no sizes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h_pre, h_post, h_res = self.gates(x)
+        u = self.read(x, h_pre)
+        torch._dynamo.graph_break()
+        return self.write(x, torch.tanh(u), h_post, h_res)
+
+
+class FixesNothing(Torn):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Tanh()
+
+
+def _compiled_reports(model: nn.Module, *calls: tuple[Tensor, ...]) -> list[Report]:
+    """The reports of the graphs of a model that is compiled with symbols for all sizes, called several times."""
+    found: list[Report] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        found.append(passes.run_recursively(gm))
+        return gm.forward
+
+    compiled = torch.compile(model, backend=backend, dynamic=True)
+    for args in calls:
+        # Two float32 evaluations of a few hundred sums.
+        torch.testing.assert_close(compiled(*args), model(*args), rtol=1e-5, atol=1e-5)
+    return found
+
+
+SYMBOLIC = [Torn, TwoProjections, OtherGates, OtherSpelling, FixesNothing, lambda: KnownGates(N, C, 1, 1)]
+
+
+@pytest.mark.parametrize("kind", SYMBOLIC)
+def test_both_halves_are_told_where_all_sizes_are_symbols(kind: Any) -> None:
+    """The graph before has fixed n and C. Tokens stay symbols: other numbers of them compile nothing."""
+    found = _compiled_reports(kind(), (torch.randn(2, 3, N, C),), (torch.randn(5, 7, N, C),))
+    assert len(found) == 2
+    assert [[site.op for site in report.cut] for report in found][1] == ["expand_combine"], str(found[1])
+    assert [len(report.cut) for report in found] == [1, 1]
+    assert [report.declined for report in found] == [[], []]
+
+
+def test_tokens_stay_symbols_whatever_was_compiled_before() -> None:
+    """Another model of these sizes had constants for them."""
+    x = torch.randn(2, 3, N, C)
+    mhc_compile.explain(Torn(), x)
+    assert len(_compiled_reports(FixesNothing(), (x,), (torch.randn(5, 7, N, C),))) == 2
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_sizes_of_other_tensors_stay_symbols(before: bool) -> None:
+    """A program without streams is compiled once for all sizes: a gate of another shape belongs to no streams."""
+    x = torch.randn(2, 3, N, C)
+    if before:
+        mhc_compile.explain(Torn(), x)
+    found: list[Report] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        found.append(passes.run_recursively(gm))
+        return gm.forward
+
+    def scaled(x: Tensor, gate: Tensor) -> Tensor:
+        return x * gate.unsqueeze(1)
+
+    compiled = torch.compile(scaled, backend=backend, dynamic=True)
+    for shape in ((2, 3, N, C), (5, 7, N + 1, C + 3)):
+        compiled(torch.randn(shape), torch.randn(shape[0], *shape[2:]))
+    assert [(report.sites, report.cut) for report in found] == [([], [])]
+
+
 @pytest.mark.parametrize(("gates", "streams", "sites"), [(9, N, 1), (9, N + 1, 0), (1, N, 0)])
 def test_a_count_that_depended_on_data_is_one_number(gates: int, streams: int, sites: int) -> None:
     """Streams come in with gates for as many tokens, and of their number. One gate for all tokens is another one."""
