@@ -128,7 +128,8 @@ def in_default_stance() -> contextlib.AbstractContextManager[Any]:
     if torch.compiler.is_compiling():
         return contextlib.nullcontext()
     try:
-        return torch.compiler.set_stance("default")
+        stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("default")
+        return stance
     except RuntimeError:
         return contextlib.nullcontext()
 
