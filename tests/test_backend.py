@@ -290,6 +290,37 @@ def test_workers_are_told_how_to_launch(monkeypatch: pytest.MonkeyPatch) -> None
     compiler.process_pool.cache_clear()
 
 
+class Returned(torch.nn.Module):
+    """A read by a product, with a dim of one more than the operator makes. It leaves the graph, detached, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.around = HyperConnection(torch.nn.Linear(8, 8), dim=8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        h_pre, h_post, h_res = self.around.mixes(x)
+        read = (x.mT @ h_pre.unsqueeze(-1)).squeeze(-1)
+        written = h_post.unsqueeze(-1) * self.around.layer(read).unsqueeze(-2) + h_res.mT @ x
+        return written, read, read.detach()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_views_that_leave_a_graph_are_the_same_from_the_cache(dynamic: bool) -> None:
+    """Not as `aten._unsafe_view`, of which graphs in the cache of torch up to 2.13 have forgotten the sizes."""
+    model = Returned()
+    for _ in range(2):
+        torch._dynamo.reset()
+        counters.clear()
+        compiled = torch.compile(model, backend="mhc", dynamic=dynamic)
+        for tokens in (5, 7):
+            x = torch.randn(2, tokens, 4, 8)
+            results = compiled(x)
+            torch.testing.assert_close(results, model(x), rtol=1e-5, atol=1e-5)
+            (results[0] + results[1].unsqueeze(-2)).sum().backward()  # without it, torch stores nothing
+        assert _rewritten() == 2
+    assert counters["aot_autograd"]["autograd_cache_hit"]
+
+
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_sites_at_a_line_are_left_alone() -> None:
     """The line is written as reports show it, with or without the folders, and strict options put up with it."""

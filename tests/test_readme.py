@@ -98,7 +98,7 @@ def test_the_operators_of_eager_code() -> None:
         h_post.unsqueeze(-1) * f.unsqueeze(-2) + torch.matmul(h_res.transpose(-1, -2), x)
     picture = (ROOT / "docs" / "images" / "before_after.svg").read_text(encoding="utf-8")
     counts = re.findall(r"(\d+) operators", README + picture)
-    assert len(counts) >= 4
+    assert len(counts) >= 3  # in the text for those who do not see the picture, and twice in the picture
     assert set(counts) == {str(operators.count)}
 
 
