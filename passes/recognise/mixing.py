@@ -2,13 +2,12 @@
 
 Frac-connections (arXiv 2503.14125) read m rows of the streams, put them side by side for the sublayer, and write the m
 parts of its result through a matrix. Structure alone does not separate this from a graph convolution or attention.
-The rows count as streams if the program puts them side by side as the channels of what it writes back, or if the
-product that makes them also mixes all n streams.
+The rows count as streams if the program puts them side by side as the channels of what it writes back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -116,8 +115,7 @@ def fractions(sums: Iterable[Value], reader: Reader, connections: Connections) -
             behind = [value for value in connections.between(x, out) if _is_first(value)]
             mixed = [m for value in behind for m in mixings(reader, value) if m.x is x or m.x is f]
             parts = connections.between(x, f)
-            written = {m.sizes[0] for m in mixed if m.x is f and m.out.numel == x.numel}
-            if any(m.x is x and (_side_by_side(m, parts, reader) or _reads_too(m, written, parts)) for m in mixed):
+            if any(m.x is x and _side_by_side(m, parts, reader) for m in mixed):
                 for mixing in mixed:
                     found.setdefault((mixing.out, mixing.x), mixing)
     return list(found.values())
@@ -149,12 +147,6 @@ def _is_first(value: Value) -> bool:
         if value.nodes:
             return False
     return value.op is not None
-
-
-def _reads_too(mixing: Mixing, written: Container[int], values: Container[Value]) -> bool:
-    """Whether one product makes n mixed streams and some rows more, which are read and written back by a matrix."""
-    n, rows, _ = mixing.sizes
-    return rows - n in written and mixing.out in values
 
 
 def _side_by_side(mixing: Mixing, values: Iterable[Value], reader: Reader) -> bool:

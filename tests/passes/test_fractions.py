@@ -87,29 +87,10 @@ class UnmixedOfTheProjection(Fractions):
         return torch.einsum("bsmc,bsmn->bsnc", f, p.unflatten(-1, (M, N)).tanh()) + x
 
 
-class RowsInTheBatch(InOneProduct):
-    """Each row is an input of the sublayer by itself."""
-
-    def layer(self, u: Tensor) -> Tensor:
-        rows = u.movedim(-2, 0).flatten(0, 1)
-        return torch.tanh(F.linear(rows, self.weight[:WIDTH, :WIDTH])).unflatten(0, (M, -1)).movedim(0, -2)
-
-
-class RowsOfTwoSublayers(InOneProduct):
-    """Rows are inputs of sublayers of their own."""
-
-    def layer(self, u: Tensor) -> Tensor:
-        first, second = u.unbind(-2)
-        own, other = self.weight[:WIDTH, :WIDTH], self.weight[WIDTH:, WIDTH:]
-        return torch.stack((torch.tanh(F.linear(first, own)), F.silu(F.linear(second, other))), -2)
-
-
 MIXED = "mix_streams"
 FORMS: list[tuple[type[Fractions], list[str]]] = [
     (Static, [MIXED] * 3),
     (InOneProduct, [MIXED] * 2 + ["projection"]),
-    (RowsInTheBatch, [MIXED] * 2 + ["projection"]),
-    (RowsOfTwoSublayers, [MIXED] * 2 + ["projection"]),
     (OfTheProjection, [MIXED] * 3 + ["projection"]),
     (ChannelsFirst, [MIXED] * 2),
     (Unmixed, [MIXED] * 2),
@@ -154,21 +135,6 @@ class SideBySideAtTheEnd(TwoHops):
         return super().streams(x).flatten(-2).unsqueeze(-1)
 
 
-class RowsOfAnotherProduct(RowsInTheBatch):
-    """A graph that is pooled to fewer nodes and unpooled: a product of its own makes the rows."""
-
-    def streams(self, x: Tensor) -> Tensor:
-        return self.mixes.mT @ x + self.writes.mT @ self.layer(self.reads.mT @ x)
-
-
-class NothingComesBack(RowsInTheBatch):
-    """Of one product's rows some stay, and the others are what a layer is given that returns something else."""
-
-    def streams(self, x: Tensor) -> Tensor:
-        y = torch.cat((self.reads, self.mixes), -1).mT @ x
-        return y[..., M:, :] * torch.sigmoid(self.layer(y[..., :M, :]).sum((-1, -2), keepdim=True))
-
-
 class NotWritten(Fractions):
     """Rows that go into a layer of which nothing comes back to the streams."""
 
@@ -177,9 +143,7 @@ class NotWritten(Fractions):
         return torch.cat((f, x), -2)
 
 
-@pytest.mark.parametrize(
-    "kind", [TwoHops, OneHopUnmixed, SideBySideAtTheEnd, RowsOfAnotherProduct, NothingComesBack, NotWritten]
-)
+@pytest.mark.parametrize("kind", [TwoHops, OneHopUnmixed, SideBySideAtTheEnd, NotWritten])
 def test_what_is_no_fraction(kind: type[Fractions]) -> None:
     reports = []
 
