@@ -342,9 +342,6 @@ def _understand(
     missed: list[NotAGate] = []
     affine: AffineWalk | None = None
     for reading in readings:
-        if reading.rows_first:
-            missed += [NotAGate(value, gates.TOKENS_LAST) for value in candidates]
-            continue
         before = normalised_before(reading, reader)
         if isinstance(before, str):
             missed += [NotAGate(value, before) for value in candidates]

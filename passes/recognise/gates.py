@@ -63,9 +63,6 @@ class Gate:
         return len(self.rows)
 
 
-TOKENS_LAST = "is computed with the tokens last, as [n, n, tokens]; the operators have them first"
-
-
 @dataclass(frozen=True)
 class NotAGate:
     """Why a value that comes from a projection was not understood; streams are what the projection may have read."""
@@ -98,7 +95,7 @@ def identify(value: Value, walk: AffineWalk, known: Identified) -> Gate | NotAGa
     if not found.ops:
         return NotAGate(value, "is the projection itself, before any gate")
     if rows is None and _has_tokens_last(logits):
-        return NotAGate(value, TOKENS_LAST)
+        return NotAGate(value, "is computed with the tokens last, as [n, n, tokens]; the operators have them first")
     size = logits.projection.tokens * len(rows or ()) if found.by_element else found.leaf.numel
     if rows is None or len(set(rows)) != len(rows) or size != value.numel:
         return NotAGate(value, "has the projection's elements repeated, left out, or its tokens in another order")

@@ -14,7 +14,6 @@ from mhc_compile.passes.recognise.concatenation import put_together
 from mhc_compile.passes.recognise.contraction import MAX_ROWS, Contraction, by_stride, contractions, exact, steps_in
 from mhc_compile.passes.recognise.layout import Dim, Layout, NotALayout, Steps, merged, origin, refine, tidy, tiles
 from mhc_compile.passes.recognise.reader import Reader
-from mhc_compile.passes.recognise.sums_of_products import Term
 from mhc_compile.passes.shadow import Op, Value
 
 # A norm, its weight, and what the model does to its streams before.
@@ -49,7 +48,7 @@ class Projection:
 
     out is the result, tokens (major to minor as in x) before rows. tokens are the steps from token to token in x.
     Several parts are projections of one x put together by `cat`. scalings lie between x and the matmul, as does const,
-    which is not among what h says above. addend is a linear bias. rows_first: in out, rows come before tokens.
+    which is not among what h says above. addend is a linear bias.
     """
 
     out: Value
@@ -61,7 +60,6 @@ class Projection:
     scalings: tuple[Scaling, ...]
     addend: Value | None = None
     const: float = 1.0
-    rows_first: bool = False
 
     @property
     def tokens(self) -> int:
@@ -98,27 +96,10 @@ def projections(reader: Reader, op: Op, before: dict[Value, list[Projection]]) -
         found += _readings(reader, contraction, addend)
         if found and min(found[0].tokens, found[0].rows) > 1:  # one token's streams are a vector, as one row's phi is
             break
-    return [*_rows_first(reader, products[0], op.out), *found] if addend is None else found
+    return found
 
 
-def _rows_first(reader: Reader, product: Term, out: Value) -> Iterator[Projection]:
-    """The readings of a product with phi on the left: a parameter, since what is computed may be a batch of tokens.
-
-    It sums over what lies innermost in x, the channels. A matrix that mixes streams sums over the streams alone.
-    """
-    for contraction in contractions(product, out):
-        if _is_parameter(contraction.right) and any(a.summed and a.left == 1 for a in contraction.axes):
-            yield from _readings(reader, contraction, None, rows_first=True)
-
-
-def _is_parameter(value: Value) -> bool:
-    base = origin(value)[0]
-    return base.op is None and any(isinstance(compat.example(node), torch.nn.Parameter) for node in base.nodes)
-
-
-def _readings(
-    reader: Reader, c: Contraction, addend: Value | None, *, rows_first: bool = False
-) -> Iterator[Projection]:
+def _readings(reader: Reader, c: Contraction, addend: Value | None) -> Iterator[Projection]:
     row_axes = by_stride([a for a in c.axes if a.left == 0 and a.right != 0 and not a.summed], "out")
     token_axes = by_stride([a for a in c.axes if a.right == 0 and a.left != 0 and not a.summed], "left")
     inner = [a for a in c.axes if a.summed]
@@ -133,12 +114,9 @@ def _readings(
         return
     if c.left is c.right:  # squares
         return
-    tokens_per_row = c.out.numel // rows if rows_first else 1
-    if (rows_first and min(rows, tokens_per_row) == 1) or any(a.out % tokens_per_row for a in row_axes):
+    if not tiles([(a.size, a.out) for a in row_axes], rows):
         return
-    if not tiles([(a.size, a.out // tokens_per_row) for a in row_axes], rows):
-        return
-    after = 1 if rows_first else rows
+    after = rows
     for axis in reversed(token_axes):
         if axis.out != after:
             return
@@ -150,7 +128,7 @@ def _readings(
         tuple((a.size, a.left, a.right) for a in by_stride(inner, "left")),
     )
     tokens = steps_in(token_axes, "left")
-    pending = [Projection(c.out, c.left, tokens, rows, width, (part,), (), addend, rows_first=rows_first)]
+    pending = [Projection(c.out, c.left, tokens, rows, width, (part,), (), addend)]
     while pending:
         reading = pending.pop(0)
         yield reading
@@ -286,7 +264,7 @@ def _put_together(op: Op, before: dict[Value, list[Projection]]) -> Iterator[Pro
         pieces.append(before[base])
     for first in pieces[0]:
         same = [next((p for p in piece if _same_operand(p, first)), None) for piece in pieces]
-        if any(p is None or p.addend is not None or p.rows_first for p in same):
+        if any(p is None or p.addend is not None for p in same):
             continue
         parts = tuple(part for p in same if p is not None for part in p.parts)
         rows = sum(part.rows for part in parts)

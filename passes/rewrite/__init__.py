@@ -256,8 +256,6 @@ class Rewriter(Vectors):
             part = h if len(site.products) == 1 else self._call("narrow", h, -1, start, rows)
             start += rows
             made = self._scaled(product, part, ms)
-            if product.projection.rows_first:
-                made = self._call("movedim", made, -1, 0)
             for op in moves:
                 made = self._shaped(made, next(op.inputs()).meta.shape)
                 made = self._call(op.target, made, *op.args[1:]) if op.name in TURNS else made

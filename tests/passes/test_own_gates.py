@@ -310,54 +310,6 @@ def test_a_projection_that_an_einsum_permutes(kind: type[Proposals], logits: int
     assert f"{logits} logits" in projection.detail
 
 
-class RowsFirst(Own):
-    """Streams [n, b, s, C], whose logits come out as [rows, b, s]: phi is on the left of the product."""
-
-    def product(self, x: Tensor) -> Tensor:
-        return torch.einsum("nbsc,knc->kbs", x, self.phi.unflatten(-1, (N, WIDTH)))
-
-    def forward(self, x: Tensor) -> Any:
-        x = x.sin().movedim(2, 0).contiguous()
-        a, p, r = self.product(x).split((N, N, N * N), 0)
-        a, p, r = a.sigmoid(), torch.tanh(p), r.unflatten(0, (N, N)).softmax(1)
-        f = self.layer(torch.einsum("nbs,nbsc->bsc", a, x))
-        return torch.einsum("iobs,ibsc->obsc", r, x) + p.unsqueeze(-1) * f
-
-
-class RowsFirstNormed(RowsFirst):
-    def product(self, x: Tensor) -> Tensor:
-        return super().product(x) * torch.rsqrt(x.square().mean((0, -1)) + 1e-6)
-
-
-class RowsFirstByMatmul(RowsFirst):
-    def product(self, x: Tensor) -> Tensor:
-        return (self.phi @ x.permute(0, 3, 1, 2).flatten(2).flatten(0, 1)).unflatten(-1, x.shape[1:3])
-
-
-@pytest.mark.parametrize("kind", [RowsFirst, RowsFirstNormed, RowsFirstByMatmul])
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_a_projection_with_its_rows_first(kind: type[RowsFirst], dynamic: bool) -> None:
-    outcome = check.run(kind(), (torch.randn(SHAPE),), dynamic=dynamic)
-    check.assert_as_accurate(outcome)
-    assert outcome.operators == ALL, str(outcome.report)
-    assert not outcome.report.declined, str(outcome.report)
-    (read,) = [site for site in outcome.report.rewritten if site.op == "aggregate"]
-    assert "with the tokens last" in read.own
-
-
-class RowsFirstOfTokens(RowsFirst):
-    """What is on the left is computed: it may as well be a batch of tokens."""
-
-    def product(self, x: Tensor) -> Tensor:
-        return torch.einsum("nbsc,knc->kbs", x, torch.tanh(self.phi).unflatten(-1, (N, WIDTH)))
-
-
-def test_what_is_computed_is_no_phi_with_its_rows_first() -> None:
-    outcome = check.run(RowsFirstOfTokens(), (torch.randn(SHAPE),))
-    check.assert_as_accurate(outcome)
-    assert "projection" not in outcome.operators, str(outcome.report)
-
-
 class SinkhornOfParameters(Static):
     """A matrix for all tokens, which is expanded before it is projected."""
 
