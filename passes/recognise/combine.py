@@ -222,22 +222,11 @@ def _written_with(
             if outer.f.numel == x.numel // streams.n:
                 yield Combine(out, outer, mixes, x, streams, written, bias)
             reason = "adds something to the mixed streams that does not have the width of one stream"
-    if any(_is_other_mixture(term, out, x) for term in terms):
-        reason = (
-            "mixes two tensors of streams, and the operator mixes one; if a matrix made one of the other, multiply the "
-            "matrices before they mix"
-        )
     yield Miss(out, gate, reason, 3)
     for term in terms if len(terms) > 1 else ():
         for outer, bias in outer_sums((term,), out, written):
             if outer.f.numel == x.numel // streams.n:
                 yield Almost(out, gate, reason, 3, Combine(out, outer, mixes, x, streams, written, bias))
-
-
-def _is_other_mixture(term: Term, out: Value, x: Value) -> bool:
-    """Whether a term is another tensor of streams, mixed by a matrix."""
-    found = contractions(term, out, parts=True) if term.summed else ()
-    return any(isinstance(read, tuple) and c.right is not x for c in found for read in _read_mix(c))
 
 
 def _again(term: Term, out: Value, x: Value, streams: StreamsView, written: StreamsView) -> Mix | None:

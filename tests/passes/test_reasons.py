@@ -230,16 +230,6 @@ class FiniteStart(Sublayer):
         return logits.softmax(-1).nan_to_num() + 1e-6
 
 
-class MixedTwice(Sublayer):
-    """A matrix mixes what is left of the streams without their mean; the mean is added."""
-
-    def write(self, x: Tensor, f: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
-        along = torch.full((4, 4), 0.25)
-        rest = torch.einsum("oi,bsic->bsoc", torch.eye(4) - along, x)
-        mixed = torch.einsum("oi,bsic->bsoc", along, x) + h_res.transpose(-1, -2) @ rest
-        return mixed + h_post.unsqueeze(-1) * f.unsqueeze(-2)
-
-
 REASONS: list[tuple[type[Sublayer], str, str]] = [
     (UnequalEps, "column eps 1e-05 differs from its row eps 1e-06", "columns"),
     (SquashedBeforeScale, "from tanh of the projection and from other tensors", ""),
@@ -261,7 +251,6 @@ REASONS: list[tuple[type[Sublayer], str, str]] = [
     (NumbersOnly, "equals a sigmoid gate, but not for logits that are NaN or infinite", "post"),
     (FiniteStart, "equals a Sinkhorn projection, but not for logits that are NaN or infinite", ""),
     (ScaledByPosition, "but also from another tensor, [3, 1], in mul", "pre"),
-    (MixedTwice, "mixes two tensors of streams, and the operator mixes one", "write"),
     (NormedTwice, "comes from a projection that is normalised twice", ""),
 ]
 
