@@ -223,16 +223,7 @@ class _Planner:
         taken = {value for site in self.sites for value in site.targets()}
         for found in list(come_back(self.shadow, self.findings, self.meetings, taken | self.claimed | self.evident)):
             self.unwritten.append(found.read)
-            for readings in _by_result(list(self._writes_of(found.read)))[::-1]:
-                self._consider_write(*readings)
-            self._consider_mixings([mixing for mixing in found.mixings if mixing.out not in self.claimed])
-
-    def _writes_of(self, read: Aggregate | Reading) -> Iterator[Combine]:
-        """What may be writes to the streams of a read, and did not show by itself what streams are."""
-        for write in self.findings.combines:
-            between = self.findings.connections.between
-            if write.x is read.x and write.out not in self.claimed and read.out in between(write.x, write.outer.f):
-                yield write
+            self._consider_mixings(found.mixings)
 
     def single_operators(self) -> None:
         """Reads and Sinkhorn projections that are in no larger site."""

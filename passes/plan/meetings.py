@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
-import torch
-
-from mhc_compile import compat
 from mhc_compile.passes.called import calls_ours
 from mhc_compile.passes.recognise import Findings
 from mhc_compile.passes.recognise.aggregate import Aggregate, Reading
@@ -17,9 +14,6 @@ from mhc_compile.passes.recognise.layout import is_movement, is_pointwise
 from mhc_compile.passes.recognise.mixing import mixings
 from mhc_compile.passes.recognise.reader import Reader
 from mhc_compile.passes.shadow import Op, Shadow, Value
-
-# How many values are looked at for whether all are learned.
-_LIMIT = 200
 
 
 @dataclass(frozen=True)
@@ -76,8 +70,8 @@ def _first_meeting(ops: Iterable[Op], read: Aggregate | Reading, streams: set[Va
             if op.target is None or calls_ours(op.node):
                 return None
             for out in op.outs:
-                gated = gated or _is_gated(reader, out, made, read) or _is_gated_later(reader, out, new, read)
                 new[out] = met
+                gated = gated or _is_gated(reader, out, made, read)
                 again = out in streams or (out.shape == x.shape and _is_reduced(out, read.streams.n))
                 if out.numel == x.numel and (out.is_output or again):
                     return Meeting(met, op, gated)
@@ -97,38 +91,10 @@ def _is_gated(reader: Reader, out: Value, made: set[Value], read: Aggregate | Re
         return False
     for term in reader.terms(out):
         for c in contractions(term, out, parts=True) if len(term.factors) == 2 and not term.summed else ():
-            # What was made may be the same for several tokens, too.
             spread = prod(a.size for a in c.axes if a.left and not a.right)
-            if c.right in made and spread > 1 and spread % n == 0 and c.left.numel < x.numel:
+            if c.right in made and spread == n and c.left.numel < x.numel:
                 return True
     return any(m.sizes[1] == n and m.x in made for m in mixings(reader, out))
-
-
-def _is_gated_later(reader: Reader, out: Value, new: Container[Value], read: Aggregate | Reading) -> bool:
-    """Whether what has come together is scaled or mixed, stream by stream, by learned numbers for all tokens."""
-    n = read.streams.n
-    if out.numel != read.x.numel:
-        return False
-    for term in reader.terms(out):
-        for c in contractions(term, out) if len(term.factors) == 2 and not term.summed else ():
-            few = c.left.numel in (n, n * read.streams.channels) and n in [a.size for a in c.axes if a.left]
-            if c.right in new and few and is_learned(c.left):
-                return True
-    return any(m.sizes[:2] == (n, n) and m.x in new and is_learned(m.gate) for m in mixings(reader, out))
-
-
-def is_learned(value: Value) -> bool:
-    """Whether a value is computed of parameters alone."""
-    seen, pending = {value}, [value]
-    for current in pending:
-        if current.op is None and not any(isinstance(compat.example(n), torch.nn.Parameter) for n in current.nodes):
-            return False
-        fresh = [s for s in current.op.sources if s not in seen] if current.op is not None else []
-        seen.update(fresh)
-        pending += fresh
-        if len(seen) > _LIMIT:
-            return False
-    return True
 
 
 def _each(op: Op, read: Aggregate | Reading, one_by_one: set[Value]) -> Iterator[Value]:
@@ -150,4 +116,4 @@ def _is_scaled(op: Op, made: set[Value]) -> bool:
     if not is_pointwise(op):
         return False
     largest = max(source.numel for source in op.sources if source in made)
-    return any(largest < source.numel == op.out.numel for source in op.sources if source not in made)
+    return any(source.numel > largest for source in op.sources if source not in made)

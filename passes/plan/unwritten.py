@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from mhc_compile.passes.plan.meetings import Meetings, is_learned
+from mhc_compile.passes.plan.meetings import Meetings
 from mhc_compile.passes.plan.sites import AggregateSite, CombineSite, Declined, MixSite, Site
 from mhc_compile.passes.recognise import Findings
 from mhc_compile.passes.recognise.aggregate import Aggregate, Reading
@@ -56,10 +56,6 @@ def come_back(shadow: Shadow, findings: Findings, meetings: Meetings, claimed: C
         if shown and meetings.with_gates(read):
             row = any(origin(read.out, any_view)[0] is origin(m.out, any_view)[0] for m in same)
             yield ComesBack(Reading(read.out, read.x, read.streams) if row else read, same)
-    for plain in findings.connections.without_gates():
-        same = [m for streams, m in mixed.get(plain.x, ()) if streams.n == plain.streams.n and is_learned(m.gate)]
-        if plain.out not in claimed and same and meetings.with_gates(plain):
-            yield ComesBack(plain, same)
     for streams, m in (one for ones in mixed.values() for one in ones):
         rows = Reading(m.out, m.x, streams)
         fewer = m.sizes[1] < m.sizes[0] and origin(m.out, any_view)[0] not in written

@@ -104,11 +104,6 @@ class Connections:
         found = {read.out: read for write in writes for read in self.reads_before(write)}
         return [read for read in found.values() if isinstance(read, Reading) and read.by_channel]
 
-    def without_gates(self) -> Iterator[Reading]:
-        """The sums and means of streams, or of what may be some."""
-        plain = (read for reads in self._reads.values() for read in reads if isinstance(read, Reading))
-        return (read for read in plain if not read.by_channel)
-
     def _depends(self, value: Value, x: Value) -> bool:
         return value is x or (value.numel == x.numel and x in self.between(x, value))
 

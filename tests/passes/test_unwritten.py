@@ -111,43 +111,12 @@ class RowsOfOneHead(Rows):
         return F.scaled_dot_product_attention(*F.linear(x, self.qk).chunk(2, -1), x)
 
 
-class ScaledLater(Static):
-    """Streams move towards the output: learned numbers for each stream scale the difference."""
-
-    def body(self, x: Tensor) -> Any:
-        a, p, r = self.gates(x)
-        mixed = F.normalize(torch.einsum("io,bsic->bsoc", r, x), dim=-1)
-        f = F.normalize(self.layer(self.read(x, a)), dim=-1)
-        return mixed + self.later(x, p) * (f.unsqueeze(-2) - mixed)
-
-    def later(self, x: Tensor, p: Tensor) -> Tensor:
-        return p.unsqueeze(-1)
-
-
-class ScaledLaterByChannel(ScaledLater):
-    def later(self, x: Tensor, p: Tensor) -> Tensor:
-        return p.unsqueeze(-1) * torch.sigmoid(self.weight[0])
-
-
-class BroadcastOverTokens(Static):
-    """The sublayer makes one output for all tokens of a sequence; all of them get it, by gates of their own."""
-
-    def body(self, x: Tensor) -> Any:
-        a, p, r = self.gates(x)
-        f = self.layer(self.read(x, a)).sum(1, keepdim=True)
-        own = p * torch.tanh(x @ self.weight[0])
-        return F.normalize(torch.einsum("io,bsic->bsoc", r, x), dim=-1) + own.unsqueeze(-1) * f.unsqueeze(-2)
-
-
 KINDS: list[tuple[type[nn.Module], list[str]]] = [
     (GatedSum, ["mix_streams", "projection"]),
     (GatedSumStatic, ["mix_streams"]),
     (NormBetween, ["aggregate", "mix_streams"]),
     (NormBetweenOfTokens, ["aggregate", "mix_streams", "projection"]),
     (Rows, ["mix_streams", "projection"]),
-    (ScaledLater, ["aggregate", "mix_streams"]),
-    (ScaledLaterByChannel, ["aggregate", "mix_streams"]),
-    (BroadcastOverTokens, ["aggregate", "mix_streams"]),
 ]
 
 
@@ -185,75 +154,7 @@ class MixedOnly(Static):
         return x + torch.tanh(torch.einsum("io,bsic->bsoc", self.r, x)) * self.weight[0]
 
 
-class ScaledLaterByToken(ScaledLater):
-    """Such as by a mask, or a gate of the tokens: nothing says that these are streams."""
-
-    def later(self, x: Tensor, p: Tensor) -> Tensor:
-        return torch.sigmoid(x @ self.weight[0]).unsqueeze(-1)
-
-
-class ScaledLaterAlike(ScaledLater):
-    """One number for all: layer scale."""
-
-    def later(self, x: Tensor, p: Tensor) -> Tensor:
-        return p.sum().sin()
-
-
-class OutputByMatrices(Static):
-    """Learned matrices over streams: one before the read, which is a sum, one beside the output, one after it."""
-
-    def body(self, x: Tensor) -> Any:
-        before = self.mixed(self.both[:, :N], x)
-        f = self.layer(before.sum(-2))
-        return self.mixed(self.r, f.unsqueeze(-2) + self.beside(before))
-
-    def beside(self, x: Tensor) -> Tensor:
-        return self.mixed(self.both[:, 1:], x)
-
-    def mixed(self, matrix: Tensor, x: Tensor) -> Tensor:
-        return torch.einsum("io,bsic->bsoc", matrix, x)
-
-
-class OutputByMatricesOfMeans(OutputByMatrices):
-    """With a sum that is no write: there is something between."""
-
-    def body(self, x: Tensor) -> Any:
-        before = self.mixed(self.both[:, :N], x)
-        f = self.layer(before.mean(-2))
-        return self.mixed(self.r, torch.maximum(f.unsqueeze(-2), self.beside(before)))
-
-
-class VirtualNode(OutputByMatrices):
-    """What all nodes of a graph get, and a matrix of neighbours that only one step is taken with."""
-
-    def beside(self, x: Tensor) -> Tensor:
-        return x
-
-
-class MatricesOfTokens(OutputByMatrices):
-    """Attention among the n vectors, in place of learned numbers."""
-
-    def mixed(self, matrix: Tensor, x: Tensor) -> Tensor:
-        return (x @ x.mT * matrix[0, 0]).softmax(-1) @ x
-
-
-@pytest.mark.parametrize(
-    ("kind", "operators", "declined"),
-    [
-        (OutputByMatrices, ["expand_combine", "mix_streams"], []),
-        (OutputByMatricesOfMeans, ["mix_streams"], ["expand_combine"]),
-    ],
-)
-def test_matrices_alone_are_found(kind: type[Own], operators: list[str], declined: list[str]) -> None:
-    outcome = check.run(kind(), (torch.randn(SHAPE),))
-    check.assert_as_accurate(outcome)
-    assert sorted(set(outcome.operators)) == operators, str(outcome.report)
-    assert [site.op for site in outcome.report.declined] == declined, str(outcome.report)
-
-
-@pytest.mark.parametrize(
-    "kind", [PooledOnly, MixedOnly, ScaledLaterByToken, ScaledLaterAlike, VirtualNode, MatricesOfTokens]
-)
+@pytest.mark.parametrize("kind", [PooledOnly, MixedOnly])
 def test_what_is_only_read_or_only_mixed_is_nothing(kind: type[Own]) -> None:
     outcome = check.run(kind(), (torch.randn(SHAPE),))
     assert not outcome.report.sites, str(outcome.report)
