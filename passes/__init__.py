@@ -164,7 +164,6 @@ def _planned(
     collecting = gc.isenabled()
     gc.disable()  # looking for cycles takes a third of the time, and those of the record are taken apart in the end
     try:
-        planning.settle_sizes(graph)
         compat.settle_sizes(compat.common_fake_mode(map(compat.example, graph.nodes)))
         compat.give_examples(graph)
         with compat.without_fake_tracebacks():

@@ -267,12 +267,6 @@ def settle_sizes(fake_mode: Any) -> None:
         shape_env.evaluate_expr(sympy.Eq(*fixed))
 
 
-def settle_size(size: Any) -> None:
-    """Make a constant of a symbolic size, with a guard: the one value that it had when the graph was captured."""
-    if isinstance(size, torch.SymInt) and has_hint(size):
-        int(size)
-
-
 @functools.lru_cache(1024)
 def _solution(equation: Any) -> tuple[Any, int] | None:
     """The symbol and its value, if this is a polynomial equation of one symbol with one positive root."""

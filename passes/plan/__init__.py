@@ -25,7 +25,7 @@ from mhc_compile.passes.plan.gradients import (
 from mhc_compile.passes.plan.meetings import Meetings
 from mhc_compile.passes.plan.misses import misses
 from mhc_compile.passes.plan.mix import mix_site
-from mhc_compile.passes.plan.outside import came_in, reads_of_torn, remember, remember_torn, settle_sizes, writes
+from mhc_compile.passes.plan.outside import came_in, reads_of_torn, remember, remember_torn, writes
 from mhc_compile.passes.plan.own import name_own_gates
 from mhc_compile.passes.plan.part_writes import why_left
 from mhc_compile.passes.plan.projections import projection_sites
@@ -459,7 +459,6 @@ __all__ = [
     "outputs",
     "plan",
     "product_shown",
-    "settle_sizes",
     "surface",
     "visible",
 ]

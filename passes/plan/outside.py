@@ -7,11 +7,7 @@ this shape, made from streams of this shape, left a graph which was compiled bef
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
-from dataclasses import dataclass
-from itertools import permutations
-
-import torch
-from torch import fx
+from math import prod
 
 from mhc_compile import compat
 from mhc_compile.passes.plan.sites import MixSite, Site
@@ -26,35 +22,23 @@ from mhc_compile.passes.shadow import Shadow, Value
 _Shape = tuple[int | str, ...]
 
 
-@dataclass(frozen=True)
-class _Pair:
-    """Streams and one of their gates: their shapes, and where the streams lie in a token, (n, step of n, C).
-
-    Dims of size one are left out: the other graph may have more of them. own says which dims of x are a token's own.
-    """
-
-    x: _Shape
-    gate: _Shape
-    streams: tuple[int, int, int] | None
-    own: tuple[bool, ...]
-
-
-class _Left(set[_Pair]):
-    """The streams and gates that left a graph, in the whole process, until `torch._dynamo.reset()`.
+class _Left(set[tuple[_Shape, _Shape]]):
+    """The shapes of streams and of gates that left a graph, in the whole process, until `torch._dynamo.reset()`.
 
     Graphs of one program are compiled one by one, possibly in several threads.
     """
 
-    def note(self, x: Value, gate: Value, streams: StreamsView) -> None:
+    def note(self, x: Value, gate: Value) -> None:
         compat.on_dynamo_reset(self)  # with each note: Dynamo has forgotten it after a reset
-        lies = None if streams.holds_tokens else (*streams.stream, streams.channels)
-        self.add(_Pair(_shape(x.meta), _shape(gate.meta), lies, tuple(_without_tokens(x, streams))))
+        self.add((_shape(x), _shape(gate)))
 
-    def of(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> list[_Pair]:
-        """The pairs that left a graph whose streams have the shape of x, and whose gate has that of `gate`."""
-        here = [_shape(x)] if gate is None else [_shape(x), _shape(gate)]
-        # Another thread may add to the set.
-        return [pair for pair in tuple(self) if _agree([pair.x, pair.gate][: len(here)], here)]
+    def has(self, x: Value, gate: Value) -> bool:
+        """Whether a gate of this shape left a graph beside streams of this shape."""
+        return any(_agree([left_x, left_gate], [_shape(x), _shape(gate)]) for left_x, left_gate in tuple(self))
+
+    def has_streams(self, x: Value) -> bool:
+        """Whether gates of streams of this shape left a graph."""
+        return any(_agree([left_x], [_shape(x)]) for left_x, _ in tuple(self))  # another thread may add to the set
 
     def reset(self) -> None:
         """What Dynamo calls."""
@@ -64,32 +48,18 @@ class _Left(set[_Pair]):
 _left = _Left()
 
 
-def settle_sizes(graph: fx.Graph) -> None:
-    """Make constants of symbolic numbers of streams and channels, where gates of such streams left another graph.
-
-    With `dynamic=True` all sizes of a graph's inputs are symbols. The graph before has fixed these two, as a phi does.
-    """
-    given = [compat.example(node) for node in graph.find_nodes(op="placeholder")] if _left else []
-    symbolic = [t for t in given if isinstance(t, torch.Tensor) and not all(isinstance(s, int) for s in t.shape)]
-    for x, gate in permutations(symbolic, 2):
-        for pair in _left.of(x, gate):
-            for size, is_own in zip(_sizes(x), pair.own, strict=True):
-                if is_own:
-                    compat.settle_size(size)
-
-
 def remember(sites: Iterable[Site]) -> None:
     """Note the gates of sites that leave their graph."""
     for site in sites:
         if isinstance(site, MixSite):
             for gate in filter(lambda value: value.is_output, site.made()):
-                _left.note(site.x, gate, site.streams)
+                _left.note(site.x, gate)
 
 
 def came_in(read: Aggregate) -> bool:
     """Whether the gate and the streams of a read are inputs of the graph, such as were made in another one."""
     gate, x = origin(read.gate)[0], origin(read.x, any_view)[0]
-    return gate.op is None and x.op is None and bool(_left.of(x.meta, gate.meta))
+    return gate.op is None and x.op is None and _left.has(x, gate)
 
 
 def reads_of_torn(shadow: Shadow, findings: Findings, whole: Container[Value]) -> dict[Value, Value]:
@@ -127,7 +97,7 @@ def _only_leaves(value: Value) -> bool:
 
 def remember_torn(read: Aggregate, gate: Value) -> None:
     """Note a gate that leaves the graph with a read."""
-    _left.note(read.x, gate, read.streams)
+    _left.note(read.x, gate)
 
 
 def writes(shadow: Shadow, findings: Findings) -> Iterator[Combine]:
@@ -137,7 +107,7 @@ def writes(shadow: Shadow, findings: Findings) -> Iterator[Combine]:
             for found in residuals(findings.reader, op.out, _streams):
                 if isinstance(found, Combine) and found.outer.post is not None:
                     gate, x = origin(found.outer.post)[0], origin(found.x, any_view)[0]
-                    if gate.op is None and x.op is None and _left.of(x.meta, gate.meta):
+                    if gate.op is None and x.op is None and _left.has(x, gate):
                         yield found
 
 
@@ -145,34 +115,17 @@ _SUMS = {"add", "sub", "addcmul"}
 
 
 def _streams(x: Value) -> StreamsView | None:
-    """Where the streams lie in an input, [..., n, C] or flat, if gates of streams of its shape left a graph."""
-    for pair in _left.of(x.meta) if x.op is None else ():
-        if pair.streams is not None:
-            n, step, channels = pair.streams
-            if step == channels and x.numel % (n * channels) == 0:
-                tokens = tidy([(x.numel // (n * channels), n * channels)])
-                return StreamsView(tokens, (n, channels), ((channels, 1),))
-    return None
+    """Where the streams lie in an input, [..., n, C], if gates of streams of its shape left a graph."""
+    if x.op is not None or len(x.shape) < 2 or not _left.has_streams(x):
+        return None
+    n, channels = x.shape[-2:]
+    tokens = [(size, prod(x.shape[i + 1 :])) for i, size in enumerate(x.shape[:-2])]
+    return StreamsView(tidy(tokens), (n, channels), ((channels, 1),))
 
 
-def _without_tokens(x: Value, streams: StreamsView) -> Iterator[bool]:
-    """Which dims of x have no step from token to token."""
-    step = x.numel
-    for actual, size in zip(x.meta.shape, x.shape, strict=True):
-        larger, step = step, step // size
-        known = compat.as_number(actual)
-        if isinstance(known, torch.SymInt) or known != 1:
-            yield not any(stride < larger and step < count * stride for count, stride in streams.tokens)
-
-
-def _sizes(tensor: torch.Tensor) -> list[int | torch.SymInt]:
-    """The sizes of a tensor, without those that are one."""
-    known = map(compat.as_number, tensor.shape)
-    return [size for size in known if isinstance(size, torch.SymInt) or size != 1]
-
-
-def _shape(tensor: torch.Tensor) -> _Shape:
-    return tuple(int(compat.hint(size)) if compat.has_hint(size) else str(size) for size in _sizes(tensor))
+def _shape(value: Value) -> _Shape:
+    sizes = value.meta.shape
+    return tuple(int(compat.hint(size)) if compat.has_hint(size) else str(size) for size in sizes)
 
 
 def _agree(left: list[_Shape], here: list[_Shape]) -> bool:
