@@ -99,7 +99,10 @@ def lowered(model: Model) -> None:
         module.bfloat16()
 
 
-def one_process(steps: int = 1, *, low: bool = False, first: int = 0) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+Gradients = dict[str, Tensor]
+
+
+def one_process(steps: int = 1, *, low: bool = False, first: int = 0) -> tuple[Gradients, Gradients]:
     """The gradients of all ranks' rows, summed over steps: of float32 (or layers in bfloat16), and of float64."""
     model = here(Model())
     reference = Float64Reference(model)
@@ -110,9 +113,6 @@ def one_process(steps: int = 1, *, low: bool = False, first: int = 0) -> tuple[d
         loss_of(model(x.bfloat16() if low else x)).backward()
         loss_of(reference(x)).backward()
     return gradients(model), gradients(reference.module)
-
-
-Gradients = dict[str, Tensor]
 
 
 def unlike(*runs: tuple[Gradients, Gradients, Gradients]) -> list[str]:
@@ -203,22 +203,23 @@ def sharded(setting: Setting | None = None) -> Model:
 
 def compared(setting: Setting) -> dict[str, Any]:
     """Gradients, their norm, and what was rewritten."""
+    low = setting.low or setting.stored_low
+
+    def backward(step: int) -> tuple[Gradients, Gradients, Gradients]:
+        model.zero_grad()
+        loss_of(model(own(step).bfloat16() if setting.stored_low else own(step))).backward()
+        return gradients(model), *one_process(low=low, first=step)
+
     with rewriting(), collectives() as seen:
         model = sharded(setting)
-        loss_of(model(own().bfloat16() if setting.stored_low else own())).backward()
+        runs = [backward(0)]
         report = records.report()
-    low = setting.low or setting.stored_low
-    trusted, exact = one_process(low=low)
-    found = gradients(model)
-    runs = [(found, trusted, exact)]
+    _, trusted, exact = runs[0]
     norm = whole(nn.utils.clip_grad_norm_(model.parameters(), 0.01))
     norms = [torch.stack([g.double().norm() for g in each.values()]).norm() for each in (exact, trusted)]
     clipped = torch.stack([g.double().norm() for g in gradients(model).values()]).norm()
     with rewriting():
-        for step in range(1, RUNS):
-            model.zero_grad()
-            loss_of(model(own(step).bfloat16() if setting.stored_low else own(step))).backward()
-            runs.append((gradients(model), *one_process(low=low, first=step)))
+        runs += [backward(step) for step in range(1, RUNS)]
     return {
         "unlike": unlike(*runs),
         "norm": float((norm.double() - norms[0]).abs() / norms[0]),
