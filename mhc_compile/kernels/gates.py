@@ -31,8 +31,26 @@ def rounded_product(x, y):
 
 
 @triton.jit
+def _sum(x, AXIS: tl.constexpr):
+    """The sum along axis 0 or 1 of [P, Q, T], which stays as an axis of one.
+
+    In any order, a sum of 4 equal numbers is exact. So more of them are added half by half first: Triton 3.7 adds what
+    one thread has one after the other, which rounds a sum of 8.
+    """
+    P: tl.constexpr = x.shape[0]
+    Q: tl.constexpr = x.shape[1]
+    T: tl.constexpr = x.shape[2]
+    if x.shape[AXIS] <= 4:
+        return tl.sum(x, axis=AXIS, keep_dims=True)
+    elif AXIS == 0:
+        return _sum(tl.sum(tl.reshape(x, [2, P // 2, Q, T]), axis=0), 0)
+    else:
+        return _sum(tl.sum(tl.reshape(x, [P, 2, Q // 2, T]), axis=1), 1)
+
+
+@triton.jit
 def _weighted_sum(d, p, AXIS: tl.constexpr):
-    return tl.sum(rounded_product(d, p), axis=AXIS, keep_dims=True)
+    return _sum(rounded_product(d, p), AXIS)
 
 
 @triton.jit
@@ -122,7 +140,7 @@ def in_units(p, START: tl.constexpr):
 
 @triton.jit
 def _divisor(p, valid, eps, START: tl.constexpr, AXIS: tl.constexpr, CLAMP: tl.constexpr):
-    total = tl.sum(p, axis=AXIS, keep_dims=True)
+    total = _sum(p, AXIS)
     if START == "normalised":
         total = in_units(total, START)
     elif CLAMP:
@@ -173,7 +191,7 @@ def _centred(d, p, size, AXIS: tl.constexpr):
     lost = (d - centred) - first
     products = rounded_product(centred, p)
     rounded_away = tl.fma(lost, p, tl.fma(centred, p, -products))
-    second = tl.sum(products, axis=AXIS, keep_dims=True) + tl.sum(rounded_away, axis=AXIS, keep_dims=True)
+    second = _sum(products, AXIS) + _sum(rounded_away, AXIS)
     return centred + (lost - size * second)
 
 
@@ -271,7 +289,7 @@ def _start(logits, i, o, eps, start_eps, pairs, N: tl.constexpr, START: tl.const
     elif START == "softmax":
         top = tl.where(i < N, tl.max(logits, axis=1, keep_dims=True), 0.0)
         e = exponential(logits - top)
-        total = tl.where(i < N, tl.sum(e, axis=1, keep_dims=True), 1.0)
+        total = tl.where(i < N, _sum(e, 1), 1.0)
         return e / total, 1.0
     elif START == "exp":
         return exponential(logits - _top(logits, i, o, N, FIRST)), 1.0
@@ -310,11 +328,11 @@ def _start_backward(logits, dp, i, o, eps, start_eps, pairs, N: tl.constexpr, ST
             return rounded_product(dp, p)
         top = _shift(logits, i, o, N, START, FIRST)
         at_top = ((logits == top) & (i < N) & (o < N)).to(tl.float32)
-        ties = tl.sum(at_top, axis=AXIS, keep_dims=True)
+        ties = _sum(at_top, AXIS)
         through_top = _weighted_sum(dp, p, AXIS)
         if START == "global_exp":
-            ties = tl.sum(ties, axis=1 - AXIS, keep_dims=True)
-            through_top = tl.sum(through_top, axis=1 - AXIS, keep_dims=True)
+            ties = _sum(ties, 1 - AXIS)
+            through_top = _sum(through_top, 1 - AXIS)
         return dp * p - at_top / tl.maximum(ties, 1.0) * through_top
 
 
