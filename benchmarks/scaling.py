@@ -38,12 +38,22 @@ MODES = {
     "plain": ("--compile", "inductor", "--variant", "plain"),
     "eager": ("--compile", "eager"),
 }
-ROWS = 4  # of each GPU
+ROWS, CONTEXT = 4, 2048  # of each GPU, and the tokens of a row
 LOSSES = ("--size", "small", "--compile", "mhc", "--batch", "8")
 
 
 def gpus_of(division: str) -> int:
-    return math.prod(int(part.partition("=")[2]) for part in division.split(",") if part)
+    return math.prod(_parts(division).values())
+
+
+def _parts(division: str) -> dict[str, int]:
+    return {name: int(size) for name, _, size in (part.partition("=") for part in division.split(",") if part)}
+
+
+def _rows(division: str) -> tuple[str, ...]:
+    """With `tp`, a group has one long row: before 2.13, torch cannot divide the tokens of several rows."""
+    joined = ROWS * _parts(division)["tp"] if "tp" in _parts(division) else 1
+    return ("--batch", str(ROWS * gpus_of(division) // joined), "--context", str(CONTEXT * joined))
 
 
 @dataclass(frozen=True)
@@ -64,7 +74,7 @@ def plan(gpus: int, size: str, layers: int | None, steps: int) -> list[Job]:
     """What to run with so many GPUs: one mode after the other, with the largest jobs first, so that they pack well."""
     fixed = ("--size", size, "--steps", str(steps), *(("--layers", str(layers)) if layers else ()))
     jobs = [
-        Job("speed", division, mode, (*fixed, *MODES[mode], "--batch", str(ROWS * gpus_of(division))))
+        Job("speed", division, mode, (*fixed, *MODES[mode], *_rows(division)))
         for mode in MODES
         for division in DIVISIONS
     ]

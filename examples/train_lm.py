@@ -47,6 +47,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="nano", help="of the model (default %(default)s)")
     parser.add_argument("--layers", type=int, help="how many blocks, in place of the size's")
+    parser.add_argument("--context", type=int, help="tokens of a row, in place of the size's")
     parser.add_argument("--variant", choices=VARIANTS, default="mhc", help="the hyper-connection (default %(default)s)")
     parser.add_argument("--compile", choices=("eager", "inductor", "mhc"), default="mhc", help="(default %(default)s)")
     parser.add_argument("--parallel", default="", help="how processes divide the work, e.g. fsdp=2,tp=2 (default ddp)")
@@ -102,8 +103,8 @@ class Trainer:
     def __init__(self, options: argparse.Namespace, device: str) -> None:
         self.options, self.device = options, device
         self.parallel = Parallel.of(options.parallel, device)
-        config = replace(SIZES[options.size], variant=options.variant)
-        self.config = replace(config, layers=options.layers) if options.layers else config
+        others = {name: value for name in ("layers", "context") if (value := getattr(options, name)) is not None}
+        self.config = replace(SIZES[options.size], variant=options.variant, **others)
         self._check()
         torch.manual_seed(options.seed)  # every process begins with the same weights
         with torch.device(device):

@@ -41,7 +41,13 @@ def test_each_gpu_gets_the_same_tokens() -> None:
     assert {job.gpus for job in jobs} == {1, 2, 4}
     for job in jobs:
         rows = int(job.arguments[job.arguments.index("--batch") + 1])
-        assert rows == (8 if job.part == "losses" else scaling.ROWS * job.gpus), job
+        if job.part == "losses":
+            assert rows == 8, job
+            continue
+        context = int(job.arguments[job.arguments.index("--context") + 1])
+        assert rows * context == scaling.ROWS * scaling.CONTEXT * job.gpus, job
+        groups = {"tp=2": 1, "tp=4": 1, "fsdp=2,tp=2": 2}  # each has one row
+        assert rows == groups.get(job.division, scaling.ROWS * job.gpus), job
     assert len({(job.part, job.division, job.mode) for job in jobs}) == len(jobs)
 
 
