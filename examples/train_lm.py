@@ -35,7 +35,7 @@ import torch.distributed.checkpoint as dcp
 from language_model.connections import VARIANTS
 from language_model.data import Text
 from language_model.model import SIZES, LanguageModel
-from language_model.parallel import SCHEDULES, Parallel
+from language_model.parallel import SCHEDULES, Parallel, of_each_mesh
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import mhc_compile
@@ -117,7 +117,8 @@ class Trainer:
             self.trained, options.schedule, device, options.batch // self.parallel.parts
         )
         self.parameters = [p for stage in self.trained for p in stage.parameters()]
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
+        groups = [{"params": group} for group in of_each_mesh(self.parameters)]
+        self.optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, foreach=True)
         self.text, self.step = Text(options.seed), 0
 
     def _check(self) -> None:

@@ -156,10 +156,7 @@ class Parallel:
     def clip(self, parameters: Iterable[nn.Parameter], most: float) -> float:
         """Clip all gradients by their common norm, and return that. Parameters may live on several meshes."""
         gradients = [p.grad for p in parameters if p.grad is not None]
-        groups: dict[Any, list[Tensor]] = {}
-        for gradient in gradients:
-            groups.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
-        squares = [_whole(torch.nn.utils.get_total_norm(group)).square() for group in groups.values()]
+        squares = [_whole(torch.nn.utils.get_total_norm(group)).square() for group in of_each_mesh(gradients)]
         square = torch.stack(squares).sum()
         if self.mesh is not None and self.size("pp") > 1:
             dist.all_reduce(square, group=self.mesh["pp"].get_group())
@@ -167,6 +164,14 @@ class Parallel:
         for gradient in gradients:
             gradient.mul_((most / (norm + 1e-6)).clamp(max=1.0).to(gradient.dtype))
         return norm.item()
+
+
+def of_each_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Plain tensors, and DTensors of each mesh, apart: torch's operators on lists of tensors do not take them together."""
+    groups: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
+    return list(groups.values())
 
 
 class Pipeline:
