@@ -16,6 +16,8 @@ _UNIT, _LOG2_UNIT, _LARGEST = tl.constexpr(2.0**-100), tl.constexpr(-100.0), tl.
 _LN2_HIGH, _LN2_MIDDLE = tl.constexpr(0.69140625), tl.constexpr(0.001739501953125)
 _LN2_LOW = tl.constexpr(1.4286068202862268e-06)
 _LARGEST_FLOAT = tl.constexpr(3.4028234663852886e38)
+# Triton 3.7 adds what one thread has one after the other. 3.6 and 3.8 add pairs first.
+_ADDS_IN_LINE = tl.constexpr(triton.__version__.startswith("3.7."))
 # exp of less is 0 in float32.
 _LEAST_EXPONENT = tl.constexpr(-170.0)
 
@@ -31,26 +33,26 @@ def rounded_product(x, y):
 
 
 @triton.jit
-def _sum(x, AXIS: tl.constexpr):
+def sum_along(x, AXIS: tl.constexpr):
     """The sum along axis 0 or 1 of [P, Q, T], which stays as an axis of one.
 
-    In any order, a sum of 4 equal numbers is exact. So more of them are added half by half first: Triton 3.7 adds what
-    one thread has one after the other, which rounds a sum of 8.
+    A sum of 4 equal numbers is exact in any order. A sum of 8, one after the other, is rounded, so that gradients which
+    vanish are not 0. Then one half is added to the other first.
     """
     P: tl.constexpr = x.shape[0]
     Q: tl.constexpr = x.shape[1]
     T: tl.constexpr = x.shape[2]
-    if x.shape[AXIS] <= 4:
+    if x.shape[AXIS] <= 4 or not _ADDS_IN_LINE:
         return tl.sum(x, axis=AXIS, keep_dims=True)
     elif AXIS == 0:
-        return _sum(tl.sum(tl.reshape(x, [2, P // 2, Q, T]), axis=0), 0)
+        return sum_along(tl.sum(tl.reshape(x, [2, P // 2, Q, T]), axis=0), 0)
     else:
-        return _sum(tl.sum(tl.reshape(x, [P, 2, Q // 2, T]), axis=1), 1)
+        return sum_along(tl.sum(tl.reshape(x, [P, 2, Q // 2, T]), axis=1), 1)
 
 
 @triton.jit
 def _weighted_sum(d, p, AXIS: tl.constexpr):
-    return _sum(rounded_product(d, p), AXIS)
+    return sum_along(rounded_product(d, p), AXIS)
 
 
 @triton.jit
@@ -140,7 +142,7 @@ def in_units(p, START: tl.constexpr):
 
 @triton.jit
 def _divisor(p, valid, eps, START: tl.constexpr, AXIS: tl.constexpr, CLAMP: tl.constexpr):
-    total = _sum(p, AXIS)
+    total = sum_along(p, AXIS)
     if START == "normalised":
         total = in_units(total, START)
     elif CLAMP:
@@ -191,7 +193,7 @@ def _centred(d, p, size, AXIS: tl.constexpr):
     lost = (d - centred) - first
     products = rounded_product(centred, p)
     rounded_away = tl.fma(lost, p, tl.fma(centred, p, -products))
-    second = _sum(products, AXIS) + _sum(rounded_away, AXIS)
+    second = sum_along(products, AXIS) + sum_along(rounded_away, AXIS)
     return centred + (lost - size * second)
 
 
@@ -289,7 +291,7 @@ def _start(logits, i, o, eps, start_eps, pairs, N: tl.constexpr, START: tl.const
     elif START == "softmax":
         top = tl.where(i < N, tl.max(logits, axis=1, keep_dims=True), 0.0)
         e = exponential(logits - top)
-        total = tl.where(i < N, _sum(e, 1), 1.0)
+        total = tl.where(i < N, sum_along(e, 1), 1.0)
         return e / total, 1.0
     elif START == "exp":
         return exponential(logits - _top(logits, i, o, N, FIRST)), 1.0
@@ -328,11 +330,11 @@ def _start_backward(logits, dp, i, o, eps, start_eps, pairs, N: tl.constexpr, ST
             return rounded_product(dp, p)
         top = _shift(logits, i, o, N, START, FIRST)
         at_top = ((logits == top) & (i < N) & (o < N)).to(tl.float32)
-        ties = _sum(at_top, AXIS)
+        ties = sum_along(at_top, AXIS)
         through_top = _weighted_sum(dp, p, AXIS)
         if START == "global_exp":
-            ties = _sum(ties, 1 - AXIS)
-            through_top = _sum(through_top, 1 - AXIS)
+            ties = sum_along(ties, 1 - AXIS)
+            through_top = sum_along(through_top, 1 - AXIS)
         return dp * p - at_top / tl.maximum(ties, 1.0) * through_top
 
 
