@@ -16,6 +16,7 @@ import importlib
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -123,9 +124,14 @@ class Running:
             about["losses"] = [float(line.split(",")[1]) for line in lines]
         else:
             status = "out of time" if late else "out of memory" if "OutOfMemoryError" in said else "failed"
-            about |= {"status": status, "said": said[-3000:]}
+            about |= {"status": status, "said": _cause(said)}
         self.folder.cleanup()
         return about
+
+
+def _cause(said: str) -> str:
+    """The end of what a job printed, without what torchrun says about processes that have ended."""
+    return re.split(r"^E\d{4} .*torch/distributed/elastic/", said, maxsplit=1, flags=re.MULTILINE)[0][-3000:]
 
 
 def run(

@@ -70,6 +70,13 @@ def test_what_does_not_run_has_a_status(example: Path) -> None:
     assert found == {"eager": "out of memory", "plain": "out of time"}
 
 
+def test_a_job_of_several_processes_says_why_it_failed(example: Path) -> None:
+    job = scaling.Job("speed", "fsdp=2", "eager", ("--compile", "eager"))
+    (result,) = scaling.run([job], range(2), example, budget=120, limit=120)
+    assert result["status"] == "out of memory"
+    assert result["said"].splitlines()[-1].endswith("torch.OutOfMemoryError: no memory")
+
+
 def _result(division: str, mode: str, speed: float, **more: Any) -> dict[str, Any]:
     about = {"part": "speed", "division": division, "mode": mode, "gpus": scaling.gpus_of(division)}
     return about | {"status": "measured", "tokens_per_second": speed, "peak_bytes_of_a_device": 3 * 2**30} | more

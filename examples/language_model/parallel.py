@@ -167,7 +167,7 @@ class Parallel:
 
 
 def of_each_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Plain tensors, and DTensors of each mesh, apart: torch's operators on lists of tensors do not take them together."""
+    """Plain tensors, and DTensors of each mesh, apart: torch's operators on lists of tensors take one kind."""
     groups: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
