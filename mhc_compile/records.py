@@ -150,9 +150,13 @@ def _digest(report: Report) -> str:
 
 @dataclass
 class _Compilation:
-    """The graphs of one compilation of a frame. It counts from when Dynamo keeps the code that calls them."""
+    """The graphs of one compilation of a frame. It counts from when Dynamo keeps the code that calls them.
+
+    earlier: those of Dynamo's earlier attempts, which it threw away.
+    """
 
     attempt: int
+    earlier: list[Compiled] = field(default_factory=list)
     graphs: list[Compiled] = field(default_factory=list)
 
     def report(self) -> Report:
@@ -172,8 +176,7 @@ class _Compilation:
         breaks = [one for one in compat.watched.breaks if (one.frame, one.number) == (frame, number)]
         if not failures:
             return None
-        why = f"Dynamo gives up on the graph at {_told(breaks[-1])}" if breaks else f"its graph failed: {failures[-1]}"
-        return ". ".join([why.rstrip("."), *dict.fromkeys(self.report().advice)])
+        return f"Dynamo gives up on the graph at {_told(breaks[-1])}" if breaks else f"its graph failed: {failures[-1]}"
 
 
 def _told(one: compat.GraphBreak) -> str:
@@ -225,9 +228,10 @@ class Ledger:
             self._last = graph
             return
         compilations = self._frames.setdefault(frame, {})
-        if number not in compilations or compilations[number].attempt != attempt:
-            compilations[number] = _Compilation(attempt)
-        compilations[number].graphs.append(graph)
+        now = compilations.setdefault(number, _Compilation(attempt))
+        if now.attempt != attempt:
+            now = compilations[number] = _Compilation(attempt, [*now.earlier, *now.graphs])
+        now.graphs.append(graph)
         self._last = compilations[number]
 
     def current(self) -> Compiled | None:
@@ -295,24 +299,28 @@ class Ledger:
         without_frame = {graph.digest(): graph for graph in self._without_frame}
         for graph in without_frame.values():
             total.add(graph.report())
-        total.cut += self._given_up({(site.op, site.location) for site in total.sites})
+        given_up = self._given_up({site.location for site in total.sites})
+        total.cut += given_up.cut
+        total.advice += given_up.advice
         known = [*functions, *(site.location for site in (*total.sites, *total.cut))]
         total.idle = [place for place in total.skipped if not any(where.is_among([place]) for where in known)]
         return total
 
-    def _given_up(self, kept: set[tuple[str, Location]]) -> list[SiteReport]:
-        """Sites of graphs that Dynamo threw away, where no other graph has the same line."""
+    def _given_up(self, kept: set[Location]) -> Report:
+        """Sites of graphs that Dynamo threw away, where no other graph has the same line, and what the user can do."""
         reasons: dict[tuple[str, Location], str] = {}
         lost = Report()
         for frame, compilations in self._frames.items():
             for number, one in compilations.items():
                 why = None if (frame, number) in compat.watched.kept else one.failure(frame, number)
                 if why is not None:
-                    sites = [(site.op, site.location) for site in one.report().sites]
-                    left = [site for site in sites if site not in kept]
-                    told = [SiteReport(*site, NOT_COMPILED, reasons.setdefault(site, why)) for site in left]
-                    lost = Report.joined([lost, Report(cut=told)])
-        return lost.cut
+                    known = set(kept)
+                    for report in (graph.report() for graph in (*one.earlier, *one.graphs) if graph.report().sites):
+                        left = [(site.op, site.location) for site in report.sites if site.location not in known]
+                        known |= {site.location for site in report.sites}
+                        told = [SiteReport(*site, NOT_COMPILED, reasons.setdefault(site, why)) for site in left]
+                        lost = Report.joined([lost, Report(cut=told, advice=report.advice)])
+        return lost
 
     def reach_limit(self, frame: Any, limit: compat.RecompileLimit) -> bool:
         """Note a frame that is compiled no more. Returns whether it has sites, or may have some."""

@@ -135,8 +135,8 @@ class Report:
 
     - sites: every site, in program order. `rewritten` lists the accepted sites, `declined` the others;
     - called: the operators that the program calls itself. They are not sites;
-    - cut: the sites that Dynamo cut or did not compile, and why. `detail` says which of the two. `unknown` lists the
-      functions that Dynamo gave up on before one of their graphs was looked at;
+    - cut: the sites that Dynamo cut or did not compile, and why. `detail` says which of the two. `lost` lists those that
+      it did not compile. `unknown` lists the functions that Dynamo gave up on before one of their graphs was looked at;
     - checked: for each operator, the number of sites that `mhc.check` compared with the program. `unchecked` lists the
       sites that it could not compare;
     - advice: what the user can do about graphs that Dynamo may give up on;
@@ -222,6 +222,7 @@ class Report:
         for one in reports:
             for name in (*SITES, "fused"):
                 setattr(total, name, _united(getattr(total, name), getattr(one, name)))
+            total.advice = list(dict.fromkeys([*total.advice, *one.advice]))
             total.skipped = list(dict.fromkeys([*total.skipped, *one.skipped]))
             total.compiled = total._in_all() + one._in_all()
             total.graphs = max(total.graphs, one.graphs)
@@ -263,6 +264,11 @@ class Report:
         return [site for site in self.cut if site.op == FUNCTION and site.detail in (NOT_COMPILED, CANNOT_HOLD)]
 
     @property
+    def lost(self) -> list[SiteReport]:
+        """The sites of graphs that Dynamo did not keep. They run eagerly."""
+        return [site for site in self.cut if site.op != FUNCTION and site.detail == NOT_COMPILED]
+
+    @property
     def torn(self) -> list[SiteReport]:
         """`cut` without functions that cannot hold a hyper-connection. Strict mode raises for these entries."""
         return [site for site in self.cut if site.detail != CANNOT_HOLD]
@@ -292,11 +298,12 @@ class Report:
                 graphs += f" from {source}" if count == self._in_all() else f", {count} of them from {source}"
         own = f", {len(self.with_own_gates)} with gates of their own," if self.with_own_gates else ""
         unknown = len(self.unknown)
-        torn = f"; {len(self.cut) - unknown} cut or not compiled" if len(self.cut) > unknown else ""
+        kinds = Counter(site.detail for site in self.cut if site not in self.unknown)
+        torn = "; " + ", ".join(f"{count} {kind}" for kind, count in kinds.items()) if kinds else ""
         torn += f"; {unknown} function{'s' if unknown > 1 else ''} not looked at" if unknown else ""
         torn += f"; {_packages(self.unreported)} without a report" if self.unreported else ""
         return (
-            f"mhc: {len(self.rewritten)} of {len(self.sites)} hyper-connection sites rewritten{own} "
+            f"mhc: {len(self.rewritten)} of {len(self.sites) + len(self.lost)} hyper-connection sites rewritten{own} "
             f"in {graphs} ({self.seconds:.2f} s){torn}"
         )
 
@@ -368,7 +375,8 @@ def _lines(report: Report, most: int | None) -> list[str]:
     """The lines below the first: at most `most` kinds of each group; with None everything, line by line."""
     whole = most is None
     rewritten, declined = _groups(report.rewritten, whole), _groups(report.declined, whole)
-    lines = [line for group in rewritten[:most] for line in _site("  {count} x {op:<28} {place}", group)]
+    lines = [f"  advice: {words}" for words in dict.fromkeys(report.advice) if report.cut]
+    lines += [line for group in rewritten[:most] for line in _site("  {count} x {op:<28} {place}", group)]
     lines += _more(len(rewritten), most, "kind", "of rewritten sites")
     for group in declined[:most]:
         count = f"{len(group)} x " if len(group) > 1 else ""
