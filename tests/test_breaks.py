@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mhc_compile
-from mhc_compile import passes, records
+from mhc_compile import passes
 from mhc_compile.passes.cut import advice
 from mhc_compile.passes.report import Location, Report, SiteReport
 from mhc_compile.testing import EmptyCaptureError, capture
