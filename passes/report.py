@@ -135,8 +135,8 @@ class Report:
 
     - sites: every site, in program order. `rewritten` lists the accepted sites, `declined` the others;
     - called: the operators that the program calls itself. They are not sites;
-    - cut: the sites that Dynamo cut or did not compile, and why. `detail` says which of the two. `lost` lists sites that
-      were not compiled. `unknown` lists functions that Dynamo gave up on before one of their graphs was looked at;
+    - cut: the sites that Dynamo cut or did not compile, and why. `detail` says which. `lost` lists sites that were not
+      compiled. `unknown` lists functions that Dynamo gave up on before one of their graphs was looked at;
     - checked: for each operator, the number of sites that `mhc.check` compared with the program. `unchecked` lists the
       sites that it could not compare;
     - advice: what the user can do about graphs that Dynamo may give up on;
