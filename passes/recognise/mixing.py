@@ -22,7 +22,7 @@ from mhc_compile.passes.recognise.contraction import (
     steps_in,
     streams_in,
 )
-from mhc_compile.passes.recognise.layout import Layout, is_movement
+from mhc_compile.passes.recognise.layout import Dim, Layout, is_movement
 from mhc_compile.passes.recognise.reader import Reader
 from mhc_compile.passes.recognise.streams import Connections
 from mhc_compile.passes.shadow import Op, Value
@@ -151,8 +151,18 @@ def _is_first(value: Value) -> bool:
 
 def _side_by_side(mixing: Mixing, values: Iterable[Value], reader: Reader) -> bool:
     """Whether the program makes one row of several: the parts of what a sublayer reads."""
-    width = mixing.sizes[2]
+    _, _, channel = mixing.out_layout.dims
     return any(
-        value.shape and value.shape[-1] > width and any(source.base is mixing.out for source in reader.views(value))
+        source.base is mixing.out and _covers(source.layout.dims[-1], channel)
         for value in values
+        if value.shape and value.shape[-1] > mixing.sizes[2]
+        for source in reader.views(value)
+    )
+
+
+def _covers(dim: Dim, channel: Dim) -> bool:
+    """Whether a dim goes over all channels, and not over the rows of each of them."""
+    return all(
+        any(step <= stride and stride % step == 0 and size * step >= count * stride for size, step in dim if step)
+        for count, stride in channel
     )

@@ -30,6 +30,7 @@ class _Model(nn.Module):
         self.gate = nn.Parameter(torch.randn(C))
         self.nodes = nn.Parameter(torch.randn(N))
         self.matrix = nn.Parameter(torch.randn(N, N))
+        self.many, self.others = (nn.Linear(3 * C, 3 * C, bias=False) for _ in range(2))
 
     def forward(self, *inputs: Tensor) -> Any:
         return self.function(self, *inputs)
@@ -308,6 +309,13 @@ def members_beside_their_gated_mean(m: Any, members: Tensor) -> Tensor:
 def positions_mixed_and_gated_by_one_vector(m: Any, x: Tensor) -> Tensor:
     gate = torch.sigmoid(m.one(torch.einsum("t,btc->bc", m.nodes.softmax(0), x)))
     return x + torch.einsum("st,btc->bsc", m.matrix, x) * gate.unsqueeze(1)
+
+
+@_model((B, 3 * C, C))
+def mixer_of_more_tokens_than_channels(m: Any, x: Tensor) -> Tensor:
+    """A token's channels are fewer than the tokens of a channel, which are no channels of several rows."""
+    h = F.gelu(m.many(x.mT)).mT + m.one(x.mean(1)).unsqueeze(1)
+    return x + m.others(h.mT).mT
 
 
 @_model(TOKENS)
