@@ -189,7 +189,7 @@ def _count(job: tuple[Config, str, int, int, str]) -> Count:
 def table(content: dict[str, Any]) -> str:
     """Markdown: for each division what the rank sends that sends the most. ValueError if mhc's differs from eager's."""
     lines = [
-        "| ranks | division | " + " | ".join(f"{kind}, GB" for kind in KINDS) + " | all, GB | collectives | sites |",
+        "| ranks | division | " + " | ".join(f"{kind}, GB" for kind in KINDS) + " | total, GB | collectives | sites |",
         "|---" * (len(KINDS) + 5) + "|",
     ]
     groups: dict[tuple[int, str], dict[tuple[int, str], dict[str, Any]]] = {}

@@ -125,5 +125,5 @@ def test_the_table_of_the_documentation_is_that_of_the_results() -> None:
         (ranks, division) for ranks, listed in communication.DIVISIONS.items() for division in listed
     }
     # On a difference: python -m benchmarks.communication table
-    assert table(content) in (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
+    assert table(content) in (ROOT / "docs" / "measurements.md").read_text(encoding="utf-8")
     assert all(each["rewritten"] == each["sites"] == 4 for each in content["counts"] if each["compiled"] == "mhc")

@@ -84,7 +84,12 @@ class _Seen:
         # The first sublayer ends with the sum whose result the second one flattens.
         end = next(i for i, node in enumerate(written) if node.name == "flat_1")
         self.texts["nodes"] = str(len(gm.graph.nodes))
-        self.texts["dynamo"] = "\n".join(map(_node_line, written[:end]))
+        # All but the nodes that make gates: those between the logits and the read.
+        names = [node.name for node in written]
+        logits, read = names.index("res") + 1, names.index("unsqueeze")
+        self.texts["project"] = "\n".join(map(_node_line, written[:logits]))
+        self.texts["gates"] = str(read - logits)
+        self.texts["read_and_write"] = "\n".join(map(_node_line, written[read:end]))
         record = shadow.trace(sizes.from_inputs(functional(gm.graph)))
         first = {node.name for node in written[:end]}
         ops = [op for op in record.ops if op.node.name in first]
@@ -178,13 +183,18 @@ The compilation of a model has these stages:
 | autograd (AOTAutograd) | Dynamo's graph | adds the backward pass: the joint graph |
 | fuse | the joint graph | joins operators of neighbouring sublayers |
 | partition (AOTAutograd) | the joint graph | cuts it into a forward and a backward graph |
-| share | each of the two | compiles identical sublayers once |
-| lower | each of the two | replaces operators by kernels, loops and ATen operators |
-| Inductor | each of the two | plans memory and generates code |
+| share | the forward graph and the backward graph | compiles identical sublayers once |
+| lower | the forward graph and the backward graph | replaces operators by kernels, loops and ATen operators |
+| Inductor | the forward graph and the backward graph | plans memory and generates code |
+
+The **joint graph** has the forward and the backward pass in one graph. ATen is PyTorch's own library of operators.
 
 Dynamo, AOTAutograd and Inductor belong to PyTorch. The other stages run in Inductor's own hooks for custom passes:
 `pre_grad_custom_pass` (record to rewrite), `joint_custom_pre_pass` (fuse) and `post_grad_custom_post_pass` (share,
 lower).
+
+Inductor caches the compiled graphs. The key of the cache covers the sources of mhc_compile and all its options but
+`mhc.check`. A graph from the cache is not rewritten again.
 
 ## The program
 
@@ -197,20 +207,24 @@ shape [2, 8, 4, 32]: 16 tokens, n = 4 streams, C = 32 channels.
 
 The code of a hyper-connection has four steps:
 
-- **project**: all streams of a token become n² + 2n logits.
-- **gates**: the logits become h_pre, h_post and h_res.
+- **project**: all streams of a token, multiplied by phi, become n² + 2n logits.
+- **gates**: the logits become h_pre, h_post and h_res. The loop that makes h_res is a Sinkhorn. Each turn is a
+  **half-step**, which normalises either the rows or the columns.
 - **read**: h_pre weighs the streams. Their sum u is the input of the sublayer.
 - **write**: h_res mixes the streams, and h_post adds the output f of the sublayer.
 
-Three steps touch all streams: project, read and write. They take most of the time. Gates are a few numbers a token.
+Project, read and write touch all streams. They are the **wide** steps, and take most of the time. Gates are a few
+numbers a token.
 
 ## Dynamo's graph
 
 Dynamo traces the model into {nodes} nodes: two sublayers, views included. Their Sinkhorn has 3 half-steps, and
-DeepSeek-V4's 39. The first sublayer is this part of the graph:
+DeepSeek-V4's 39. The first sublayer is this part of the graph, without the {gates} nodes that make the gates:
 
 ```text
-{dynamo}
+{project}
+  ...
+{read_and_write}
 ```
 
 The last line is the new x. The second sublayer repeats these lines with its own parameters.
@@ -218,8 +232,9 @@ The last line is the new x. The second sublayer repeats these lines with its own
 ## Record
 
 Programs spell one computation in many ways: `x.square()` and `x.pow(2)` are one operator of ATen. So each node runs
-once on fake tensors, which have shapes but no data. The record holds the ATen operators that run below autograd. It
-has {recorded} entries. These are the first ten, each with the node that it comes from:
+once on fake tensors, which have shapes but no data. PyTorch splits a composite operator, such as `linear`, into simpler
+ones before it computes them. The record holds these simpler ATen operators. It has {recorded} entries. These are the
+first ten, each with the node that it comes from:
 
 ```text
 {record}
@@ -249,14 +264,14 @@ rewritten is declined, with a reason. The report lists the sites:
 
 The operators take the place of the nodes that they compute. This text shows only the operators. `%0.1` is the second
 result of operator 0. `f=f32[2, 8, 32](%0.0)` is a tensor that other code computes from `%0.0`: the output of the
-sublayer.
+sublayer. The results of `generate_mix_and_aggregate` are the sublayer's input, h_post and h_res.
 
 ```text
 {rewritten}
 ```
 
-`return` names the results from which the graph's outputs are computed. Here the output is `%3` itself, or other code
-computes it from `%3`. `return` alone means that no operator has a part in the outputs.
+`return` names the results from which the graph's outputs are computed. Here the model returns the mean of `%3` over its
+streams. `return` alone means that no output is computed from an operator's result.
 
 `mhc_compile.testing.capture` returns this text for your own model. If Dynamo makes several graphs, their texts follow
 one another, and each counts from `%0`. The line between two of them says where the graph breaks, with the function and
@@ -268,8 +283,13 @@ cut: Dynamo breaks the graph in forward, at torch._dynamo.graph_break()
 
 ## Autograd
 
-AOTAutograd traces forward and backward into one graph. Each operator has a backward operator of its own. x needs no
-gradient here, so the last backward operator does not compute it (`needs=[False, ...]`).
+AOTAutograd traces forward and backward into one graph. Each operator has a backward operator of its own. Its arguments:
+
+- `d_` stands for a gradient: `d_x_new` is the gradient of the new streams, which `expand_combine` has made.
+- `h` and `ms` are further results of `generate_mix_and_aggregate`, which are kept for the backward pass. `h` is the
+  product of phi and the streams. `ms` is the mean of the squares of a token's streams.
+- `needs` says which arguments need a gradient, in the order of the forward operator. x needs none here, so the last
+  backward operator does not compute it (`needs=[False, ...]`).
 
 ```text
 {joint}
@@ -278,7 +298,14 @@ gradient here, so the last backward operator does not compute it (`needs=[False,
 ## Fuse
 
 Between two sublayers, `expand_combine` writes the new x, and `generate_mix_and_aggregate` reads it. One
-`boundary` does both. Their backward operators are joined in the same way. The report counts the fusions: {fusions}.
+`boundary` does both. Their backward operators become one `boundary_backward`.
+
+Before that, `accumulate` removes an addition. Two operators read the x between the sublayers, so its gradient is a sum.
+Autograd adds the two parts: `d_x_new=f32[2, 8, 4, 32](%4.3, %5.0)` above. With `accumulate`, the second operator adds
+the first part itself. That operator is then part of the `boundary_backward`, which takes the first part as
+`d_x_new=%3.3`.
+
+The report counts the fusions: {fusions}.
 
 ```text
 {fused}
@@ -288,14 +315,14 @@ Between two sublayers, `expand_combine` writes the new x, and `generate_mix_and_
 
 ## Partition
 
-AOTAutograd's partitioner chooses what the forward pass keeps for the backward pass, and cuts the graph in two. The
-forward graph returns the result, `%2`, and what it keeps:
+AOTAutograd's partitioner chooses what the forward pass keeps for the backward pass, and cuts the graph in two. This is
+the forward graph. It returns the result, which is computed from `%2`, and the tensors that it keeps.
 
 ```text
 {forward}
 ```
 
-The backward graph begins with these tensors:
+This is the backward graph. The tensors that were kept are inputs of it, so they have no number here.
 
 ```text
 {backward}
@@ -308,14 +335,19 @@ Identical sublayers become calls of one graph, so Inductor compiles them once. {
 
 ## Lower
 
-Inductor sees an unknown operator as a call of Python. So operators are taken apart:
+Inductor does not know the operators of mhc_compile. It would call each of them from Python, which costs time. So
+operators are split into parts that Inductor knows:
 
 - **On a GPU**, an operator becomes launches of its Triton kernels. Inductor plans their memory, and CUDA graphs hold
   them.
 - **On a CPU**, an operator becomes ATen operators, which Inductor fuses with their neighbours, and loops in C++.
 
-On a CPU, the forward graph calls these loops: {forward_loops}. The backward graph calls {backward_loops}. All else in
-both graphs is ATen operators.
+For this model on a CPU, the forward graph calls these loops: {forward_loops}. The backward graph calls
+{backward_loops}. All else in both graphs is ATen operators.
+
+- `mix` projects the streams and makes the gates, and `mix_backward` computes the gradients of both.
+- `products` multiplies two tensors and adds up the products over the C channels, for the gradients of gates.
+- `phi_gradient` computes the gradient of phi.
 
 From here on, Inductor compiles the graphs as usual.
 
@@ -323,7 +355,6 @@ From here on, Inductor compiles the graphs as usual.
 
 - A rewrite may decline, but it must not be wrong. [Accuracy](accuracy.md) has the rule and the figures.
 - A failure in a stage leaves the graph as it was before that stage. [Reliability](reliability.md) has the details.
-- Inductor caches the compiled graphs. The key covers the sources of this package and its options.
 """
 
 
@@ -341,6 +372,10 @@ def _check(texts: dict[str, str]) -> None:
     assert "= boundary(" in texts["fused"]
     assert "= boundary_backward(" in texts["fused"]
     assert texts["forward"].splitlines()[-1].startswith("return %2,")
+    assert "d_x_new=f32[2, 8, 4, 32](%4.3, %5.0)" in texts["joint"]
+    assert "= boundary_backward(d_x_new=%3.3," in texts["fused"]
+    loops = f"{texts['forward_loops']}, {texts['backward_loops']}"
+    assert set(re.findall(r"\w+(?=,|$)", loops)) == {"mix", "mix_backward", "products", "phi_gradient"}
 
 
 def generate() -> str:
