@@ -27,12 +27,13 @@ from mhc_compile.hooks import (
     lost,
     passes_of,
     second_try,
+    strict_words,
     trace,
 )
 from mhc_compile.options import CHECK, INPUT_NORM, OPTIONS, PREFIX, SKIP, OptionError, split
 from mhc_compile.passes.cut import can_hold
 from mhc_compile.passes.places import Places
-from mhc_compile.passes.report import function_at
+from mhc_compile.passes.report import FUNCTION, Location, function_at
 
 log = logging.getLogger(__name__)
 
@@ -75,10 +76,8 @@ def _wanted(backend: Any, ours: Any, options: dict[str, Any]) -> dict[str, Any] 
 def given_up(function: compat.GivenUp, ours: Any) -> None:
     """Note a function that Dynamo gives up on. Strict options raise if its own lines may hold a hyper-connection."""
     wanted = _wanted(function.backend, ours, function.options)
-    if wanted is not None and records.give_up(function) and wanted.get("mhc.strict"):
-        skipped = records.place(function).is_among(wanted.get(SKIP, ()))
-        if can_hold(function.reached) and not skipped:
-            raise StrictError(str(records.report()))
+    if wanted is not None and records.give_up(function) and wanted.get("mhc.strict") and can_hold(function.reached):
+        _be_strict(records.place(function), wanted)
 
 
 def mhc(
@@ -143,10 +142,16 @@ def _compiling(options: dict[str, Any], module: Any) -> Iterator[records.Compile
 def left_eager(frame: Any, limit: compat.RecompileLimit, ours: Any) -> None:
     """Note a function that is compiled no more. Strict options raise if it may hold, or call, hyper-connections."""
     wanted = _wanted(limit.backend, ours, limit.options)
-    if wanted is not None:
-        skipped = records.place(limit).is_among(wanted.get(SKIP, ()))
-        if records.reach_limit(frame, limit) and wanted.get("mhc.strict") and not skipped:
-            raise StrictError(str(records.report()))
+    if wanted is not None and records.reach_limit(frame, limit) and wanted.get("mhc.strict"):
+        _be_strict(records.place(limit), wanted)
+
+
+def _be_strict(place: Location, options: dict[str, Any]) -> None:
+    """Raise for a function that Dynamo does not compile, if `mhc.skip` does not name the line of its `def`."""
+    report = records.report()
+    left = [site for site in report.torn if site.op == FUNCTION and site.location == place]
+    if lost(left, options):
+        raise StrictError(strict_words(report, left))
 
 
 def _tell_of_nothing(code: CodeType, compilation: Any, used: Any) -> None:

@@ -59,8 +59,9 @@ class Configured(compat.CustomGraphPass):
         """Raise for sites that were left. Not earlier: Dynamo may throw a graph away until autograd has traced it."""
         if self.options["mhc.strict"]:
             report = compiled.report()
-            if lost([*report.declined, *report.torn], self.options) or report.errors:
-                raise StrictError(_words(report))
+            left = lost([*report.declined, *report.torn], self.options)
+            if left or report.errors:
+                raise StrictError(strict_words(report, left))
 
 
 def lost(sites: Sequence[SiteReport], options: dict[str, Any]) -> list[SiteReport]:
@@ -128,9 +129,22 @@ def trace(compiled: records.Compiled, report: Report, rewritten: fx.GraphModule 
         compat.trace_artifact("mhc_report", lambda: str(report))
 
 
-def _words(report: Report) -> str:
+# How many sites the first line of an error names.
+_NAMED = 3
+
+
+def strict_words(report: Report, left: Sequence[SiteReport]) -> str:
+    """The message of a `StrictError`: what it is raised for, how to accept that, and the report."""
     try:
-        return str(report)
+        named = [
+            f"{site.op} at {site.location} is {'declined' if site in report.declined else site.detail}"
+            for site in left[:_NAMED]
+        ]
+        named += [f"{len(left) - _NAMED} more are left"] * (len(left) > _NAMED)
+        named += ["something failed inside mhc_compile"] * bool(report.errors)
+        places = ", ".join(f'"{place}"' for place in dict.fromkeys(str(site.location) for site in left))
+        skip = f'. To accept these lines, pass options={{"mhc.skip": [{places}]}}' if left else ""
+        return f'options={{"mhc.strict": True}} raises: {"; ".join(named)}{skip}\n{report}'
     except Exception as error:
         told(error, "the report is incomplete", report.errors)
         return "; ".join([site.reason or "" for site in report.declined] + report.errors)

@@ -175,6 +175,8 @@ def verify(
         _check_memory(module)
         draws = KeepDraws()
         tell(f"verify: runs the model {', '.join(_HOW[run] for run in ('float64', *runs))}")
+        if records.report().graphs:
+            tell("verify: what was compiled before is compiled again when it is called, and report() begins anew")
         if inductor:
             tell("verify: a first compilation may take minutes; inductor=False leaves out plain Inductor's")
         tell("verify: float64 ...")
@@ -279,7 +281,9 @@ def _exact(module: nn.Module, args: Any, kwargs: Any, grad: bool, draws: KeepDra
     try:
         reference = Float64Reference(module)
         # Recomputation runs in backward, which torch calls with every mode off: it would leave float64.
-        getattr(reference.module, "gradient_checkpointing_disable", lambda: None)()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # transformers is about to rename it
+            getattr(reference.module, "gradient_checkpointing_disable", lambda: None)()
         reference.module.zero_grad(set_to_none=True)
         with ReplayDraws(draws.draws):
             return _evaluate(reference, reference.module, args, kwargs, grad, torch.float64)

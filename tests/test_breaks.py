@@ -76,8 +76,14 @@ def test_a_sublayer_that_a_break_cuts_is_reported() -> None:
 
 def test_a_sublayer_that_a_break_cuts_is_not_strict() -> None:
     compiled = torch.compile(Broken(4, 6, 3, 2), backend="mhc", options={"mhc.strict": True})
-    with pytest.raises(mhc_compile.StrictError, match=f"its gates are used outside this graph: .*{_place(Broken)}"):
+    words = f"its gates are used outside this graph: .*{_place(Broken)}"
+    with pytest.raises(mhc_compile.StrictError, match=words) as caught:
         compiled(torch.randn(X))
+    place = str(mhc_compile.report().cut[0].location)
+    assert str(caught.value).splitlines()[0] == (
+        f'options={{"mhc.strict": True}} raises: generate_mix_and_aggregate at {place} is cut. '
+        f'To accept these lines, pass options={{"mhc.skip": ["{place}"]}}'
+    )
 
 
 class InALoop(Sublayer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -122,6 +123,30 @@ def test_a_model_without_hyper_connections_is_right() -> None:
     assert result.ok
     assert set(result.errors) == {"eager", "inductor", "mhc"}
     assert "right, but nothing was rewritten" in str(result)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_it_says_that_compiled_code_is_dropped() -> None:
+    model, lines = nn.Linear(4, 3), []
+    for _ in range(2):
+        lines.append([])
+        mhc_compile.verify(model, torch.randn(2, 4), inductor=False, say=lines[-1].append)
+        torch.compile(model, backend="mhc")(torch.randn(2, 4))
+    dropped = "verify: what was compiled before is compiled again when it is called, and report() begins anew"
+    assert [dropped in told for told in lines] == [False, True]
+
+
+class Renamed(nn.Linear):
+    """A method that the library which has it is about to rename."""
+
+    def gradient_checkpointing_disable(self) -> None:
+        warnings.warn("renamed", FutureWarning, stacklevel=2)
+
+
+def test_it_warns_of_nothing_that_only_it_calls() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert mhc_compile.verify(Renamed(4, 3), torch.randn(2, 4), inductor=False, say=None).ok
 
 
 def test_raising_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
