@@ -172,7 +172,7 @@ class _Compilation:
 
     def failure(self, frame: Any, number: Any) -> str | None:
         """Why there is no code that Dynamo could keep; None where it may be at work still."""
-        failures = [graph.failure for graph in self.graphs if graph.failure is not None]
+        failures = [graph.failure for graph in (*self.earlier, *self.graphs) if graph.failure is not None]
         breaks = [one for one in compat.watched.breaks if (one.frame, one.number) == (frame, number)]
         if not failures:
             return None

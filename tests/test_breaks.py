@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mhc_compile
-from mhc_compile import passes
+from mhc_compile import passes, records
 from mhc_compile.passes.cut import advice
 from mhc_compile.passes.report import Location, Report, SiteReport
 from mhc_compile.testing import EmptyCaptureError, capture
@@ -406,6 +406,13 @@ def test_advice_for_graphs_that_are_given_up() -> None:
     (words,) = advice(graph)
     assert words.startswith("On a CPU, ")  # it may follow a full stop
     assert 'model.set_experts_implementation("batched_mm") keeps the graph whole' in words
+
+
+def test_a_failure_in_an_earlier_attempt_is_one_of_a_compilation() -> None:
+    failed, later = records.Compiled(failure="RuntimeError: planted"), records.Compiled()
+    found = records._Compilation(1, [failed], [later]).failure(None, None)
+    assert found == "its graph failed: RuntimeError: planted"
+    assert records._Compilation(1, [], [later]).failure(None, None) is None
 
 
 def test_strict_options_do_not_put_up_with_eager_code(monkeypatch: pytest.MonkeyPatch) -> None:
