@@ -152,12 +152,12 @@ def _digest(report: Report) -> str:
 class _Compilation:
     """The graphs of one compilation of a frame. It counts from when Dynamo keeps the code that calls them.
 
-    earlier: those of Dynamo's earlier attempts, which it threw away.
+    before: Dynamo's attempt before this one, which it threw away.
     """
 
     attempt: int
-    earlier: list[Compiled] = field(default_factory=list)
     graphs: list[Compiled] = field(default_factory=list)
+    before: _Compilation | None = None
 
     def report(self) -> Report:
         total = Report()
@@ -170,9 +170,23 @@ class _Compilation:
         """The numbers of the modules that paths in its report name."""
         return {path: number for graph in self.graphs for path, number in graph.modules.items()}
 
+    def attempts(self) -> list[_Compilation]:
+        """Dynamo's attempts, this one included, the first one first."""
+        return [*(self.before.attempts() if self.before is not None else []), self]
+
+    def left(self, kept: set[Location]) -> Iterator[tuple[list[SiteReport], list[str]]]:
+        """The sites of each attempt at lines that neither `kept` nor an earlier attempt has, and its advice."""
+        known = set(kept)
+        for attempt in self.attempts():
+            report = attempt.report()
+            if report.sites:
+                yield [site for site in report.sites if site.location not in known], report.advice
+            known |= {site.location for site in report.sites}
+
     def failure(self, frame: Any, number: Any) -> str | None:
         """Why there is no code that Dynamo could keep; None where it may be at work still."""
-        failures = [graph.failure for graph in (*self.earlier, *self.graphs) if graph.failure is not None]
+        graphs = [graph for attempt in self.attempts() for graph in attempt.graphs]
+        failures = [graph.failure for graph in graphs if graph.failure is not None]
         breaks = [one for one in compat.watched.breaks if (one.frame, one.number) == (frame, number)]
         if not failures:
             return None
@@ -230,7 +244,7 @@ class Ledger:
         compilations = self._frames.setdefault(frame, {})
         now = compilations.setdefault(number, _Compilation(attempt))
         if now.attempt != attempt:
-            now = compilations[number] = _Compilation(attempt, [*now.earlier, *now.graphs])
+            now = compilations[number] = _Compilation(attempt, before=now)
         now.graphs.append(graph)
         self._last = compilations[number]
 
@@ -313,13 +327,12 @@ class Ledger:
         for frame, compilations in self._frames.items():
             for number, one in compilations.items():
                 why = None if (frame, number) in compat.watched.kept else one.failure(frame, number)
-                if why is not None:
-                    known = set(kept)
-                    for report in (graph.report() for graph in (*one.earlier, *one.graphs) if graph.report().sites):
-                        left = [(site.op, site.location) for site in report.sites if site.location not in known]
-                        known |= {site.location for site in report.sites}
-                        told = [SiteReport(*site, NOT_COMPILED, reasons.setdefault(site, why)) for site in left]
-                        lost = Report.joined([lost, Report(cut=told, advice=report.advice)])
+                if why is None:
+                    continue
+                for sites, advice in one.left(kept):
+                    told = [(site.op, site.location) for site in sites]
+                    cut = [SiteReport(*site, NOT_COMPILED, reasons.setdefault(site, why)) for site in told]
+                    lost = Report.joined([lost, Report(cut=cut, advice=advice)])
         return lost
 
     def reach_limit(self, frame: Any, limit: compat.RecompileLimit) -> bool:

@@ -83,8 +83,8 @@ class Verification:
             numbers = "".join(f"{cell:>11.2e}" for cell in (*cells, finding.limit))
             lines.append(f"{finding.what:<{width}}{numbers}{mark}")
         times = ", ".join(f"{run} {self.seconds[run]:.1f} s" for run in self.seconds)
-        rewritten, found = len(self.report.rewritten), len(self.report.sites)
-        lines.append(f"{rewritten} of {found} hyper-connection sites rewritten; runs took {times}")
+        rewritten = len(self.report.rewritten)
+        lines.append(f"{rewritten} of {self.report.found} hyper-connection sites rewritten; runs took {times}")
         lines += self.report.told_of_cut()
         lines += [f"error in the passes: {message}" for message in self.report.errors]
         return "\n".join([*lines, self._verdict()])

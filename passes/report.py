@@ -269,6 +269,11 @@ class Report:
         return [site for site in self.cut if site.op != FUNCTION and site.detail == NOT_COMPILED]
 
     @property
+    def found(self) -> int:
+        """The number of sites, those of graphs that Dynamo did not keep included."""
+        return len(self.sites) + len(self.lost)
+
+    @property
     def torn(self) -> list[SiteReport]:
         """`cut` without functions that cannot hold a hyper-connection. Strict mode raises for these entries."""
         return [site for site in self.cut if site.detail != CANNOT_HOLD]
@@ -297,13 +302,13 @@ class Report:
             if count:
                 graphs += f" from {source}" if count == self._in_all() else f", {count} of them from {source}"
         own = f", {len(self.with_own_gates)} with gates of their own," if self.with_own_gates else ""
-        unknown = len(self.unknown)
-        kinds = Counter(site.detail for site in self.cut if site not in self.unknown)
+        gone = self.unknown
+        kinds, unknown = Counter(site.detail for site in self.cut if site not in gone), len(gone)
         torn = "; " + ", ".join(f"{count} {kind}" for kind, count in kinds.items()) if kinds else ""
         torn += f"; {unknown} function{'s' if unknown > 1 else ''} not looked at" if unknown else ""
         torn += f"; {_packages(self.unreported)} without a report" if self.unreported else ""
         return (
-            f"mhc: {len(self.rewritten)} of {len(self.sites) + len(self.lost)} hyper-connection sites rewritten{own} "
+            f"mhc: {len(self.rewritten)} of {self.found} hyper-connection sites rewritten{own} "
             f"in {graphs} ({self.seconds:.2f} s){torn}"
         )
 

@@ -381,6 +381,8 @@ def test_lines_that_dynamo_gives_up_on_after_all_are_lost(
     assert f"mhc: 2 of {2 + writes} hyper-connection sites rewritten" in head
     assert head.endswith(f"; 2 cut, {writes} not compiled")
     assert first == "  advice: Read no numbers on the host"
+    assert f"<title>Hyper-connections of the model: 2 of {2 + writes} sites rewritten" in report.html()
+    assert f"\n2 of {2 + writes} hyper-connection sites rewritten" in str(mhc_compile.Verification(report=report))
 
 
 def test_verify_prints_no_traceback_of_such_a_graph(capfd: pytest.CaptureFixture[str]) -> None:
@@ -410,9 +412,9 @@ def test_advice_for_graphs_that_are_given_up() -> None:
 
 def test_a_failure_in_an_earlier_attempt_is_one_of_a_compilation() -> None:
     failed, later = records.Compiled(failure="RuntimeError: planted"), records.Compiled()
-    found = records._Compilation(1, [failed], [later]).failure(None, None)
+    found = records._Compilation(1, [later], before=records._Compilation(0, [failed])).failure(None, None)
     assert found == "its graph failed: RuntimeError: planted"
-    assert records._Compilation(1, [], [later]).failure(None, None) is None
+    assert records._Compilation(1, [later]).failure(None, None) is None
 
 
 def test_strict_options_do_not_put_up_with_eager_code(monkeypatch: pytest.MonkeyPatch) -> None:

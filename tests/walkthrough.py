@@ -194,7 +194,7 @@ Dynamo, AOTAutograd and Inductor belong to PyTorch. The other stages run in Indu
 lower).
 
 Inductor caches the compiled graphs. The key of the cache covers the sources of mhc_compile and all its options but
-`mhc.check`. A graph from the cache is not rewritten again.
+`mhc.check`. The rewriting comes before the look-up, so it is done again for a graph from the cache.
 
 ## The program
 
