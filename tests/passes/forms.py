@@ -240,7 +240,9 @@ GROUPS: dict[str, list[Form]] = {
             "left",
             "make the channels the last dim",
         ),
-        _near("dropout of the mixed streams", reasons.DropoutOfMixed, READ_FUSED, state="left", reason="dropout"),
+        _near(
+            "dropout of the mixed streams", reasons.DropoutOfMixed, READ_FUSED, WRITE, state="left", reason="dropout"
+        ),
         _near("a projection in float64", reasons.ProjectionInFloat64, READ, WRITE, state="left", reason="float64"),
         Form(
             "streams in a Python list that leaves the graph",
