@@ -21,7 +21,9 @@ $(STAMP): pyproject.toml constraints.txt $(CONSTRAINTS)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[test,demo]'
 	touch $@
 
-# pytest's own selection leaves out what needs a GPU and what is marked thorough; test-all leaves out the first alone.
+# pytest's own selection leaves out what needs a GPU and what is marked slow or thorough; test-all leaves out the first
+# alone.
+test: PYTEST_ARGS = --thin 8
 test: lint types pytest
 
 test-all: PYTEST_ARGS = -m "not gpu"

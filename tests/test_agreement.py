@@ -11,6 +11,7 @@ from torch import fx
 from mhc_compile import agreement
 from tests.jobs import Seen, run_job
 
+pytestmark = pytest.mark.slow
 MIX, COMBINE = "generate_mix_and_aggregate", "expand_combine"
 ALL = [MIX, COMBINE, MIX, COMBINE]
 # For float32 sums in another order. There is no difference if eager code runs the same operators.

@@ -41,6 +41,7 @@ def _rewritten() -> int:
     return len(records.last().rewritten)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kwargs", [{}, {"mode": "max-autotune-no-cudagraphs"}, {"options": {"max_fusion_size": 8}}])
 def test_modes_and_options(stack: Stack, kwargs: dict[str, Any]) -> None:
     _same(torch.compile(stack, backend="mhc", fullgraph=True, **kwargs), stack, 2, 3)
@@ -83,6 +84,7 @@ def test_wrong_options(fullgraph: bool, kwargs: dict[str, Any], message: str) ->
         compiled(torch.ones(2))
 
 
+@pytest.mark.slow
 def test_dynamic_shapes_compile_once(stack: Stack) -> None:
     compiled = torch.compile(stack, backend="mhc", dynamic=True)
     _same(compiled, stack, 2, 3)
@@ -92,6 +94,7 @@ def test_dynamic_shapes_compile_once(stack: Stack) -> None:
     assert counters["stats"]["unique_graphs"] == 0
 
 
+@pytest.mark.slow
 def test_automatic_dynamic_shapes(stack: Stack) -> None:
     compiled = torch.compile(stack, backend="mhc")
     counters.clear()
@@ -102,6 +105,7 @@ def test_automatic_dynamic_shapes(stack: Stack) -> None:
     assert _rewritten() == 3
 
 
+@pytest.mark.slow
 def test_a_float_that_is_an_input_becomes_a_constant(stack: Stack) -> None:
     """With dynamic=True a module's eps is an input; a form recognised at one eps must not be used at another."""
     compiled = torch.compile(stack, backend="mhc", dynamic=True)
@@ -133,6 +137,7 @@ def test_autocast(stack: Stack) -> None:
     assert errors[1] <= 1.1 * errors[0]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_around_a_compiled_model(stack: Stack) -> None:
     """The first call compiles while the hooks of the checkpoint are on: what the passes save is not the model's."""
     hidden = torch.randn(2, 3, 32)
@@ -148,6 +153,7 @@ def test_a_checkpoint_around_a_compiled_model(stack: Stack) -> None:
         torch.testing.assert_close(p.grad, eager[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
+@pytest.mark.slow
 def test_checkpoint_regions_are_rewritten(stack: Stack) -> None:
     def run(hidden: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = torch.utils.checkpoint.checkpoint(stack, hidden, use_reentrant=False)
@@ -163,6 +169,7 @@ def test_checkpoint_regions_are_rewritten(stack: Stack) -> None:
         torch.testing.assert_close(p.grad, eager[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
+@pytest.mark.slow
 def test_enable_and_disable(stack: Stack) -> None:
     compiled = torch.compile(stack)
     records.forget()
@@ -193,6 +200,7 @@ def test_a_users_own_pass_is_kept(stack: Stack) -> None:
     assert _rewritten() == 3
 
 
+@pytest.mark.slow
 def test_a_failure_inside_leaves_the_graph_alone(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any, **options: Any) -> planning.Plan:
         raise RuntimeError("planted")
@@ -304,6 +312,7 @@ class Returned(torch.nn.Module):
         return written, read, read.detach()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_views_that_leave_a_graph_are_the_same_from_the_cache(dynamic: bool) -> None:
     """Not as `aten._unsafe_view`, of which graphs in the cache of torch up to 2.13 have forgotten the sizes."""

@@ -31,6 +31,7 @@ def run(case: Case, *names: str) -> list[dict[str, Any]]:
     return bench().run(case, names)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_the_whole_runner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "results" / "cpu.json"
@@ -249,6 +250,7 @@ def test_what_exceeds_the_memory_is_skipped(monkeypatch: pytest.MonkeyPatch) -> 
     assert result["reason"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 99.00 GiB."
 
 
+@pytest.mark.slow
 def test_a_budget(capsys: pytest.CaptureFixture[str]) -> None:
     """What took 50 s is expected to take 50 s, in a case of another name as well; what is unknown is tried."""
     cases = {"main": [replace(TINY, modes=("forward",))], "tokens": [replace(TINY, tokens=7, modes=("forward",))]}
@@ -305,6 +307,7 @@ def test_a_first_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert 0 < json.loads(capsys.readouterr().out)["seconds"] < 60
 
 
+@pytest.mark.slow
 def test_compiled_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a process compiled has no time of a first call; what failed or had no time has."""
     asked = []

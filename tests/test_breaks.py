@@ -385,6 +385,7 @@ def test_lines_that_dynamo_gives_up_on_after_all_are_lost(
     assert f"\n2 of {2 + writes} hyper-connection sites rewritten" in str(mhc_compile.Verification(report=report))
 
 
+@pytest.mark.slow
 def test_verify_prints_no_traceback_of_such_a_graph(capfd: pytest.CaptureFixture[str]) -> None:
     result = mhc_compile.verify(NoBackward(4, 6, 3, 2), torch.randn(X), inductor=False, raises=False, say=None)
     assert _names(result.report.cut) == ["generate_mix", "aggregate", "expand_combine"]

@@ -238,6 +238,7 @@ def test_an_operator_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     ] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_inductor")
 def test_inference_and_dynamic_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """One graph for all lengths; without gradients there are none to wait for."""

@@ -15,6 +15,7 @@ from benchmarks import communication
 from benchmarks.communication import MODEL, Collectives, Config, Count, chosen, counts, table
 from mhc_compile import compat
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 SMALL = Config(layers=2, width=64, heads=4, context=32)
 FSDP, TP, RANKS = 2, 2, 4

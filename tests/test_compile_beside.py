@@ -60,6 +60,7 @@ def _is_early(file: str) -> bool:
     return file == cpp.__file__
 
 
+@pytest.mark.slow
 def test_kernels_are_begun_when_their_code_is_written_and_compiled_once(asked: list[tuple[str, str, str]]) -> None:
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
@@ -72,6 +73,7 @@ def test_kernels_are_begun_when_their_code_is_written_and_compiled_once(asked: l
     assert turns == [True, False, True, False]  # forward, backward: all of a graph's before its code asks for the first
 
 
+@pytest.mark.slow
 def test_what_cannot_be_begun_is_left_to_inductor(
     asked: list[tuple[str, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,6 +169,7 @@ def _first(folder: Path, parent: int) -> Path:
     return cache
 
 
+@pytest.mark.slow
 def test_a_process_that_comes_afterwards_compiles_its_kernels_alone(tmp_path: Path) -> None:
     cache = _first(tmp_path, os.getpid())
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TMPDIR": str(tmp_path)}

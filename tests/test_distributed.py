@@ -24,7 +24,7 @@ LAYER = ["expand_combine", "generate_mix_and_aggregate"]
 # phi, scale and bias of each layer and of the head.
 REPLICAS = 3 * (LAYERS + 1)
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_dynamo")]
 
 
 def _job(folder: Path, device: str, ranks: int, *cases: str) -> Seen:

@@ -43,10 +43,12 @@ def test_calling_the_operators_trains() -> None:
     _assert_it_learned(_run("call_the_operators.py"))
 
 
+@pytest.mark.slow
 def test_the_snapshot_holds() -> None:
     assert "expand_combine" in _run("snapshot_a_model.py")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_moved() -> None:
     told = _run("move_a_checkpoint.py")
     (difference,) = re.findall(r"largest difference between the modules: (\S+)", told)

@@ -334,6 +334,7 @@ def _is_flat(run: Callable[[int], None], times: int) -> None:
     assert more - memory < _ROOM, f"{(more - memory) >> 20} MiB more"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [400, pytest.param(10_000, marks=pytest.mark.thorough)])
 def test_steps_keep_nothing(times: int) -> None:
     model, x = Sublayer(4, 6, 3, 2), torch.randn(2, 3, 4, 6)
@@ -341,6 +342,7 @@ def test_steps_keep_nothing(times: int) -> None:
     _is_flat(lambda number: _step(compiled, model, x), times)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [8, pytest.param(300, marks=pytest.mark.thorough)])
 def test_recompilations_keep_nothing(times: int) -> None:
     """After a reset. Hooks on what autograd saves would keep every tensor of a record."""
@@ -354,6 +356,7 @@ def test_recompilations_keep_nothing(times: int) -> None:
     _is_flat(run, times)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [300, pytest.param(100_000, marks=pytest.mark.thorough)])
 def test_many_token_counts(times: int) -> None:
     model = Sublayer(4, 6, 1, 1)
@@ -380,6 +383,7 @@ def test_a_deleted_model_is_freed() -> None:
     assert gone() is None
 
 
+@pytest.mark.slow
 def test_a_reset_leaves_nothing() -> None:
     """No graph, no report and no tensor."""
     torch._dynamo.reset()

@@ -157,6 +157,7 @@ def own_cache() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @fault("Inductor does not compile the kernels or loops of a graph")
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.usefixtures("own_cache")
@@ -433,6 +434,7 @@ def _process(*args: str, cache: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=around, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 @fault("A process is killed while it compiles loops")
 def test_a_killed_process(tmp_path: Path) -> None:
     """With it its compiler, which leaves a part of the library."""

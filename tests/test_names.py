@@ -74,6 +74,7 @@ def test_the_version_is_the_one_of_the_changelog() -> None:
     assert mhc_compile.__version__ == latest[1]
 
 
+@pytest.mark.slow
 def test_a_torch_that_was_not_tested_is_told_once() -> None:
     """In a fresh process that uses the package in three ways."""
     code = """

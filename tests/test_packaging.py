@@ -147,6 +147,7 @@ def test_the_backend_is_found_without_an_import(built: Path, tmp_path: Path) -> 
     assert Path(path) == tmp_path / "mhc_compile" / "__init__.py"
 
 
+@pytest.mark.slow
 def test_threads_that_all_use_the_backend_first(built: Path, tmp_path: Path) -> None:
     """Eight threads of a fresh process ask for the backend and compile at the same time."""
     code = (

@@ -186,6 +186,7 @@ def test_a_function_to_skip_is_known_before_the_recompile_limit() -> None:
     assert told == [f"  mhc.skip names {place}, and no site is there" for place in (inlined, "model.py:1")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stance", ["force_eager", "eager_on_recompile", "fail_on_recompile"])
 def test_a_look_compiles_whatever_the_stance(stance: str) -> None:
     """And the stance holds again afterwards."""

@@ -206,6 +206,7 @@ PROGRAM = textwrap.dedent(
 )
 
 
+@pytest.mark.slow
 def test_logs_and_traces(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
@@ -305,6 +306,7 @@ def _without_time(text: str) -> str:
     return re.sub(r"\([\d.]+ s\)", "", text)
 
 
+@pytest.mark.slow
 def test_a_compiled_graph_has_its_report_wherever_it_is_kept(tmp_path: Path) -> None:
     (first,) = _run("first", tmp_path / "cache", tmp_path)
     assert "4 of 4 hyper-connection sites rewritten in 1 graph (" in first["report"]

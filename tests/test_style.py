@@ -15,6 +15,7 @@ from tests import needs
 from tests.jobs import Seen, run_job
 from tests.styles import BATCH, LAYERS, LENGTH, STREAMS, WIDTH
 
+pytestmark = pytest.mark.slow
 EAGER = ("rows", "tokens", "channels", "whole")
 COMPILED = ("tokens, compiled", "channels, compiled")
 SITES = sorted([*("expand_combine", "generate_mix_and_aggregate") * LAYERS, "head"])

@@ -21,6 +21,7 @@ from tests import needs
 from tests.fuzz.plants import PLANTS, planted
 from tests.jobs import environment_of
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 STEPS = 3

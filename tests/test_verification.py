@@ -35,6 +35,7 @@ class Model(Sublayer):
         return {"streams": out, "more": (out.mean(), None, [x.shape[0]])}
 
 
+@pytest.mark.slow
 def test_a_right_model_passes_and_is_left_as_it_was() -> None:
     model = Model()
     model.weight.grad = torch.full_like(model.weight, 3.0)
@@ -64,6 +65,7 @@ def test_a_right_model_passes_and_is_left_as_it_was() -> None:
     assert torch._dynamo.convert_frame.output_codes.seen == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["transposed mixing", "gradient lost"])
 def test_a_wrong_rewriting_is_caught(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes, "run", planted(kind))
@@ -78,6 +80,7 @@ def test_a_wrong_rewriting_is_caught(kind: str, monkeypatch: pytest.MonkeyPatch)
         assert caught.value.verification.failures
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_verified_as_it_is_written() -> None:
     """`model.compile()` changes what a call of the model does: eager's results would be those of a compiled one."""
 

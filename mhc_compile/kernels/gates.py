@@ -16,8 +16,8 @@ _UNIT, _LOG2_UNIT, _LARGEST = tl.constexpr(2.0**-100), tl.constexpr(-100.0), tl.
 _LN2_HIGH, _LN2_MIDDLE = tl.constexpr(0.69140625), tl.constexpr(0.001739501953125)
 _LN2_LOW = tl.constexpr(1.4286068202862268e-06)
 _LARGEST_FLOAT = tl.constexpr(3.4028234663852886e38)
-# Triton 3.7 adds what one thread has one after the other. 3.6 and 3.8 add pairs first.
-_ADDS_IN_LINE = tl.constexpr(triton.__version__.startswith("3.7."))
+# With Triton 3.7, gradients of 8 streams that vanish were not 0. With 3.6 and 3.8 they are.
+_HALVES_FIRST = tl.constexpr(triton.__version__.startswith("3.7."))
 # exp of less is 0 in float32.
 _LEAST_EXPONENT = tl.constexpr(-170.0)
 
@@ -33,21 +33,30 @@ def rounded_product(x, y):
 
 
 @triton.jit
-def sum_along(x, AXIS: tl.constexpr):
-    """The sum along axis 0 or 1 of [P, Q, T], which stays as an axis of one.
+def sum_of_halves(x, AXIS: tl.constexpr):
+    """As `sum_along`, with one half added to the other first, until 4 numbers are left.
 
     A sum of 4 equal numbers is exact in any order. A sum of 8, one after the other, is rounded, so that gradients which
-    vanish are not 0. Then one half is added to the other first.
+    vanish are not 0.
     """
     P: tl.constexpr = x.shape[0]
     Q: tl.constexpr = x.shape[1]
     T: tl.constexpr = x.shape[2]
-    if x.shape[AXIS] <= 4 or not _ADDS_IN_LINE:
+    if x.shape[AXIS] <= 4:
         return tl.sum(x, axis=AXIS, keep_dims=True)
     elif AXIS == 0:
-        return sum_along(tl.sum(tl.reshape(x, [2, P // 2, Q, T]), axis=0), 0)
+        return sum_of_halves(tl.sum(tl.reshape(x, [2, P // 2, Q, T]), axis=0), 0)
     else:
-        return sum_along(tl.sum(tl.reshape(x, [P, 2, Q // 2, T]), axis=1), 1)
+        return sum_of_halves(tl.sum(tl.reshape(x, [P, 2, Q // 2, T]), axis=1), 1)
+
+
+@triton.jit
+def sum_along(x, AXIS: tl.constexpr):
+    """The sum along axis 0 or 1 of [P, Q, T], which stays as an axis of one."""
+    if _HALVES_FIRST:
+        return sum_of_halves(x, AXIS)
+    else:
+        return tl.sum(x, axis=AXIS, keep_dims=True)
 
 
 @triton.jit

@@ -210,6 +210,7 @@ def test_the_filter(browser: Browser) -> None:
     assert browser.one("#count").text == ""
 
 
+@pytest.mark.slow
 def test_every_layer_opens_by_a_click(browser: Browser) -> None:
     browser.open(60)
     assert browser.shown("details.layer .site") == []

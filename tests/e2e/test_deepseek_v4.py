@@ -76,6 +76,7 @@ return %1.1, %3.1, %3.3, %3.2, %2.0, %0.0, %2.5, %2.6, %2.7""",
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_cache")
 @pytest.mark.parametrize("regions", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_training_is_as_accurate_as_eager(regions: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,6 +141,7 @@ def test_gradient_checkpointing_of_transformers() -> None:
         assert (got - gradient).norm() <= 1e-4 * gradient.norm() + 1e-7, name
 
 
+@pytest.mark.slow
 def test_generation_with_a_cache() -> None:
     """Greedy decoding with transformers' KV cache chooses the tokens that eager chooses."""
     model = deepseek(layers=1).eval()
@@ -189,6 +190,7 @@ def _loads(*paths: str) -> str:
 
 
 # torch's own modules for packages use what its own pytree has deprecated.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated:FutureWarning")
 @pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_export_and_ahead_of_time_compilation(tmp_path: Path, dynamic: bool) -> None:
@@ -208,6 +210,7 @@ def test_export_and_ahead_of_time_compilation(tmp_path: Path, dynamic: bool) -> 
             _close(loaded(given), model(given))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated:FutureWarning")
 @pytest.mark.parametrize("lower", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_defaults_under_ahead_of_time_compilation(lower: bool, tmp_path: Path) -> None:

@@ -123,6 +123,7 @@ SHOWN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", OBSERVED)
 def test_what_one_kind_of_program_shows_is_found(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     program, complaint = SHOWN[kind]

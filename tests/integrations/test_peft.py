@@ -55,6 +55,7 @@ def test_merged_adapters() -> None:
     assert_all_are_rewritten(outcome.report)
 
 
+@pytest.mark.slow
 def test_an_adapter_on_the_parameter_phi() -> None:
     """PEFT parametrizes it, where Dynamo breaks the graph: what is cut there is told."""
     model = _adapted(deepseek(1), target_modules=[], target_parameters=["attn_hc.fn"])

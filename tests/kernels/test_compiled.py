@@ -16,6 +16,7 @@ import triton
 from mhc_compile.kernels import gpus
 from tests.kernels.compile_kernels import STREAMS_ONCE
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent.parent
 TRITON = ".".join(triton.__version__.split(".")[:2])
 SNAPSHOT = Path(__file__).parent / f"resources_sm90_triton{TRITON}.txt"

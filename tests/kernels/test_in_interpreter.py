@@ -17,6 +17,7 @@ ROOT = HERE.parent.parent
 MODULES = sorted(p.stem for p in HERE.glob("test_*.py") if "\npytestmark = MARKS\n" in p.read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("modules", [MODULES[::2], MODULES[1::2]], ids=",".join)
 def test_in_interpreter(modules: list[str]) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

@@ -14,6 +14,7 @@ from mhc_compile import compat
 from tests.jobs import Seen, run_job
 from tests.ops.calls import OPERATORS
 
+pytestmark = pytest.mark.slow
 SHARDS = ["first", "second", "whole", "both", "first twice", "pair"]
 CHANNELS = ["channels", "channels on a square", "too few channels", "accuracy over channels"]
 CHANNELS += ["autograd over channels", "compiled over channels"]
@@ -76,11 +77,12 @@ def test_how_much_shards_of_channels_sum(all_ranks: Seen) -> None:
         assert seen[f"{name} without a norm"] == seen[f"{name}_backward without a norm"] == [9]
 
 
-def test_gradients_through_the_wrappers_over_channels(all_ranks: Seen) -> None:
+def test_gradients_through_the_wrappers_over_channels(all_ranks: Seen, job_device: str) -> None:
     """Each of two sublayers has one sum forward and one backward."""
     placements = [["P(sum)"], ["S(3)"], *3 * [["P(sum)"]]]
     for rank, seen in enumerate(all_ranks["autograd over channels"]):
-        assert seen == {"near": True, "placements": placements, "collectives": 4 if rank < 2 else 0}
+        outside = {} if job_device == "cuda" else {"near": True, "placements": placements, "collectives": 0}
+        assert seen == ({"near": True, "placements": placements, "collectives": 4} if rank < 2 else outside)
     both = [["P(sum)", "P(sum)"], ["S(1)", "S(3)"], *3 * [["P(sum)", "P(sum)"]]]
     for seen in all_ranks["compiled over channels"]:
         assert seen == {"near": True, "placements": both, "collectives": None}

@@ -143,6 +143,7 @@ halve = opaque("out")(_halve)
 HALVE = to_text([f"{__name__}.halve", [1, 0], ["float32"] * 2, [None, None, 0.5, 3], {"BLOCK": 128}])
 
 
+@pytest.mark.slow
 def test_another_process_compiles_what_the_first_launch_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Into Triton's cache, under the key by which this process looks for it, whatever the other has compiled with."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

@@ -90,6 +90,7 @@ def empty_cache() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("empty_cache")
 def test_the_report_of_a_compiled_model() -> None:
     model, x = Stack(2), streams()

@@ -8,6 +8,7 @@ from tests import needs
 from tests.jobs import Seen, run_job
 from tests.ops.calls import OPERATORS
 
+pytestmark = pytest.mark.slow
 MIX, COMBINE = "generate_mix_and_aggregate", "expand_combine"
 PENDING = "its result is a pending sum, (Partial(sum),), which the operators do not leave open"
 

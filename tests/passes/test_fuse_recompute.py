@@ -136,6 +136,7 @@ def test_only_combines_run_again() -> None:
     assert all(is_operator(node, "expand_combine") for node in marked)
 
 
+@pytest.mark.slow
 def test_dynamic_shapes() -> None:
     model = Stack(LAYERS)
     blocks = program(model, layers=3, dynamic=True)

@@ -100,6 +100,7 @@ def test_gates_are_made_at_any_time(order: str) -> None:
     assert fused_and_not(Stack(order=order), (streams(),)).counts == _counts(3)
 
 
+@pytest.mark.slow
 def test_dynamic_shapes() -> None:
     model = Stack()
     compiled = program(model, dynamic=True)
@@ -178,6 +179,7 @@ def test_a_fusion_is_left_out_by_its_name(name: str) -> None:
     assert compiled.counts == {key: count for key, count in _counts(3).items() if key != name}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_cache")
 @pytest.mark.parametrize("tokens", [(BATCH, LENGTH), (1, 1)])
 def test_training_through_inductor(tokens: tuple[int, int]) -> None:

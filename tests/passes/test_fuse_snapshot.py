@@ -114,6 +114,7 @@ def empty_cache() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("empty_cache")
 def test_training_through_inductor() -> None:
     model, x = Stack(4), streams()

@@ -313,6 +313,7 @@ def test_where_nobody_says_so(device: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert ("input norm" in "".join(_details(outcome))) == (device == "cuda")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("taken", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_compiled(taken: bool) -> None:
     """With Inductor, and with the option; results are those of eager code either way."""

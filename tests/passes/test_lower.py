@@ -256,6 +256,7 @@ def test_operators_stay_whole_ahead_of_time(fakes: FakeTensorMode) -> None:
 # On CPU, through Inductor.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fuse", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_on_cpu(fuse: bool, caplog: pytest.LogCaptureFixture) -> None:
     """Outputs and gradients are as near to float64 as with operators left whole, and none is."""

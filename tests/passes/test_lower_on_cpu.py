@@ -77,6 +77,7 @@ def _shifted(f: Tensor, x: Tensor, phi: Tensor, scale: Tensor, bias: Tensor, w: 
     return ops.expand_combine(f, None, post, x, res)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_shifted_boundaries(dtype: torch.dtype) -> None:
     leaves = _leaves(dtype)
@@ -90,6 +91,7 @@ def test_shifted_boundaries(dtype: torch.dtype) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_shifted_boundaries_of_half_precision(dtype: torch.dtype) -> None:
     """As accurate as the operators one by one, to the roundings of streams and their gradients."""
@@ -99,6 +101,7 @@ def test_shifted_boundaries_of_half_precision(dtype: torch.dtype) -> None:
     assert _worst(_results(torch.compile(_shifted, backend="mhc"), leaves), exact) < 1.5 * apart
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("needed", ["only the streams", "only parameters"])
 def test_a_part_of_the_gradients_of_a_shifted_boundary(needed: str) -> None:
     leaves = _leaves(torch.float32)
@@ -136,6 +139,7 @@ def _either(x: Tensor, *parameters: Tensor) -> Tensor:
     return chosen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("function", "options"), [(_either, {}), (_gates, {"cpp_wrapper": True})])
 def test_what_inductor_makes_of_a_loop(function: Callable[..., Tensor], options: dict[str, Any]) -> None:
     """In a branch of a graph, and in C++ in place of Python."""
@@ -171,6 +175,7 @@ def _straight_through(x: Tensor, phi: Tensor, w: Tensor) -> Tensor:
     return 2 * torch.sigmoid(post).unsqueeze(-1) * f.unsqueeze(-2) + res.mT @ x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [(2, 4), (96,)])
 def test_what_is_fused_with_other_kernels_stays_behind_the_loops_that_write_what_it_reads(
     tokens: tuple[int, ...],

@@ -165,6 +165,7 @@ def test_streams_a_symbolic_number_apart(fakes: FakeTensorMode, caplog: pytest.L
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.thorough)])
 def test_any_number_of_tokens_on_cpu(dtype: torch.dtype) -> None:
     """Compiled once for all, and a token's bits are those of a program compiled for its batch."""

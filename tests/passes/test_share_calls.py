@@ -288,6 +288,7 @@ class _Gated(nn.Module):
         return F.silu(F.linear(self.first(x), self.second)) * F.rms_norm(x, (x.shape[-1],))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_dynamo", "fresh_cache")
 @pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_compiled_programs_agree(dynamic: bool) -> None:
@@ -329,6 +330,7 @@ class _Tied(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_dynamo", "fresh_cache")
 def test_calls_overwrite_none_of_their_arguments() -> None:
     """Inductor has the numbers of the calling graph's inputs that backward may overwrite, and takes them for those of
