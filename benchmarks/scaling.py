@@ -5,8 +5,8 @@
     python -m benchmarks.scaling plot results/h100-x4-scaling.json     # pip install '.[bench]'
 
 Each run is a process, or a job of torchrun, of its own. What hyper-connections cost is the difference to the same model
-with plain residual connections, compiled by Inductor. A last part trains a small model with the same rows under each
-division, and compares losses with those of one GPU.
+with plain residual connections, compiled by Inductor. The last parts train a small model with the same rows under each
+division, and compare losses with those of one GPU.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ MODES = {
     "eager": ("--compile", "eager"),
 }
 ROWS, CONTEXT = 4, 2048  # of each GPU, and the tokens of a row
-LOSSES = ("--size", "small", "--compile", "mhc", "--batch", "8")
+LOSSES = ("--size", "small", "--compile", "mhc")
+# The parts that compare losses, with their rows.
+COMPARED = {"losses": ("--batch", "8"), "losses of one row": ("--batch", "1", "--context", "4096")}
 
 
 def gpus_of(division: str) -> int:
@@ -57,9 +59,15 @@ def _rows(division: str) -> tuple[str, ...]:
     return ("--batch", str(ROWS * gpus_of(division) // joined), "--context", str(CONTEXT * joined))
 
 
+def _compared(part: str) -> list[str]:
+    """The divisions whose losses are compared: those of one long row can divide nothing but its tokens."""
+    alone = {"tp"} if part == "losses of one row" else {"ddp", "fsdp", "pp", "cp"}
+    return [division for division in DIVISIONS if set(_parts(division)) <= alone]
+
+
 @dataclass(frozen=True)
 class Job:
-    """One run of the example. part: `speed`, or `losses` with the same rows for all divisions."""
+    """One run of the example. part: `speed`, or one of `COMPARED`, with the same rows for all its divisions."""
 
     part: str
     division: str
@@ -79,11 +87,16 @@ def plan(gpus: int, size: str, layers: int | None, steps: int) -> list[Job]:
         for mode in MODES
         for division in DIVISIONS
     ]
-    jobs += [Job("losses", division, "mhc", (*LOSSES, "--steps", str(steps))) for division in DIVISIONS]
+    jobs += [
+        Job(part, division, "mhc", (*LOSSES, *rows, "--steps", str(steps)))
+        for part, rows in COMPARED.items()
+        for division in DIVISIONS
+        if division in _compared(part)
+    ]
     order = [*MODES]
     return sorted(
         (job for job in jobs if job.gpus <= gpus),
-        key=lambda job: (job.part == "losses", order.index(job.mode), -job.gpus),
+        key=lambda job: (job.part != "speed", order.index(job.mode), -job.gpus),
     )
 
 
@@ -210,17 +223,14 @@ def _share(measured: Measured, division: str, mode: str) -> str:
 
 
 def _losses(measured: Measured) -> Iterator[str]:
-    alone = measured.get(("losses", "", "mhc"))
-    if alone is None or alone["status"] != "measured":
-        return
     yield from ("", "| division | largest difference of a loss to one GPU's |", "|---|---:|")
-    for division in DIVISIONS[1:]:
-        result = measured.get(("losses", division, "mhc"))
-        if result is not None:
-            pairs = zip(result.get("losses", []), alone["losses"], strict=False)
-            apart = max((abs(ours - other) / other for ours, other in pairs), default=None)
-            told = result["status"] if apart is None else f"{apart:.1e}"
-            yield _line(_name(division), told)
+    for part in COMPARED:
+        alone = measured.get((part, "", "mhc"), {})
+        for division in _compared(part):
+            if division and (result := measured.get((part, division, "mhc"))) is not None:
+                pairs = zip(result.get("losses", []), alone.get("losses", []), strict=False)
+                apart = max((abs(ours - other) / other for ours, other in pairs), default=None)
+                yield _line(_name(division), result["status"] if apart is None else f"{apart:.1e}")
 
 
 def draw(path: Path, folder: Path) -> Path:
@@ -275,10 +285,12 @@ def measure(options: argparse.Namespace) -> int:
     about["commit"] = about["commit"] or options.commit
     results = report.continued(options.before, about) if options.before else []
     known = {(r["part"], r["division"], r["mode"]) for r in results}
+    parts = {"speed": ["speed"], "losses": [*COMPARED]}
+    wanted = [part for option in options.parts for part in parts[option]]
     jobs = [
         job
         for job in plan(options.gpus, options.size, options.layers, options.steps)
-        if job.mode in options.modes and job.part in options.parts and (job.part, job.division, job.mode) not in known
+        if job.mode in options.modes and job.part in wanted and (job.part, job.division, job.mode) not in known
     ]
     example = ROOT / "examples" / "train_lm.py"
     for result in run(jobs, devices, example, options.budget, options.limit):

@@ -216,10 +216,9 @@ def accuracy(mesh: DeviceMesh, place: Callable[[str], Place], operators: Sequenc
 
 
 def autograd(mesh: DeviceMesh, placements: Placements, compiled: bool) -> dict[str, Any]:
-    """Gradients through the wrappers, which are called as users call them. Nothing on a GPU that is not in the mesh: its
-    results are on the CPU there, by torch's choice, and autograd does not go on from one device to the other."""
+    """Gradients through the wrappers, which are called as users call them."""
     if mesh.get_coordinate() is None and device() == "cuda":
-        return {}
+        return {}  # torch puts the results of such a rank on the CPU, and autograd stops between two devices
     torch.manual_seed(0)
     n, width = 4, 5
     x, phi = torch.randn(*TOKENS, n, width).double(), torch.randn(n * (n + 2), n * width).double() / 8

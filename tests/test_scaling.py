@@ -41,8 +41,8 @@ def test_each_gpu_gets_the_same_tokens() -> None:
     assert {job.gpus for job in jobs} == {1, 2, 4}
     for job in jobs:
         rows = int(job.arguments[job.arguments.index("--batch") + 1])
-        if job.part == "losses":
-            assert rows == 8, job
+        if job.part != "speed":
+            assert rows == (1 if "tp" in job.division else 8) or not job.division, job
             continue
         context = int(job.arguments[job.arguments.index("--context") + 1])
         assert rows * context == scaling.ROWS * scaling.CONTEXT * job.gpus, job
@@ -89,7 +89,10 @@ def test_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
         _result("fsdp=2,tp=2", "mhc", 2000.0),
         _result("fsdp=2,tp=2", "eager", 0.0, status="out of memory"),
         _result("", "mhc", 1.0, part="losses", losses=[4.0, 2.0]),
-        _result("tp=2", "mhc", 1.0, part="losses", losses=[4.0, 2.002]),
+        _result("fsdp=2", "mhc", 1.0, part="losses", losses=[4.0, 2.002]),
+        _result("", "mhc", 1.0, part="losses of one row", losses=[3.0, 1.0]),
+        _result("tp=2", "mhc", 1.0, part="losses of one row", losses=[3.0, 1.002]),
+        _result("tp=4", "mhc", 1.0, part="losses of one row", status="failed"),
     ]
     file = tmp_path / "results.json"
     report.save(file, {"format": report.FORMAT}, 0.0, results)
@@ -99,7 +102,9 @@ def test_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
     assert "| one process | 1 | - | - | 900 | 1,000 | - | 10% |" in said
     assert "| fsdp=2 x tp=2 | 4 | out of memory | - | 500 | - | - | - |" in said
     assert "| fsdp=2 x tp=2 | out of memory | - | 3.0 |" in said
-    assert "| tp=2 | 1.0e-03 |" in said
+    assert "| fsdp=2 | 1.0e-03 |" in said
+    assert "| tp=2 | 2.0e-03 |" in said
+    assert "| tp=4 | failed |" in said
 
 
 def test_a_picture(tmp_path: Path) -> None:
