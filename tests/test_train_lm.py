@@ -68,6 +68,8 @@ def _assert_equal(rows: Rows, wanted: Rows) -> None:
 
 
 EAGER = ("--compile", "eager")
+# All that go together.
+PAIRS = ["fsdp=2,tp=2", "fsdp=2,cp=2", "ddp=2,cp=2", "pp=2,fsdp=2", "pp=2,ddp=2", "tp=2,cp=2", "tp=2,pp=2", "cp=2,pp=2"]
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +86,7 @@ def test_two_processes_train_as_one(train: Train, alone: Rows, parallel: str) ->
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("parallel", ["fsdp=2,tp=2", "fsdp=2,cp=2", "ddp=2,cp=2", "pp=2,fsdp=2", "pp=2,ddp=2"])
+@pytest.mark.parametrize("parallel", PAIRS)
 def test_four_processes_train_as_one(train: Train, alone: Rows, parallel: str) -> None:
     _assert_equal(train(*EAGER, "--parallel", parallel, processes=4)[0], alone)
 

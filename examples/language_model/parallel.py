@@ -7,7 +7,7 @@
     pp    the blocks are divided; streams go from stage to stage
 
 They are combined by sizes, as in fsdp=2,tp=2. `ddp` and `tp` do not go together: DistributedDataParallel does not take
-the tensors of tensor parallelism.
+the tensors of tensor parallelism. So beside `tp`, `cp` divides parameters as `fsdp` does.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Parallel:
         """The model with gradients that are averaged over all rows and tokens."""
         if self.mesh is None or self.mesh["data"].size() == 1:
             return model
-        if "fsdp" not in self.sizes:
+        if not self.sizes.keys() & {"fsdp", "tp"}:  # DistributedDataParallel takes no DTensors
             return DistributedDataParallel(model, process_group=self.mesh["data"].get_group())
         # A stage has several microbatches, and keeps its parameters from one to the next.
         kwargs: dict[str, Any] = {"mesh": self.mesh["data"]}
