@@ -7,7 +7,7 @@ regions between them by behaviour (`rms`, `affine`, `gates`, `sinkhorn`), and Si
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Collection, Container, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -134,13 +134,15 @@ def recognise(shadow: Shadow, errors: list[str] | None = None) -> Findings:
     misses: dict[Value, NotAGate] = {}
     of_streams: dict[Value, NotAGate] = {}  # those of projections of what is read or written
     acted_on = {a.x for a in aggregates} | {c.x for c in combines}
+    # Behind new streams there is another layer.
+    new = {c.out for c in combines if c.streams.channels > c.streams.n}
     may_mix = single_sinkhorns.has_square_exponentials(shadow.ops)
     for found in readings.values():
         # If gates act on nothing here, only those of a Sinkhorn show that streams are projected, as in no other model.
         acts = any(reading.x in acted_on for reading in found)
         if not (acts or may_mix or streams_by_rows(found[0]) is not None):
             continue
-        cone = _cone(found[0].out)
+        cone = _cone(found[0].out, new)
         candidates = _candidates(cone, weighing)
         if not candidates:
             continue
@@ -290,14 +292,14 @@ def _is_multiple(op: Op) -> bool:
     return op.name in ("mul", "div", "neg") and len(op.sources) == 1 and op.args[0] is op.sources[0] and not op.kwargs
 
 
-def _cone(out: Value) -> dict[Value, None]:
-    """The values computed from this one, as far as they stay as small as it is."""
+def _cone(out: Value, end: Collection[Value] = ()) -> dict[Value, None]:
+    """The values computed from this one, as far as they stay as small as it is, and up to those of `end`."""
     limit = out.numel
     cone, pending = {out: None}, [out]
     while pending:
         for op in pending.pop().users:
             for out in op.outs:
-                if out not in cone and op.target is not None and out.numel <= limit:
+                if out not in cone and op.target is not None and out.numel <= limit and out not in end:
                     cone[out] = None
                     pending.append(out)
     return cone

@@ -34,7 +34,18 @@ class _Gain(nn.Module):
         return x * self.gain
 
 
-def _graph(sublayers: int) -> fx.Graph:
+class _FeedForward(nn.Module):
+    """Its inner width is that of four streams, as in most language models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def _graph(sublayers: int, sublayer: Callable[[], nn.Module] = _Gain) -> fx.Graph:
     """Dynamo's graph of so many sublayers, one after the other. It takes Dynamo longer to trace than us to read."""
     graphs: list[fx.Graph] = []
 
@@ -43,7 +54,7 @@ def _graph(sublayers: int) -> fx.Graph:
         return gm.forward
 
     model = nn.Sequential(
-        *(HyperConnection(_Gain(), dim=WIDTH, form=Form.deepseek_v4(iterations=4)) for _ in range(sublayers))
+        *(HyperConnection(sublayer(), dim=WIDTH, form=Form.deepseek_v4(iterations=4)) for _ in range(sublayers))
     )
     torch._dynamo.reset()
     torch.compile(model, backend=keep, fullgraph=True)(torch.randn(2, 3, 4, WIDTH))
@@ -95,3 +106,23 @@ def test_the_cost_grows_with_the_graph() -> None:
     # Four times the graph: a part that grew with its square would show as up to 16 times.
     assert seconds[24] < 6 * seconds[6], seconds
     assert seconds[24] < 3.0, seconds
+
+
+def test_gates_are_looked_for_in_one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not in all that come behind it, where a product of the sublayer is as large as the streams."""
+    looks: Counter[str] = Counter()
+    identify = gates.identify
+
+    def counted(*given: Any) -> Any:
+        looks["now"] += 1
+        return identify(*given)
+
+    monkeypatch.setattr(gates, "identify", counted)
+    each = []
+    for sublayers in (3, 6, 12):
+        looks.clear()
+        _, report = passes.run(_graph(sublayers, _FeedForward))
+        assert len(report.rewritten) == 2 * sublayers, str(report)
+        each.append(looks["now"])
+    three, six, twelve = each
+    assert twelve - six == 2 * (six - three), each
