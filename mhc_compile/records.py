@@ -434,6 +434,17 @@ def forget() -> None:
     _loops.forget_failures()
 
 
+@contextmanager
+def aside() -> Iterator[None]:
+    """Meanwhile this process has reports of what it compiles meanwhile alone. Afterwards it has those from before."""
+    before = dict(vars(_process))
+    vars(_process).update(vars(Ledger()))
+    try:
+        yield
+    finally:
+        vars(_process).update(before)
+
+
 def report() -> Report:
     """All graphs that were compiled, or found in a cache, since `torch._dynamo.reset()`, in one report.
 

@@ -194,6 +194,7 @@ def test_a_function_that_is_given_up_is_verified() -> None:
     result = mhc_compile.verify(_one_function(), torch.randn(X), grad=False, inductor=False, say=None)
     _check_given_up(str(result))
     assert str(result).endswith("ok: right, but nothing was rewritten; what is cut or not compiled stands above")
+    assert not mhc_compile.report().cut
 
 
 def test_a_function_that_is_given_up_in_a_snapshot() -> None:
