@@ -429,7 +429,7 @@ def _site(words: str, group: list[SiteReport]) -> list[str]:
     others = len({str(site.location) for site in group}) - 1
     place = str(first.location) + (f" and {others} other line{'s' if others > 1 else ''}" if others else "")
     line = words.format(count=len(group), op=first.op, place=f"{place}  {first.location.code}")
-    return [line[:_WIDTH], f"      {first.told}"]
+    return [line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}...", f"      {first.told}"]
 
 
 def _more(count: int, most: int | None, noun: str, of: str = "") -> list[str]:

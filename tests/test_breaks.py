@@ -442,6 +442,7 @@ def test_a_report_for_people_has_one_screen() -> None:
     assert len(lines) <= 40
     assert max(map(len, lines)) <= 160
     assert lines[1].startswith("  40 x expand_combine               model.py:0 and 3 other lines  x = yy")
+    assert lines[1].endswith("yy...")
     assert "  16 more kinds of declined sites: print(report.details())" in lines
     everything = report.details()
     for line in range(20):
