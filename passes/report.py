@@ -334,6 +334,8 @@ class Report:
 # How many kinds of sites, of declined ones and of errors a report for people shows; with them it fits on a screen.
 _KINDS = 4
 _WIDTH = 160
+# How a program prints what such a report leaves out.
+ALL_LINES = "print(report.details())"
 
 
 def _text(lines: list[str]) -> str:
@@ -435,7 +437,7 @@ def _site(words: str, group: list[SiteReport]) -> list[str]:
 def _more(count: int, most: int | None, noun: str, of: str = "") -> list[str]:
     left = 0 if most is None else max(0, count - most)
     what = f"{noun}{'s' * (left > 1)} {of}".rstrip()
-    return [f"  {left} more {what}: print(report.details())"] if left else []
+    return [f"  {left} more {what}: {ALL_LINES}"] if left else []
 
 
 def location(node: fx.Node | None) -> Location:
