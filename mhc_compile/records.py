@@ -225,7 +225,7 @@ class Ledger:
             with guard.guard("a site that several functions have counts several times"):
                 graph.note_modules()
             with guard.guard("the log is not complete"):
-                graph.say("compiled")
+                graph.say("done")
         except Exception as error:
             graph.failure = guard.described(error)
             raise
