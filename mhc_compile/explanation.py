@@ -23,6 +23,7 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     is the same for people. The rewritten graphs run operator by operator, in the caller's grad mode. Nothing is
     compiled and nothing is kept. If the model is compiled, its original code is looked at, with the `recompile_limit`
     that `torch.compile` was given for it. After two seconds, a terminal shows the progress.
+    `TORCH_LOGS="mhc_compile"` logs each graph with its time, with or without a terminal.
 
     Dynamo begins as in a new process: what was compiled before does not count for its recompile limit, sizes that it
     has seen before do not matter, and functions that it gave up on are tried again. Afterwards Dynamo is as it was

@@ -225,7 +225,7 @@ class Ledger:
             with guard.guard("a site that several functions have counts several times"):
                 graph.note_modules()
             with guard.guard("the log is not complete"):
-                graph.say("compiled")
+                graph.say("done")
         except Exception as error:
             graph.failure = guard.described(error)
             raise
@@ -432,6 +432,17 @@ def forget() -> None:
     compat.watched.reset()
     guard.forget()
     _loops.forget_failures()
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """Meanwhile this process has reports of what it compiles meanwhile alone. Afterwards it has those from before."""
+    before = dict(vars(_process))
+    vars(_process).update(vars(Ledger()))
+    try:
+        yield
+    finally:
+        vars(_process).update(before)
 
 
 def report() -> Report:

@@ -62,7 +62,8 @@ class Functions:
         for name, times in here.items():
             self._of[whole, name] += times
         if here["sites"]:
-            name = f"{compat.own_name(function.code)} ({function})"
+            own = compat.own_name(function.code)
+            name = f"{own} ({function})" if own == function.code else f"{own}, its part after a break ({function})"
             self.total.functions[name] = self.total.functions.get(name, 0) + here["sites"].total()
 
     def _whole(self, part: Location) -> int:

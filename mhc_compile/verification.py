@@ -6,13 +6,12 @@ import contextlib
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch._dynamo
-from torch import nn
+from torch import fx, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from mhc_compile import backend, compat, records
@@ -132,8 +131,7 @@ def verify(
     draws of the eager run. The model may return tensors in tuples, dicts or dataclasses known to pytree.
 
     Afterwards, parameters, buffers, gradients, the training mode and the random number generators are as before.
-    Inductor's caches are left alone. Dynamo is reset before and after, so everything else that was compiled in this
-    process is compiled again.
+    Compiled code, `mhc_compile.report()` and Inductor's caches are as before, too.
 
     Parameters and inputs may be DTensors. Then all ranks of their mesh call `verify`, and whole results are compared.
 
@@ -170,13 +168,13 @@ def verify(
         compat.fresh_inductor_cache(),
         compat.inductor_config().patch(fallback_random=True),
         compat.without_tracebacks(),
-        compat.in_default_stance(),
+        compat.apart(None),
+        records.aside(),
+        contextlib.ExitStack() as compilations,
     ):
         _check_memory(module)
         draws = KeepDraws()
         tell(f"verify: runs the model {', '.join(_HOW[run] for run in ('float64', *runs))}")
-        if records.report().graphs:
-            tell("verify: what was compiled before is compiled again when it is called, and report() begins anew")
         if inductor:
             tell("verify: a first compilation may take minutes; inductor=False leaves out plain Inductor's")
         tell("verify: float64 ...")
@@ -186,13 +184,9 @@ def verify(
         for run in runs:
             tell(f"verify: {run} ...")
             begin = time.perf_counter()
-            torch._dynamo.reset()
-            records.forget()
-            call = _compiled(module, run)
+            call = compilations.enter_context(_compiled(module, run, result))
             with backend.paused() if run == "inductor" else contextlib.nullcontext():
                 found = _evaluate(call, module, args, kwargs, grad)
-            if run == "mhc":
-                result.report = records.report()
             result.seconds[run] = time.perf_counter() - begin
             result.errors[run].add(found, exact)
         result.findings = _findings(result.errors, list(exact))
@@ -204,7 +198,6 @@ def verify(
                 with _perturbed(module, repeat):
                     _run_again(result.errors, call, module, args, kwargs, grad)
             result.findings = _findings(result.errors, list(exact))
-        torch._dynamo.reset()
     tell(str(result))
     if raises and not result.ok:
         raise VerificationError(result)
@@ -273,8 +266,24 @@ def _perturbed(module: nn.Module, seed: int) -> Iterator[None]:
                 parameter.copy_(value)
 
 
-def _compiled(module: nn.Module, run: str) -> Callable[..., Any]:
-    return module if run == "eager" else torch.compile(module, backend=run)
+@contextlib.contextmanager
+def _compiled(module: nn.Module, run: str, result: Verification) -> Iterator[Callable[..., Any]]:
+    """What a run calls. In the end Dynamo forgets what it compiled for the run, and `result` has the report of mhc."""
+    if run == "eager":
+        yield module
+        return
+    compile_graph: Callable[..., Any] = backend.mhc if run == "mhc" else compat.compile_by_inductor
+
+    # A backend of its own: code that the process has compiled by the backend of this name does not serve here.
+    def compiler(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        compiled: Callable[..., Any] = compile_graph(gm, example_inputs)
+        return compiled
+
+    compiler.__name__ = run  # by which `backend.whole` knows it
+    with records.aside(), compat.apart(compiler, records.give_up, records.reach_limit):
+        yield torch.compile(module, backend=compiler)
+        if run == "mhc":
+            result.report = records.report()
 
 
 def _exact(module: nn.Module, args: Any, kwargs: Any, grad: bool, draws: KeepDraws) -> Results:

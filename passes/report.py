@@ -334,6 +334,8 @@ class Report:
 # How many kinds of sites, of declined ones and of errors a report for people shows; with them it fits on a screen.
 _KINDS = 4
 _WIDTH = 160
+# How a program prints what such a report leaves out.
+ALL_LINES = "print(report.details())"
 
 
 def _text(lines: list[str]) -> str:
@@ -429,13 +431,13 @@ def _site(words: str, group: list[SiteReport]) -> list[str]:
     others = len({str(site.location) for site in group}) - 1
     place = str(first.location) + (f" and {others} other line{'s' if others > 1 else ''}" if others else "")
     line = words.format(count=len(group), op=first.op, place=f"{place}  {first.location.code}")
-    return [line[:_WIDTH], f"      {first.told}"]
+    return [line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}...", f"      {first.told}"]
 
 
 def _more(count: int, most: int | None, noun: str, of: str = "") -> list[str]:
     left = 0 if most is None else max(0, count - most)
     what = f"{noun}{'s' * (left > 1)} {of}".rstrip()
-    return [f"  {left} more {what}: print(report.details())"] if left else []
+    return [f"  {left} more {what}: {ALL_LINES}"] if left else []
 
 
 def location(node: fx.Node | None) -> Location:

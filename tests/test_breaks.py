@@ -194,6 +194,7 @@ def test_a_function_that_is_given_up_is_verified() -> None:
     result = mhc_compile.verify(_one_function(), torch.randn(X), grad=False, inductor=False, say=None)
     _check_given_up(str(result))
     assert str(result).endswith("ok: right, but nothing was rewritten; what is cut or not compiled stands above")
+    assert not mhc_compile.report().cut
 
 
 def test_a_function_that_is_given_up_in_a_snapshot() -> None:
@@ -441,6 +442,7 @@ def test_a_report_for_people_has_one_screen() -> None:
     assert len(lines) <= 40
     assert max(map(len, lines)) <= 160
     assert lines[1].startswith("  40 x expand_combine               model.py:0 and 3 other lines  x = yy")
+    assert lines[1].endswith("yy...")
     assert "  16 more kinds of declined sites: print(report.details())" in lines
     everything = report.details()
     for line in range(20):

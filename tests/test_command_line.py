@@ -202,6 +202,16 @@ def test_verbose_has_every_detail(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert capsys.readouterr().out == "all 2 sites\n"
 
 
+def test_the_report_names_the_option_that_prints_the_rest(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = Report(errors=[f"error {number}" for number in range(9)], graphs=1)
+    monkeypatch.setattr(mhc_compile, "explain", lambda *args, **kwargs: report)
+    assert run("explain", f"{HERE}:PAIR") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "  5 more errors: add -v"
+    assert str(report).splitlines()[-1] == "  5 more errors: print(report.details())"
+
+
 @pytest.mark.parametrize(("options", "graded"), [((), True), (("--no-grad",), False)])
 def test_gradients_can_be_left_out(options: tuple[str, ...], graded: bool) -> None:
     assert run("explain", f"{HERE}:by_name", *options) == 0

@@ -12,9 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import mhc_compile
-from mhc_compile import generated_pages, ops, options
-from mhc_compile.command_line.programs import load
+from mhc_compile import command_line, generated_pages, ops, options
 from mhc_compile.passes.fuse import FUSIONS
 from tests import walkthrough
 from tests.ops.test_errors import CASES
@@ -40,14 +38,16 @@ def test_the_committed_walk_through_the_stages_is_the_generated_one(monkeypatch:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_the_report_of_the_page_is_that_of_its_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_report_of_the_page_is_that_of_its_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """But for times, and places in the sources: how much of a line is shown depends on the length of its place."""
     page = (DOCS / "reports.md").read_text(encoding="utf-8")
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
     Path("model.py").write_text(page.split("```python\n")[1].split("```")[0], encoding="utf-8")
-    program = load("model.py:make", ())
-    told = str(mhc_compile.explain(program.model, *program.args)) + "\n"
+    assert command_line.main(["explain", "model.py:make"]) == 0
+    told = capsys.readouterr().out
     shown = page.split("```text\n")[1].split("```")[0]
     places = re.compile(r"\(\d+\.\d+ s\)|(?<=\.py):\d+|(?<=\d x )(\w+) .*")
     assert places.sub(r"\1", told) == places.sub(r"\1", shown)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mhc_compile
-from mhc_compile import backend, passes, verification
+from mhc_compile import backend, compat, passes, verification
 from tests.fuzz.plants import planted
 from tests.zoo.near import Sublayer
 
@@ -62,7 +65,8 @@ def test_a_right_model_passes_and_is_left_as_it_was() -> None:
     assert not x.requires_grad
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
-    assert torch._dynamo.convert_frame.output_codes.seen == []
+    gc.collect()
+    assert not [code for ref in torch._dynamo.convert_frame.output_codes.seen if (code := ref()) is not None]
 
 
 @pytest.mark.slow
@@ -128,15 +132,60 @@ def test_a_model_without_hyper_connections_is_right() -> None:
     assert "right, but nothing was rewritten" in str(result)
 
 
-@pytest.mark.usefixtures("fresh_dynamo")
-def test_it_says_that_compiled_code_is_dropped() -> None:
-    model, lines = nn.Linear(4, 3), []
-    for _ in range(2):
-        lines.append([])
-        mhc_compile.verify(model, torch.randn(2, 4), inductor=False, say=lines[-1].append)
-        torch.compile(model, backend="mhc")(torch.randn(2, 4))
-    dropped = "verify: what was compiled before is compiled again when it is called, and report() begins anew"
-    assert [dropped in told for told in lines] == [False, True]
+@pytest.fixture
+def compilations() -> Iterator[list[Any]]:
+    """What Dynamo compiles."""
+    found: list[Any] = []
+
+    def note(code: Any, compilation: Any, used: Any) -> None:
+        found.append(compilation)
+
+    compat.watched.at_compiled.append(note)
+    yield found
+    compat.watched.at_compiled.remove(note)
+
+
+@pytest.mark.parametrize("inductor", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_compiled_code_and_its_report_stay(inductor: bool, compilations: list[Any]) -> None:
+    """Those of the same model, too, and however often it is verified."""
+    model, x = Sublayer(4, 6, 3, 2), torch.randn(SHAPE)
+    with torch.no_grad():
+        compiled = torch.compile(model, backend="mhc")
+        out, before = compiled(x), mhc_compile.report()
+        reports = [mhc_compile.verify(model, x, grad=False, **quietly | {"inductor": inductor}).report for _ in "ab"]
+        compilations.clear()
+        assert torch.equal(compiled(x), out)
+        assert compilations == []
+        assert mhc_compile.report() == before
+        compiled(torch.randn(3, 5, 4, 6))
+        assert len(compilations) == 1
+    for report in reports:
+        assert report.sites == before.sites
+        assert (report.graphs, report.compiled) == (1, 1)
+    assert (mhc_compile.report().graphs, mhc_compile.report().compiled) == (1, 2)
+
+
+class Decorated(Sublayer):
+    """A model that compiles a function itself."""
+
+    @torch.compile(backend="mhc")
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.body(x)
+        return out
+
+
+@pytest.mark.usefixtures("passes_only")
+def test_what_the_model_compiles_itself_stays(compilations: list[Any]) -> None:
+    model, x = nn.Sequential(Decorated(4, 6, 3, 2)), torch.randn(SHAPE)
+    with torch.no_grad():
+        model(x)
+        before = mhc_compile.report()
+        assert before.rewritten
+        mhc_compile.verify(model, x, grad=False, **quietly)
+        compilations.clear()
+        model(x)
+    assert compilations == []
+    assert mhc_compile.report() == before
 
 
 class Renamed(nn.Linear):
@@ -170,7 +219,9 @@ def test_one_unlucky_run_does_not_decide(unlucky: int, ok: bool, monkeypatch: py
         # Allowed are four roundings, 4.8e-7.
         return out + (len(calls) <= unlucky) * 8e-7 * noise * out.norm() / noise.norm()
 
-    monkeypatch.setattr(verification, "_compiled", lambda module, run: module if run == "eager" else compiled)
+    monkeypatch.setattr(
+        verification, "_compiled", lambda module, run, result: nullcontext(module if run == "eager" else compiled)
+    )
     before = copy.deepcopy(model.state_dict())
     result = mhc_compile.verify(model, x, grad=False, inductor=False, raises=False, say=lines.append)
     assert result.ok == ok

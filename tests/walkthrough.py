@@ -271,7 +271,7 @@ sublayer. The results of `generate_mix_and_aggregate` are the sublayer's input, 
 ```
 
 `return` names the results from which the graph's outputs are computed. Here the model returns the mean of `%3` over its
-streams. `return` alone means that no output is computed from an operator's result.
+streams. Outputs that are computed from no operator's result are not named. If all are such, the line is `return` alone.
 
 `mhc_compile.testing.capture` returns this text for your own model. If Dynamo makes several graphs, their texts follow
 one another, and each counts from `%0`. The line between two of them says where the graph breaks, with the function and

@@ -57,7 +57,9 @@ def explain(options: argparse.Namespace) -> int:
             )
         )
     else:
-        say(report.details() if options.verbose else str(report))
+        from mhc_compile.passes.report import ALL_LINES
+
+        say(report.details() if options.verbose else str(report).replace(ALL_LINES, "add -v"))
     unknown = [site for site in report.unknown if site in report.torn]
     counts = {
         "declined": len(report.declined),

@@ -245,6 +245,12 @@ class _PoolOf:
         return submit(job, *args, **kwargs)
 
 
+def compile_by_inductor(gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+    """What `torch.compile(backend="inductor")` does with a graph."""
+    compiled: Callable[..., Any] = torch._inductor.compile(gm, example_inputs)
+    return compiled
+
+
 def inductor_compiler(mode: str | None, options: dict[str, Any], patches: dict[str, Any]) -> Callable[..., Any]:
     """What `torch.compile(backend="inductor", mode=..., options=...)` compiles graphs with, with further settings.
 

@@ -301,18 +301,21 @@ _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 
 @contextlib.contextmanager
 def apart(
-    backend: Any, tell: Callable[[GivenUp], Any], tell_limit: Callable[[Any, RecompileLimit], Any]
+    backend: Any,
+    tell: Callable[[GivenUp], Any] = lambda function: None,
+    tell_limit: Callable[[Any, RecompileLimit], Any] = lambda frame, limit: None,
 ) -> Iterator[None]:
     """Around a look at a model by a backend of its own, after which Dynamo is as it was before.
 
     Dynamo tries functions again that it gave up on before, and knows no sizes. It keeps what it compiled before. It
     forgets the functions that it compiles for this backend, and these alone count for its limits. tell is called with
-    each function that it gives up on for the backend, tell_limit with each frame that reaches a limit.
+    each function that it gives up on for the backend, tell_limit with each frame that reaches a limit. If backend is
+    None, Dynamo forgets the functions that it compiles for any backend.
     """
     look = Look(backend)
 
     def note(code: CodeType, compilation: Any, used: Any) -> None:
-        if used is backend:
+        if used is backend or backend is None:
             look.compiled.append((code, compilation))
 
     def tell_ours(function: GivenUp) -> None:

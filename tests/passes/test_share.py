@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mhc_compile import passes
+from mhc_compile.passes.report import Report
 from tests.passes.lowering import operators
 from tests.passes.sharing import (
     CALL,
@@ -82,6 +83,18 @@ def test_what_all_layers_read_is_made_before_them() -> None:
         return program_of(layer)(x, post, *weights)
 
     assert len(sublayer_calls(share(program, make_inputs()))) == LAYERS
+
+
+def test_compilations_of_one_function_count_once() -> None:
+    """The graph for other shapes may have more nodes."""
+
+    def longer(u: Tensor, w: Tensor, number: int) -> Tensor:
+        return plain_layer(u, w, number) * 2
+
+    graphs = [trace(program_of(layer), make_inputs()).graph for layer in (plain_layer, longer)]
+    first, second = (passes.share(graph)[1] for graph in graphs)
+    assert first.shared.total() >= LAYERS
+    assert Report.joined([first, second]).shared == first.shared == second.shared
 
 
 @pytest.mark.parametrize("where", ["before", "behind"])
