@@ -1,0 +1,92 @@
+"""A read with a gate for each channel, which no operator has: one line says so, at the read."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.zoo import check
+from tests.zoo.common import random_parameter
+from tests.zoo.near import Sublayer
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+N, WIDTH = 4, 6
+SHAPE = (2, 3, N, WIDTH)
+REASON = "this reads streams with a gate for each channel; the operator has one for each stream"
+
+
+class Weighed(Sublayer):
+    """h_pre times a weight for each stream and channel."""
+
+    def __init__(self, *args: int) -> None:
+        super().__init__(*args)
+        self.of_channel = random_parameter(N, WIDTH, mean=1.0, std=0.3)
+        self.up = random_parameter(N, N * WIDTH, mean=0.1, std=0.3)
+
+    def gate(self, h_pre: Tensor) -> Tensor:
+        return h_pre.unsqueeze(-1) * self.of_channel
+
+    def read(self, x: Tensor, h_pre: Tensor) -> Tensor:
+        gate = self.gate(h_pre)
+        return (gate * x).sum(-2)
+
+
+class Outer(Weighed):
+    def gate(self, h_pre: Tensor) -> Tensor:
+        return torch.einsum("bsn,nc->bsnc", h_pre, self.of_channel)
+
+
+class LowRank(Weighed):
+    def gate(self, h_pre: Tensor) -> Tensor:
+        return (h_pre @ self.up).unflatten(-1, (N, WIDTH))
+
+
+class WeighedAfterwards(Weighed):
+    def read(self, x: Tensor, h_pre: Tensor) -> Tensor:
+        return (h_pre.unsqueeze(-1) * x * self.of_channel).mean(-2)
+
+
+READS: list[type[Weighed]] = [Weighed, Outer, LowRank, WeighedAfterwards]
+
+
+@pytest.mark.parametrize("kind", READS, ids=[kind.__name__ for kind in READS])
+def test_the_line_is_that_of_the_read(kind: type[Weighed]) -> None:
+    """The line that makes the gate out of h_pre reads no streams."""
+    outcome = check.run(kind(4, 6, 3, 2), (torch.randn(SHAPE),))
+    check.assert_as_accurate(outcome)
+    assert outcome.operators == ["expand_combine", "generate_mix"], str(outcome.report)
+    (told,) = outcome.report.declined
+    assert (told.op, told.reason) == ("aggregate", REASON), str(outcome.report)
+    lines, first = inspect.getsourcelines(kind.read)
+    assert told.location.line == first + len(lines) - 1
+
+
+class WriteLost(Outer):
+    def write(self, x: Tensor, f: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
+        return h_post.unsqueeze(-1) * f.unsqueeze(-2) + torch.tanh(h_res.mT @ x)
+
+
+def test_a_read_is_told_beside_a_write_that_is_lost() -> None:
+    outcome = check.run(WriteLost(4, 6, 3, 2), (torch.randn(SHAPE),))
+    check.assert_as_accurate(outcome)
+    assert sorted(site.op for site in outcome.report.declined) == ["aggregate", "expand_combine"], str(outcome.report)
+    assert [site.reason for site in outcome.report.declined if site.op == "aggregate"] == [REASON]
+
+
+class Largest(Weighed):
+    """No weighted sum of streams; its line is the one that reads h_pre."""
+
+    def read(self, x: Tensor, h_pre: Tensor) -> Tensor:
+        return (h_pre.unsqueeze(-1) * x).amax(2) + (self.of_channel * x).sum(2)
+
+
+def test_another_read_does_not_hide_one_of_h_pre() -> None:
+    outcome = check.run(Largest(4, 6, 3, 2), (torch.randn(SHAPE),))
+    told = sorted(str(site.reason) for site in outcome.report.declined)
+    assert len(told) == 2, str(outcome.report)
+    assert told[0].startswith("this reads h_pre, but does not sum over the streams"), told
+    assert told[1] == REASON
