@@ -89,7 +89,7 @@ def other_readings(reader: Reader, out: Value) -> Iterator[Reading]:
         for source in exact(factor):
             axes = axes_of(terms[0], out, source)
             summed = [a for a in axes if a.summed]
-            if len(summed) != 1 or not summed[0].size > 1 or not is_stream_count(summed[0].size):
+            if len(summed) != 1 or not summed[0].size > 1 or not is_stream_count(summed[0].size, source.base):
                 continue
             stream = (summed[0].size, summed[0].right)
             if any(a.right == 0 for a in axes) or stream[1] == 1:  # a mean over what may be the channels
@@ -106,7 +106,7 @@ def _read(c: Contraction) -> Aggregate | tuple[str, int]:
     if len(summed) != 1 or not summed[0].left or not summed[0].right or c.left is c.right:
         return "is not the sum over i of h_pre[i] x[i] for streams [..., n, C]", 1
     stream = (summed[0].size, summed[0].right)
-    if not is_stream_count(stream[0]) or any(a.right == 0 for a in c.axes):
+    if not is_stream_count(stream[0], c.right) or any(a.right == 0 for a in c.axes):
         return f"sums {stream[0]} streams (the operators take at most 31), or reads streams that are broadcast", 1
     for token, channel, streams in streams_in([a for a in c.axes if not a.summed], c.right, stream):
         gate = Layout((steps_in(token, "left"), ((stream[0], summed[0].left),)), c.left_offset)
