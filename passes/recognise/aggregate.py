@@ -20,6 +20,7 @@ from mhc_compile.passes.recognise.contraction import (
 from mhc_compile.passes.recognise.layout import Layout
 from mhc_compile.passes.recognise.misses import Miss
 from mhc_compile.passes.recognise.reader import Reader
+from mhc_compile.passes.recognise.sums_of_products import Term
 from mhc_compile.passes.shadow import Op, Value
 
 
@@ -79,15 +80,20 @@ def other_readings(reader: Reader, out: Value) -> Iterator[Reading]:
         terms = reader.reduction(out.op) or terms
     if len(terms) != 1 or not terms[0].summed or len(terms[0].factors) > 2:
         return
-    if any(isinstance(found, Aggregate) and not found.streams.holds_tokens for found in aggregates(reader, out)):
-        return
-    factors = terms[0].factors
+    found = list(_of_channels(terms[0], out))
+    if found and not any(isinstance(a, Aggregate) and not a.streams.holds_tokens for a in aggregates(reader, out)):
+        yield from found
+
+
+def _of_channels(term: Term, out: Value) -> Iterator[Reading]:
+    """The readings of one product or one tensor that is summed, where nothing is a gate for each token."""
+    factors = term.factors
     bases = [{source.base for source in factor} for factor in factors]
     if len(factors) == 2 and bases[0] & bases[1]:  # the squares of a norm
         return
     for factor in factors:
         for source in exact(factor):
-            axes = axes_of(terms[0], out, source)
+            axes = axes_of(term, out, source)
             summed = [a for a in axes if a.summed]
             if len(summed) != 1 or not summed[0].size > 1 or not is_stream_count(summed[0].size, source.base):
                 continue

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import mhc_compile
+from tests.passes import test_own_gates as own
 from tests.zoo import check
 from tests.zoo.common import random_parameter
 from tests.zoo.near import Sublayer
@@ -50,7 +52,13 @@ class WeighedAfterwards(Weighed):
         return (h_pre.unsqueeze(-1) * x * self.of_channel).mean(-2)
 
 
-READS: list[type[Weighed]] = [Weighed, Outer, LowRank, WeighedAfterwards]
+class InEinsum(Weighed):
+    def read(self, x: Tensor, h_pre: Tensor) -> Tensor:
+        gate = self.gate(h_pre)
+        return torch.einsum("bsnc,bsnc->bsc", gate, x)
+
+
+READS: list[type[Weighed]] = [Weighed, Outer, LowRank, WeighedAfterwards, InEinsum]
 
 
 @pytest.mark.parametrize("kind", READS, ids=[kind.__name__ for kind in READS])
@@ -90,3 +98,52 @@ def test_another_read_does_not_hide_one_of_h_pre() -> None:
     assert len(told) == 2, str(outcome.report)
     assert told[0].startswith("this reads h_pre, but does not sum over the streams"), told
     assert told[1] == REASON
+
+
+class ForAllTokens(own.Identity):
+    """Nothing but the read says that the write is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_channel = random_parameter(N, WIDTH, mean=0.3, std=0.2)
+
+    def read(self, x: Tensor, a: Tensor) -> Tensor:
+        return torch.einsum("nc,bsnc->bsc", self.of_channel, x)
+
+
+class ForAllTokensFlat(ForAllTokens):
+    def read(self, x: Tensor, a: Tensor) -> Tensor:
+        return torch.einsum("tnc,nc->tc", x.flatten(0, 1), self.of_channel).view(2, 3, WIDTH)
+
+
+class ForEachToken(ForAllTokens):
+    def read(self, x: Tensor, a: Tensor) -> Tensor:
+        return torch.einsum("bsnc,bsnc->bsc", x.cos() * self.of_channel, x)
+
+
+@pytest.mark.parametrize("kind", [ForAllTokens, ForAllTokensFlat, ForEachToken])
+def test_an_einsum_shows_what_is_written(kind: type[ForAllTokens]) -> None:
+    outcome = check.run(kind(), (torch.randn(SHAPE),))
+    check.assert_as_accurate(outcome)
+    assert outcome.operators == ["expand_combine", "projection"], str(outcome.report)
+    assert [(site.op, site.reason) for site in outcome.report.declined] == [("aggregate", REASON)]
+
+
+class Windows(torch.nn.Module):
+    """A convolution over the last positions, each channel by itself, with gates or without."""
+
+    def __init__(self, gated: bool) -> None:
+        super().__init__()
+        self.kernel, self.post = random_parameter(N, WIDTH), random_parameter(N)
+        self.gated = gated
+
+    def forward(self, x: Tensor) -> Tensor:
+        windows = torch.nn.functional.pad(x, (0, 0, N - 1, 0)).unfold(1, N, 1)
+        f = torch.tanh(torch.einsum("bscn,nc->bsc", windows, self.kernel))
+        return x + self.post[0] * f if self.gated else x + f
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_windows_are_no_streams(gated: bool) -> None:
+    report = mhc_compile.explain(Windows(gated), torch.randn(2, 7, WIDTH))
+    assert (report.sites, report.errors) == ([], []), str(report)
