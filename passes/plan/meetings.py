@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -71,7 +71,7 @@ def _first_meeting(ops: Iterable[Op], read: Aggregate | Reading, streams: set[Va
                 return None
             for out in op.outs:
                 new[out] = met
-                gated = gated or _is_gated(reader, out, made, read)
+                gated = gated or _is_gated(reader, out, made, read) or _is_gated_after(reader, out, new, read)
                 again = out in streams or (out.shape == x.shape and _is_reduced(out, read.streams.n))
                 if out.numel == x.numel and (out.is_output or again):
                     return Meeting(met, op, gated)
@@ -95,6 +95,18 @@ def _is_gated(reader: Reader, out: Value, made: set[Value], read: Aggregate | Re
             if c.right in made and spread == n and c.left.numel < x.numel:
                 return True
     return any(m.sizes[1] == n and m.x in made for m in mixings(reader, out))
+
+
+def _is_gated_after(reader: Reader, out: Value, new: Container[Value], read: Aggregate | Reading) -> bool:
+    """Whether a value has a product of what has met the streams, such as f - x, and of a gate for each stream."""
+    n, apart = read.streams.stream
+    for term in reader.terms(out):
+        for c in contractions(term, out, parts=True) if len(term.factors) == 2 and not term.summed else ():
+            of_streams = any(a.left and a.right == apart and a.size % n == 0 for a in c.axes)
+            of_channels = any(a.left and s <= a.right < s * size for a in c.axes for size, s in read.streams.channel)
+            if c.right in new and c.right.shape == read.x.shape and of_streams and not of_channels:
+                return True
+    return False
 
 
 def _each(op: Op, read: Aggregate | Reading, one_by_one: set[Value]) -> Iterator[Value]:

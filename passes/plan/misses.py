@@ -22,6 +22,7 @@ from mhc_compile.passes.shadow import Op, Shadow, Value
 
 # How far the use of a gate, and the source of logits, are followed through small values.
 _LIMIT = 200
+_BY_CHANNEL = "this reads streams with a gate for each channel; the operator has one for each stream"
 
 
 def misses(
@@ -39,9 +40,9 @@ def misses(
             yield Declined("sinkhorn", f"the value {found}", value.op.node)
     for read in findings.connections.of_channels([site.combine for site in sites if isinstance(site, CombineSite)]):
         if read.out.op is not None and read.out not in told and read.out.op.node not in refused:
-            reason = "this reads streams with a gate for each channel; the operator has one for each stream"
-            yield Declined("aggregate", reason, read.out.op.node)
-    yield from _unread(findings, sites, declined, views)
+            refused.add(read.out.op.node)
+            yield Declined("aggregate", _BY_CHANNEL, read.out.op.node)
+    yield from _unread(findings, sites, refused, views)
     yield from _unprojected(sites, gates, told)
     for site in sites:
         made = site.res.value if isinstance(site, MixSite) and site.res is not None else None
@@ -58,10 +59,12 @@ def _after(value: Value) -> fx.Node:
 
 
 def _unread(
-    findings: Findings, sites: list[Site], declined: list[Declined], views: dict[Value, StreamsView]
+    findings: Findings, sites: list[Site], refused: set[fx.Node | None], views: dict[Value, StreamsView]
 ) -> Iterator[Declined]:
-    """Gates that operators make and that something other than an operator reads."""
-    refused = {entry.node for entry in declined}
+    """Gates that operators make and that something other than an operator reads.
+
+    refused: where something is said of a step already.
+    """
     read = {gate for site in sites if isinstance(site, WithGates) for gate in site.gates()}
     read |= {site.aggregate.gate for site in sites if isinstance(site, MixSite) and site.aggregate is not None}
     told: set[Op] = set()
@@ -74,10 +77,17 @@ def _unread(
         if use.node in refused or told.intersection(sums) or any(op.node in refused for op in sums):
             continue
         told.update(sums)
+        x = site.x if isinstance(site, MixSite) else None
+        wider = findings.connections.made_with(use.outs, x) if role == "h_pre" and x is not None else None
+        if wider is not None:  # h_pre is no gate of this read, but a gate for each channel is made of it
+            node = wider.out.op.node if wider.out.op is not None else None
+            if node not in refused:
+                refused.add(node)
+                yield Declined("aggregate", _BY_CHANNEL, node)
+            continue
         what = "aggregate" if role == "h_pre" else "expand_combine"
         if role != "h_pre":
             unwritten.add(id(site))
-        x = site.x if isinstance(site, MixSite) else None
         reason = f"this reads {role}, but {_furthest(role, gate, sums, findings, views)}"
         if x is not None and x.op is not None and x.op.name in TOGETHER:
             reason += "; the streams are a list that is put together for the projection alone: keep them as one tensor"

@@ -8,7 +8,7 @@ to be read once; the squares that the program sums over x for them come from the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import replace
 
 from torch import fx
@@ -32,12 +32,14 @@ from mhc_compile.passes.plan.sites import (
 from mhc_compile.passes.plan.surroundings import check_surroundings
 from mhc_compile.passes.recognise import Findings, default_view, normalised_before, weight_of
 from mhc_compile.passes.recognise.contraction import StreamsView
-from mhc_compile.passes.recognise.projection import Projection, token_factor
+from mhc_compile.passes.recognise.projection import Projection, token_factor, turned_projections
+from mhc_compile.passes.recognise.reader import Reader
 from mhc_compile.passes.recognise.rms import squares_of
 from mhc_compile.passes.recognise.streams import behind
 from mhc_compile.passes.shadow import Shadow, Value
 
 _SUMMING = ("sum", "mean", "linalg_vector_norm")
+_PRODUCTS = ("mm", "bmm", "sum", "add")
 
 
 def projection_sites(
@@ -58,8 +60,9 @@ def projection_sites(
     left = [out for out, rows in used.items() if len(rows) < findings.readings[out][0].rows and _is_read(out, made)]
     # A product with what is narrower than streams is on the way to them: the second one of a low-rank matrix.
     wide_ones = {out for out, readings in findings.readings.items() if any(r.x.numel >= least for r in readings)}
-    for out in dict.fromkeys([*behind(read, wide_ones, views), *left]):
-        readings = [r for r in findings.readings[out] if r.x.numel in wide]
+    products_of = _Products(findings.reader, views, wide_ones)
+    for out in dict.fromkeys([*behind(read, products_of, views), *left]):
+        readings = [r for r in (*products_of.turned(out), *findings.readings.get(out, ())) if r.x.numel in wide]
         product = next((p for p in (_product(findings, r) for r in _preferred(readings, views)) if p), None)
         if product is None or len(used.get(out, ())) == product.projection.rows:
             continue
@@ -74,6 +77,24 @@ def projection_sites(
         view = _view(reading, views)
         if view is not None:
             yield ProjectionSite(reading.x, view, products, dict(_squares(shadow, findings, reading)))
+
+
+class _Products(Container[Value]):
+    """Which values are projections: those of `known`, and of streams also those whose rows come before their tokens."""
+
+    def __init__(self, reader: Reader, views: dict[Value, StreamsView], known: Container[Value]) -> None:
+        self._reader, self._views, self._known = reader, views, known
+        self._turned: dict[Value, list[Projection]] = {}
+
+    def __contains__(self, value: object) -> bool:
+        return value in self._known or (isinstance(value, Value) and bool(self.turned(value)))
+
+    def turned(self, value: Value) -> list[Projection]:
+        if value not in self._turned:
+            product = value.op is not None and value.op.name in _PRODUCTS
+            found = turned_projections(self._reader, value) if product else ()
+            self._turned[value] = [reading for reading in found if reading.x in self._views]
+        return self._turned[value]
 
 
 def _goes_out_of_a_site(shadow: Shadow, findings: Findings, sites: list[Site], out: Value) -> bool:

@@ -224,7 +224,11 @@ def _read_wide(
         combines += (replace(c, in_one_product=True) for c in written if isinstance(c, Combine))
     for out in op.outs:
         out = out if is_shown(out) else seen(out)
-        aggregates += (a for a in aggregate.aggregates(reader, out) if isinstance(a, Aggregate))
+        read = [a for a in aggregate.aggregates(reader, out) if isinstance(a, Aggregate)]
+        aggregates += read
+        # The einsum of a gate for each channel. One for each token reads so, too, if tokens lie between the channels.
+        if op.name == "bmm" and not read:
+            others += aggregate.other_readings(reader, out)
 
 
 def _may_hold_products(op: Op, reader: Reader) -> bool:

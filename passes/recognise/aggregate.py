@@ -20,6 +20,7 @@ from mhc_compile.passes.recognise.contraction import (
 from mhc_compile.passes.recognise.layout import Layout
 from mhc_compile.passes.recognise.misses import Miss
 from mhc_compile.passes.recognise.reader import Reader
+from mhc_compile.passes.recognise.sums_of_products import Term
 from mhc_compile.passes.shadow import Op, Value
 
 
@@ -79,17 +80,22 @@ def other_readings(reader: Reader, out: Value) -> Iterator[Reading]:
         terms = reader.reduction(out.op) or terms
     if len(terms) != 1 or not terms[0].summed or len(terms[0].factors) > 2:
         return
-    if any(isinstance(found, Aggregate) and not found.streams.holds_tokens for found in aggregates(reader, out)):
-        return
-    factors = terms[0].factors
+    found = list(_of_channels(terms[0], out))
+    if found and not any(isinstance(a, Aggregate) and not a.streams.holds_tokens for a in aggregates(reader, out)):
+        yield from found
+
+
+def _of_channels(term: Term, out: Value) -> Iterator[Reading]:
+    """The readings of one product or one tensor that is summed, where nothing is a gate for each token."""
+    factors = term.factors
     bases = [{source.base for source in factor} for factor in factors]
     if len(factors) == 2 and bases[0] & bases[1]:  # the squares of a norm
         return
     for factor in factors:
         for source in exact(factor):
-            axes = axes_of(terms[0], out, source)
+            axes = axes_of(term, out, source)
             summed = [a for a in axes if a.summed]
-            if len(summed) != 1 or not summed[0].size > 1 or not is_stream_count(summed[0].size):
+            if len(summed) != 1 or not summed[0].size > 1 or not is_stream_count(summed[0].size, source.base):
                 continue
             stream = (summed[0].size, summed[0].right)
             if any(a.right == 0 for a in axes) or stream[1] == 1:  # a mean over what may be the channels
@@ -106,7 +112,7 @@ def _read(c: Contraction) -> Aggregate | tuple[str, int]:
     if len(summed) != 1 or not summed[0].left or not summed[0].right or c.left is c.right:
         return "is not the sum over i of h_pre[i] x[i] for streams [..., n, C]", 1
     stream = (summed[0].size, summed[0].right)
-    if not is_stream_count(stream[0]) or any(a.right == 0 for a in c.axes):
+    if not is_stream_count(stream[0], c.right) or any(a.right == 0 for a in c.axes):
         return f"sums {stream[0]} streams (the operators take at most 31), or reads streams that are broadcast", 1
     for token, channel, streams in streams_in([a for a in c.axes if not a.summed], c.right, stream):
         gate = Layout((steps_in(token, "left"), ((stream[0], summed[0].left),)), c.left_offset)

@@ -331,7 +331,7 @@ def _read_mix(c: Contraction, *, alike: bool = False) -> Iterator[tuple[Mix, Str
         return
     gated = (summed[0].left and stream[0].left) or alike
     squares = c.left is c.right and any(a.left for a in c.axes)
-    if not is_stream_count(n) or not summed[0].right or not gated or squares:
+    if not is_stream_count(n, c.right) or not summed[0].right or not gated or squares:
         yield Miss(c.out, c.left, f"does not multiply streams by a matrix of {n} times {n} numbers", 1)
         return
     shared = [a for a in c.axes if not a.summed and a.right != 0]

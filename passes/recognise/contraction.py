@@ -11,6 +11,7 @@ from itertools import combinations
 from math import prod
 from typing import NamedTuple
 
+from mhc_compile import compat
 from mhc_compile.passes.recognise.layout import Dim, Layout, NotALayout, is_shown, merged, refine, tidy, tiles
 from mhc_compile.passes.recognise.layout import Factor as Step
 from mhc_compile.passes.recognise.sums_of_products import Factor, Source, Term
@@ -241,6 +242,8 @@ def _is_innermost(streams: StreamsView, x: Value) -> bool:
     return True
 
 
-def is_stream_count(n: int) -> bool:
-    """Whether the operators take so many streams."""
+def is_stream_count(n: int, x: Value | None = None) -> bool:
+    """Whether the operators take so many streams, of x if its sizes may differ from call to call."""
+    if x is not None and n in x.shape:
+        n = int(compat.hint(x.meta.shape[x.shape.index(n)]))  # a prime stands for it in the record
     return n * n + 2 * n <= MAX_ROWS

@@ -11,6 +11,7 @@ import torch
 from mhc_compile.forms import Sinkhorn
 from mhc_compile.passes.recognise import sinkhorn
 from mhc_compile.passes.recognise.affine import Affine, AffineWalk
+from mhc_compile.passes.recognise.contraction import is_stream_count
 from mhc_compile.passes.recognise.fewer_tokens import on_few_tokens
 from mhc_compile.passes.recognise.layout import NotALayout, is_movement, move
 from mhc_compile.passes.recognise.region import (
@@ -188,7 +189,7 @@ def matrices(value: Value, known: Identified) -> Matrices | str | None:
     """Whether `value` is a Sinkhorn projection of some logits: those before its first exponential, or what they are
     made of. None where there is no exponential, so that nothing was normalised in the first place."""
     side = value.shape[-1] if value.shape else 0
-    first = _first_exponential(value) if value.shape[-2:] == (side, side) else None
+    first = _first_exponential(value) if value.shape[-2:] == (side, side) and is_stream_count(side) else None
     reason: str | None = None
     leaf = next(first.inputs()) if first is not None else None
     for _ in range(_BEFORE_EXPONENTIAL):

@@ -48,7 +48,7 @@ class Projection:
 
     out is the result, tokens (major to minor as in x) before rows. tokens are the steps from token to token in x.
     Several parts are projections of one x put together by `cat`. scalings lie between x and the matmul, as does const,
-    which is not among what h says above. addend is a linear bias.
+    which is not among what h says above. addend is a linear bias. turned: out has the rows before the tokens.
     """
 
     out: Value
@@ -60,6 +60,7 @@ class Projection:
     scalings: tuple[Scaling, ...]
     addend: Value | None = None
     const: float = 1.0
+    turned: bool = False
 
     @property
     def tokens(self) -> int:
@@ -99,7 +100,20 @@ def projections(reader: Reader, op: Op, before: dict[Value, list[Projection]]) -
     return found
 
 
-def _readings(reader: Reader, c: Contraction, addend: Value | None) -> Iterator[Projection]:
+def turned_projections(reader: Reader, out: Value) -> Iterator[Projection]:
+    """The readings of a value as a projection whose rows come before its tokens.
+
+    Any product of two matrices is one, of either by the other: only what is known to be streams is worth the look.
+    """
+    terms = reader.terms(out)
+    if len(terms) == 1 and len(terms[0].factors) == 2 and terms[0].summed and terms[0].const == 1.0:
+        for contraction in contractions(terms[0], out):
+            for reading in _readings(reader, contraction, None, turned=True):
+                if min(reading.tokens, reading.rows) > 1:
+                    yield reading
+
+
+def _readings(reader: Reader, c: Contraction, addend: Value | None, *, turned: bool = False) -> Iterator[Projection]:
     row_axes = by_stride([a for a in c.axes if a.left == 0 and a.right != 0 and not a.summed], "out")
     token_axes = by_stride([a for a in c.axes if a.right == 0 and a.left != 0 and not a.summed], "left")
     inner = [a for a in c.axes if a.summed]
@@ -114,9 +128,11 @@ def _readings(reader: Reader, c: Contraction, addend: Value | None) -> Iterator[
         return
     if c.left is c.right:  # squares
         return
-    if not tiles([(a.size, a.out) for a in row_axes], rows):
+    tokens_of_all = c.left.numel // width
+    inmost = tokens_of_all if turned else 1
+    if not tiles([(a.size, a.out // inmost) for a in row_axes], rows) or any(a.out % inmost for a in row_axes):
         return
-    after = rows
+    after = 1 if turned else rows
     for axis in reversed(token_axes):
         if axis.out != after:
             return
@@ -128,7 +144,7 @@ def _readings(reader: Reader, c: Contraction, addend: Value | None) -> Iterator[
         tuple((a.size, a.left, a.right) for a in by_stride(inner, "left")),
     )
     tokens = steps_in(token_axes, "left")
-    pending = [Projection(c.out, c.left, tokens, rows, width, (part,), (), addend)]
+    pending = [Projection(c.out, c.left, tokens, rows, width, (part,), (), addend, turned=turned)]
     while pending:
         reading = pending.pop(0)
         yield reading

@@ -104,6 +104,17 @@ class Connections:
         found = {read.out: read for write in writes for read in self.reads_before(write)}
         return [read for read in found.values() if isinstance(read, Reading) and read.by_channel]
 
+    def made_with(self, made: Iterable[Value], x: Value) -> Reading | None:
+        """The first read of streams x with a gate for each channel that these values are part of."""
+        values = tuple(made)
+        for reads in self._reads.values():
+            for read in reads:
+                if isinstance(read, Reading) and read.by_channel and self._depends(read.x, x):
+                    within = self.between(read.x, read.out)
+                    if any(value in within for value in values):
+                        return read
+        return None
+
     def _depends(self, value: Value, x: Value) -> bool:
         return value is x or (value.numel == x.numel and x in self.between(x, value))
 

@@ -256,6 +256,8 @@ class Rewriter(Vectors):
             part = h if len(site.products) == 1 else self._call("narrow", h, -1, start, rows)
             start += rows
             made = self._scaled(product, part, ms)
+            if product.projection.turned:
+                made = self._call("transpose", self._call("flatten", made, 0, -2), 0, 1)
             for op in moves:
                 made = self._shaped(made, next(op.inputs()).meta.shape)
                 made = self._call(op.target, made, *op.args[1:]) if op.name in TURNS else made

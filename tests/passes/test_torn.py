@@ -186,6 +186,75 @@ def test_halves_compute_what_they_did() -> None:
     assert sum(len(report.rewritten) for report in found) >= 4
 
 
+class Mixed(Torn):
+    """The matrix is a gate, too, so that no gate of a read has to be remembered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.res = nn.Linear(N * C, N * N)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h_pre, h_post = self.gates(x)
+        h_res = self.res(x.flatten(-2)).unflatten(-1, (N, N)).softmax(-1)
+        u = self.read(x, h_pre)
+        torch._dynamo.graph_break()
+        return h_post.unsqueeze(-1) * self.layer(u).unsqueeze(-2) + h_res.mT @ x
+
+
+def _all_dynamic(model: Any, *args: Tensor) -> list[Report]:
+    """The reports of a model's graphs whose inputs have symbolic sizes, those of streams and channels too."""
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        found.append(passes.run_recursively(gm))
+        return gm.forward
+
+    found: list[Report] = []
+    torch.compile(model, backend=backend, dynamic=True)(*args)
+    return found
+
+
+NOT_CONSTANT = "the number of streams or of channels is not a constant of the program"
+
+
+@pytest.mark.parametrize("kind", [Torn, OtherGates, OtherSpelling, Mixed])
+def test_a_torn_write_of_any_number_of_streams_is_told(kind: type[Torn]) -> None:
+    """No parameter says how many streams there are in its graph."""
+    read, write = _all_dynamic(kind(), torch.randn(2, 3, N, C))
+    assert read.rewritten
+    assert [(site.op, site.reason) for site in write.declined] == [("expand_combine", NOT_CONSTANT)], str(write)
+
+
+def _from_outside(x: Tensor, a: Tensor, p: Tensor, r: Tensor) -> Tensor:
+    x = x.sin()
+    for axis in (-1, -2, -1):
+        r = r / r.sum(axis, keepdim=True)
+    f = (a.unsqueeze(-1) * x).sum(-2).tanh()
+    return p.unsqueeze(-1) * f.unsqueeze(-2) + r.mT @ x
+
+
+@pytest.mark.parametrize(
+    ("n", "told"), [(N, ["aggregate", "expand_combine"]), (31, ["aggregate", "expand_combine"]), (32, [])]
+)
+def test_gates_from_outside_for_any_number_of_streams(n: int, told: list[str]) -> None:
+    """The matrices are not evaluated: in the record their sides are large primes."""
+    given = torch.randn(2, 3, n, C), torch.rand(2, 3, n), torch.randn(2, 3, n), torch.rand(2, 3, n, n)
+    (report,) = _all_dynamic(_from_outside, *given)
+    assert report.errors == []
+    assert [(site.op, site.reason) for site in report.sites] == [(op, NOT_CONSTANT) for op in told], str(report)
+
+
+@pytest.mark.parametrize("f", [(2, 3, C), (2, 3, N, C)])
+def test_sums_of_products_of_any_sizes_are_no_writes(f: tuple[int, ...]) -> None:
+    """Attention over a few positions, with a residual or a gate for all of them."""
+
+    def attention(x: Tensor, f: Tensor, p: Tensor, r: Tensor) -> Tensor:
+        return p.unsqueeze(-1) * (f if f.dim() == x.dim() else f.unsqueeze(-2) * x) + r.softmax(-1) @ x
+
+    given = torch.randn(2, 3, N, C), torch.randn(f), torch.randn(2, 3, N), torch.rand(2, 3, N, N)
+    (report,) = _all_dynamic(attention, *given)
+    assert (report.sites, report.errors) == ([], []), str(report)
+
+
 def test_a_torn_connection_is_not_strict() -> None:
     compiled = torch.compile(Torn(), backend="mhc", options={"mhc.strict": True})
     with pytest.raises(mhc_compile.StrictError, match=READ):

@@ -28,6 +28,10 @@ GATES: dict[str, Callable[[Any, Tensor], Tensor]] = {
 WRITES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "the larger of both": lambda x, p, f: torch.maximum(x, p.unsqueeze(-1) * f.unsqueeze(-2)),
     "after a nonlinearity": lambda x, p, f: x.tanh() * 2 + torch.einsum("bsn,bsc->bsnc", p, f).relu(),
+    "drawn towards it": lambda x, p, f: x + p.unsqueeze(-1) * (f.unsqueeze(-2) - x),
+    "drawn towards it on a sphere": lambda x, p, f: F.normalize(
+        x - (x - F.normalize(f, dim=-1).unsqueeze(-2)) * p.unsqueeze(-1), dim=-1
+    ),
 }
 
 
@@ -137,6 +141,25 @@ def test_a_matrix_inside_one_node_is_told() -> None:
     # From torch 2.14 on, the record has attention as one operator, and no matrix.
     reasons = {"mix_streams": "not a value of its own", "expand_combine": "together with the streams"}
     assert reasons[told.op] in str(told.reason), str(outcome.report)
+
+
+DRAWN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a gate for each token": lambda x, f: torch.sigmoid(f[..., :1]).unsqueeze(-1),
+    "a gate for each channel": lambda x, f: torch.sigmoid(f).unsqueeze(-2),
+    "a gate for each stream and channel": lambda x, f: torch.sigmoid(f).unsqueeze(-2) * x.cos(),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_what_is_drawn_to_one_value_with_other_gates_is_nothing(name: str) -> None:
+    """Neighbours of one node of a graph may be smoothed so; no gate is one for each of them alone."""
+
+    def body(self: Any, x: Tensor) -> Tensor:
+        f = self.layer((GATES["softplus"](self, x).unsqueeze(-1) * x).sum(-2), x)
+        return x + DRAWN[name](x, f) * (f.unsqueeze(-2) - x)
+
+    outcome = check.run(type("Model", (KnownGateAlone,), {"body": body})(4, 6, 3, 2), (torch.randn(SHAPE),))
+    assert not outcome.report.sites, str(outcome.report)
 
 
 class PooledOnly(Static):
