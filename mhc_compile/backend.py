@@ -151,7 +151,7 @@ def _be_strict(place: Location, options: dict[str, Any]) -> None:
     report = records.report()
     left = [site for site in report.torn if site.op == FUNCTION and site.location == place]
     if lost(left, options):
-        raise StrictError(strict_words(report, left))
+        raise StrictError(strict_words(report, left, options.get(SKIP, ())))
 
 
 def _tell_of_nothing(code: CodeType, compilation: Any, used: Any) -> None:

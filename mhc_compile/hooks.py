@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import secrets
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
@@ -61,7 +62,7 @@ class Configured(compat.CustomGraphPass):
             report = compiled.report()
             left = lost([*report.declined, *report.torn], self.options)
             if left or report.errors:
-                raise StrictError(strict_words(report, left))
+                raise StrictError(strict_words(report, left, self.options[SKIP]))
 
 
 def lost(sites: Sequence[SiteReport], options: dict[str, Any]) -> list[SiteReport]:
@@ -131,20 +132,26 @@ def trace(compiled: records.Compiled, report: Report, rewritten: fx.GraphModule 
 
 # How many sites the first line of an error names.
 _NAMED = 3
+_REASON = 160
 
 
-def strict_words(report: Report, left: Sequence[SiteReport]) -> str:
-    """The message of a `StrictError`: what it is raised for, how to accept that, and the report."""
+def strict_words(report: Report, left: Sequence[SiteReport], skipped: Sequence[str] = ()) -> str:
+    """The message of a `StrictError`: what it is raised for, how to accept that, and the report.
+
+    skipped: what `mhc.skip` has named already.
+    """
     try:
         named = [
             f"{site.op} at {site.location} is {'declined' if site in report.declined else site.detail}"
+            + (f" ({textwrap.shorten(site.reason, _REASON, placeholder=' ...')})" if site.reason else "")
             for site in left[:_NAMED]
         ]
         named += [f"{len(left) - _NAMED} more are left"] * (len(left) > _NAMED)
         named += ["something failed inside mhc_compile"] * bool(report.errors)
-        places = ", ".join(f'"{place}"' for place in dict.fromkeys(str(site.location) for site in left))
-        skip = f'. To accept these lines, pass options={{"mhc.skip": [{places}]}}' if left else ""
-        return f'options={{"mhc.strict": True}} raises: {"; ".join(named)}{skip}\n{report}'
+        places = ", ".join(f'"{place}"' for place in dict.fromkeys([*skipped, *(str(site.location) for site in left)]))
+        skip = f'. To accept this, pass options={{"mhc.skip": [{places}]}}: no site at these lines is rewritten then'
+        raised = f'options={{"mhc.strict": True}} raises: {"; ".join(named)}{skip if left else ""}'
+        return f"{raised}\nThe report until then:\n{report}"
     except Exception as error:
         told(error, "the report is incomplete", report.errors)
         return "; ".join([site.reason or "" for site in report.declined] + report.errors)

@@ -180,7 +180,9 @@ class _Compilation:
         for attempt in self.attempts():
             report = attempt.report()
             if report.sites:
-                yield [site for site in report.sites if site.location not in known], report.advice
+                failed = [graph.report() for graph in attempt.graphs if graph.failure is not None]
+                advice = [words for graph in failed for words in graph.advice]
+                yield [site for site in report.sites if site.location not in known], advice
             known |= {site.location for site in report.sites}
 
     def failure(self, frame: Any, number: Any) -> str | None:
@@ -315,7 +317,7 @@ class Ledger:
             total.add(graph.report())
         given_up = self._given_up({site.location for site in total.sites})
         total.cut += given_up.cut
-        total.advice += given_up.advice
+        total.advice = given_up.advice  # nobody needs it for graphs that were compiled
         known = [*functions, *(site.location for site in (*total.sites, *total.cut))]
         total.idle = [place for place in total.skipped if not any(where.is_among([place]) for where in known)]
         return total

@@ -191,8 +191,8 @@ def verify(
             result.errors[run].add(found, exact)
         result.findings = _findings(result.errors, list(exact))
         if _on_any_rank(bool(result.failures), module, args, kwargs):
-            more = f"{_REPEATS} more runs, with parameters perturbed by {_PERTURBATION:.0%} ..."
-            tell(f"verify: {_counted(result.failures)} less accurate; {more}")
+            more = f"{_REPEATS} runs with parameters perturbed by {_PERTURBATION:.0%} show if that is chance ..."
+            tell(f"verify: {_counted(result.failures)} less accurate in one run; {more}")
             # All of them, and judged once: to stop at the first verdict that is good would make it good by chance.
             for repeat in range(_REPEATS):
                 with _perturbed(module, repeat):

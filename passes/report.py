@@ -321,7 +321,7 @@ class Report:
             return [f"  no report in {_packages(self.unreported)}: {words}"]
         if not self.graphs:
             again = "" if self.unknown else "; torch._dynamo.reset() makes Dynamo retry functions that it gave up on"
-            return [f"  no graph was looked at: none was compiled{again}"]
+            return [f"  no graph was looked at: mhc compiled none{again}"]
         if self.sites or self.called or self.errors or len(self.cut) > len(self.unknown):
             return []
         return [

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -80,10 +82,38 @@ def test_a_sublayer_that_a_break_cuts_is_not_strict() -> None:
     with pytest.raises(mhc_compile.StrictError, match=words) as caught:
         compiled(torch.randn(X))
     place = str(mhc_compile.report().cut[0].location)
-    assert str(caught.value).splitlines()[0] == (
-        f'options={{"mhc.strict": True}} raises: generate_mix_and_aggregate at {place} is cut. '
-        f'To accept these lines, pass options={{"mhc.skip": ["{place}"]}}'
+    first, second, *report = str(caught.value).splitlines()
+    assert first.startswith(
+        f'options={{"mhc.strict": True}} raises: generate_mix_and_aggregate at {place} is cut '
+        f"(its gates are used outside this graph: Dynamo breaks the graph at {_place(Broken)}"
     )
+    assert first.endswith(
+        f'). To accept this, pass options={{"mhc.skip": ["{place}"]}}: no site at these lines is rewritten then'
+    )
+    assert second == "The report until then:"
+    assert "\n".join(report).startswith("mhc: ")
+
+
+def test_strict_options_name_the_lines_that_are_skipped_already() -> None:
+    """So that the list of one error need not be put together with those of errors before."""
+    skipped: list[str] = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        options = {"mhc.strict": True, "mhc.skip": skipped}
+        with pytest.raises(mhc_compile.StrictError) as caught:
+            torch.compile(Broken(4, 6, 3, 2), backend="mhc", options=options)(torch.randn(X))
+        (names,) = re.findall(r'"mhc.skip": (\[.*?\])', str(caught.value))
+        assert json.loads(names)[:-1] == skipped
+        skipped = json.loads(names)
+    torch._dynamo.reset()
+    torch.compile(Broken(4, 6, 3, 2), backend="mhc", options={"mhc.strict": True, "mhc.skip": skipped})(torch.randn(X))
+
+
+def test_graphs_that_are_compiled_need_no_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes, "advice", lambda graph: ["Read no numbers on the host"])
+    report = mhc_compile.explain(Broken(4, 6, 3, 2), torch.randn(X))
+    assert report.cut
+    assert report.advice == []
 
 
 class InALoop(Sublayer):
