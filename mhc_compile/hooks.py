@@ -130,9 +130,8 @@ def trace(compiled: records.Compiled, report: Report, rewritten: fx.GraphModule 
         compat.trace_artifact("mhc_report", lambda: str(report))
 
 
-# How many sites the first line of an error names.
-_NAMED = 3
-_REASON = 160
+# How many sites the first line of an error names, and how many letters of each reason it has.
+_NAMED, _REASON = 3, 160
 
 
 def strict_words(report: Report, left: Sequence[SiteReport], skipped: Sequence[str] = ()) -> str:

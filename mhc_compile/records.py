@@ -438,7 +438,7 @@ def forget() -> None:
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """Meanwhile this process has reports of what it compiles meanwhile alone. Afterwards it has those from before."""
+    """Meanwhile, reports are of what is compiled meanwhile; afterwards, they are as before."""
     before = dict(vars(_process))
     vars(_process).update(vars(Ledger()))
     try:
