@@ -165,6 +165,19 @@ def test_compiled_code_and_its_report_stay(inductor: bool, compilations: list[An
     assert (mhc_compile.report().graphs, mhc_compile.report().compiled) == (1, 2)
 
 
+@pytest.mark.usefixtures("passes_only")
+def test_parts_that_are_compiled_run_as_they_are_written(compilations: list[Any]) -> None:
+    """In the eager and the float64 evaluation; what mhc is compared with would be its own work otherwise."""
+    part = torch.compile(Sublayer(4, 6, 3, 2), backend="mhc")
+    model, x = nn.Sequential(part), torch.randn(SHAPE)
+    with torch.no_grad():
+        result = mhc_compile.verify(model, x, grad=False, **quietly)
+        assert len(compilations) == 1
+        assert result.report.rewritten
+        model(x)
+    assert len(compilations) == 2
+
+
 class Decorated(Sublayer):
     """A model that compiles a function itself."""
 

@@ -159,21 +159,29 @@ def without_hooks_of_saved_tensors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def uncompiled(call: Callable[..., Any]) -> Iterator[None]:
-    """Have a module called as it is written, whatever `module.compile()` has put in the place of its calls.
+    """Have a module called as it is written, whatever parts of it `module.compile()` or `torch.compile` has compiled.
 
-    call is the module, or a method of it. torch keeps the compiled call in an attribute of each module (torch 2.11 to
-    2.14). Dynamo looks through other functions by itself.
+    call is the module, or a method of it. torch keeps the compiled call in an attribute of each module, and what
+    `torch.compile` makes of a module is one around it, with a `forward` of its own (torch 2.11 to 2.14). Dynamo looks
+    through other functions by itself.
     """
+    from torch._dynamo.eval_frame import OptimizedModule
+
     module = getattr(call, "__self__", call)
-    parts = module.modules() if isinstance(module, torch.nn.Module) else ()
-    name = "_compiled_call_impl"
-    compiled = [(part, there) for part in parts if (there := getattr(part, name, None)) is not None]
+    parts = list(module.modules()) if isinstance(module, torch.nn.Module) else []
+    written: dict[tuple[torch.nn.Module, str], Any] = {}
+    for part in parts:
+        if isinstance(part, OptimizedModule):
+            written[part, "forward"] = part._orig_mod.__call__
+        elif getattr(part, "_compiled_call_impl", None) is not None:
+            written[part, "_compiled_call_impl"] = None
+    compiled = {(part, name): getattr(part, name) for part, name in written}
     try:
-        for part, _ in compiled:
-            setattr(part, name, None)
+        for (part, name), as_written in written.items():
+            setattr(part, name, as_written)
         yield
     finally:
-        for part, there in compiled:
+        for (part, name), there in compiled.items():
             setattr(part, name, there)
 
 

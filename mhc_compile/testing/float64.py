@@ -12,6 +12,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from mhc_compile import compat
+
 __all__ = ["Float64Reference", "KeepFloat64"]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -75,7 +77,8 @@ class Float64Reference(Generic[ModuleT]):
     Attributes:
         module: the float64 copy; a backward pass fills the `.grad` fields of its parameters.
 
-    The object is called with the module's own arguments; floating point tensors among them are widened.
+    The object is called with the module's own arguments; floating point tensors among them are widened. Parts of the
+    module that are compiled run as they are written.
     """
 
     def __init__(self, module: ModuleT) -> None:
@@ -83,7 +86,7 @@ class Float64Reference(Generic[ModuleT]):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = tree_map(_widened, (args, kwargs))
-        with KeepFloat64():
+        with compat.uncompiled(self.module), KeepFloat64():
             return self.module(*args, **kwargs)
 
 

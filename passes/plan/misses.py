@@ -78,7 +78,7 @@ def _unread(
             continue
         told.update(sums)
         x = site.x if isinstance(site, MixSite) else None
-        wider = findings.connections.made_with(use.outs, x) if role == "h_pre" and x is not None else None
+        wider = findings.connections.made_with(use, x) if role == "h_pre" and x is not None else None
         if wider is not None:  # h_pre is no gate of this read, but a gate for each channel is made of it
             node = wider.out.op.node if wider.out.op is not None else None
             if node not in refused:

@@ -104,16 +104,30 @@ class Connections:
         found = {read.out: read for write in writes for read in self.reads_before(write)}
         return [read for read in found.values() if isinstance(read, Reading) and read.by_channel]
 
-    def made_with(self, made: Iterable[Value], x: Value) -> Reading | None:
-        """The first read of streams x with a gate for each channel that these values are part of."""
-        values = tuple(made)
+    def made_with(self, use: Op, x: Value) -> Reading | None:
+        """The first read of streams x with a gate for each channel that an operator is part of.
+
+        An operator that reads the streams itself is part of a read only if nothing is summed in between.
+        """
+        reads_x = any(self._depends(source, x) for source in use.sources)
         for reads in self._reads.values():
             for read in reads:
                 if isinstance(read, Reading) and read.by_channel and self._depends(read.x, x):
-                    within = self.between(read.x, read.out)
-                    if any(value in within for value in values):
+                    within = self._as_wide(read) if reads_x else self.between(read.x, read.out)
+                    if any(out in within for out in use.outs):
                         return read
         return None
+
+    def _as_wide(self, read: Reading) -> set[Value]:
+        """What a read is computed from, as far back as it is as large as the streams."""
+        found: set[Value] = set()
+        pending = list(read.out.op.sources) if read.out.op is not None else []
+        while pending:
+            value = pending.pop()
+            if value not in found and value.numel >= read.x.numel:
+                found.add(value)
+                pending += value.op.sources if value.op is not None and value is not read.x else ()
+        return found
 
     def _depends(self, value: Value, x: Value) -> bool:
         return value is x or (value.numel == x.numel and x in self.between(x, value))

@@ -73,6 +73,23 @@ def test_the_line_is_that_of_the_read(kind: type[Weighed]) -> None:
     assert told.location.line == first + len(lines) - 1
 
 
+class LargestFirst(Weighed):
+    """What reads h_pre is another line than that of the read, whose gates are made of it."""
+
+    def read(self, x: Tensor, h_pre: Tensor) -> Tensor:
+        largest = (h_pre.unsqueeze(-1) * x).amax(-2)
+        return (torch.sigmoid(largest.unsqueeze(-2) * self.of_channel) * x).sum(-2)
+
+
+def test_a_line_that_reads_streams_itself_is_told() -> None:
+    outcome = check.run(LargestFirst(4, 6, 3, 2), (torch.randn(SHAPE),))
+    check.assert_as_accurate(outcome)
+    _, first = inspect.getsourcelines(LargestFirst.read)
+    told = {site.location.line - first: site.reason for site in outcome.report.declined}
+    assert told[2] == REASON, str(outcome.report)
+    assert "this reads h_pre, but" in (told[1] or "")
+
+
 class WriteLost(Outer):
     def write(self, x: Tensor, f: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
         return h_post.unsqueeze(-1) * f.unsqueeze(-2) + torch.tanh(h_res.mT @ x)
