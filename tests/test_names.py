@@ -135,5 +135,6 @@ import mhc_compile
 print((time.process_time() - begin) / of_torch)
 """
     bytecode = {"PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
-    shares = [float(_run(code, **bytecode)) for _ in range(4)]
+    # The first one compiles. Other processes on the machine only ever add to the others.
+    shares = [float(_run(code, **bytecode)) for _ in range(7)]
     assert min(shares[1:]) < 0.05
