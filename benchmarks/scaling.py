@@ -90,8 +90,7 @@ def plan(gpus: int, size: str, layers: int | None, steps: int) -> list[Job]:
     jobs += [
         Job(part, division, "mhc", (*LOSSES, *rows, "--steps", str(steps)))
         for part, rows in COMPARED.items()
-        for division in DIVISIONS
-        if division in _compared(part)
+        for division in _compared(part)
     ]
     order = [*MODES]
     return sorted(
@@ -223,12 +222,14 @@ def _share(measured: Measured, division: str, mode: str) -> str:
 
 
 def _losses(measured: Measured) -> Iterator[str]:
-    yield from ("", "| division | largest difference of a loss to one GPU's |", "|---|---:|")
-    for part in COMPARED:
-        alone = measured.get((part, "", "mhc"), {})
+    alone = {part: measured.get((part, "", "mhc"), {}) for part in COMPARED}
+    parts = [part for part, result in alone.items() if result.get("status") == "measured"]
+    if parts:
+        yield from ("", "| division | largest difference of a loss to one GPU's |", "|---|---:|")
+    for part in parts:
         for division in _compared(part):
             if division and (result := measured.get((part, division, "mhc"))) is not None:
-                pairs = zip(result.get("losses", []), alone.get("losses", []), strict=False)
+                pairs = zip(result.get("losses", []), alone[part]["losses"], strict=False)
                 apart = max((abs(ours - other) / other for ours, other in pairs), default=None)
                 yield _line(_name(division), result["status"] if apart is None else f"{apart:.1e}")
 

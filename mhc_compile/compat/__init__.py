@@ -252,7 +252,6 @@ __all__ = [
     "hash_files",
     "hint",
     "imitated_job",
-    "in_default_stance",
     "inductor_cache_dir",
     "inductor_compiler",
     "inductor_config",
@@ -343,7 +342,7 @@ if TYPE_CHECKING:
     from mhc_compile.compat.libraries import (
         cpp_library,
     )
-    from mhc_compile.compat.looking import in_default_stance, limit_given_to
+    from mhc_compile.compat.looking import limit_given_to
     from mhc_compile.compat.watching import (
         GivenUp,
         GraphBreak,
@@ -362,7 +361,6 @@ else:
         "compile_again": "again",
         "Unwrapped": "errors",
         "cpp_library": "libraries",
-        "in_default_stance": "looking",
         "limit_given_to": "looking",
         "GivenUp": "watching",
         "GraphBreak": "watching",
