@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml constraints.txt $(CONSTRAINTS)
 
 # pytest's own selection leaves out what needs a GPU and what is marked slow or thorough; test-all leaves out the first
 # alone.
-test: PYTEST_ARGS = --thin 8
+test: PYTEST_ARGS = --thin 6
 test: lint types pytest
 
 test-all: PYTEST_ARGS = -m "not gpu"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import time
 import warnings
@@ -136,7 +137,8 @@ def verify(
     Parameters and inputs may be DTensors. Then all ranks of their mesh call `verify`, and whole results are compared.
 
     Args:
-        model: the module. If it went through `torch.compile`, the original module is taken.
+        model: the module. If it went through `torch.compile`, the original module is taken, and of a
+            `DistributedDataParallel` a copy of the module within: each process verifies it with its own inputs.
         grad: whether to compare gradients. If not, the model runs under `torch.no_grad()`.
         inductor: whether to run plain Inductor as well. It only shows which errors are usual, and may compile long.
         raises: whether to raise `VerificationError` if mhc is less accurate.
@@ -152,7 +154,7 @@ def verify(
         TypeError: model is no module. A function, compiled or not, has no parameters to compare.
     """
     check_model(model)
-    module = getattr(model, "_orig_mod", model)
+    module = _within(model)
     if not isinstance(module, nn.Module):
         raise TypeError(
             f"model: expected a torch.nn.Module, got {type(model).__name__}: the float64 evaluation and the comparison "
@@ -202,6 +204,18 @@ def verify(
     if raises and not result.ok:
         raise VerificationError(result)
     return result
+
+
+def _within(model: Any) -> Any:
+    """The module that is compiled, or in which gradients are averaged: of the latter a copy.
+
+    The reducer of `DistributedDataParallel` is called by every backward pass through its parameters, and fails after
+    one that did not begin with its own forward pass.
+    """
+    model = getattr(model, "_orig_mod", model)
+    if not isinstance(model, nn.parallel.DistributedDataParallel):
+        return model
+    return copy.deepcopy(_within(model.module))
 
 
 def _on_any_rank(found: bool, *given: Any) -> bool:
@@ -350,7 +364,10 @@ def _kept(module: nn.Module) -> Iterator[None]:
 def _evaluate(
     call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, grad: bool, dtype: torch.dtype | None = None
 ) -> Results:
-    """Outputs by name, and the gradients of `module`'s parameters and of the inputs."""
+    """Outputs by name, and the gradients of `module`'s parameters and of the inputs.
+
+    A module that is called itself runs as it is written: functions that it compiles on its own are not compiled.
+    """
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     leaves: dict[str, torch.Tensor] = {}
 
@@ -363,7 +380,8 @@ def _evaluate(
 
     torch.manual_seed(_SEED)
     try:
-        with torch.set_grad_enabled(grad), warnings.catch_warnings():
+        written = torch.compiler.set_stance("force_eager") if call is module else contextlib.nullcontext()
+        with written, torch.set_grad_enabled(grad), warnings.catch_warnings():
             # Dynamo looks at the .grad of its inputs, and ours are no leaves.
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
             inputs, structure = tree_flatten_with_path((args, kwargs))

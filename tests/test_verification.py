@@ -178,6 +178,53 @@ def test_parts_that_are_compiled_run_as_they_are_written(compilations: list[Any]
     assert len(compilations) == 2
 
 
+class CallsCompiled(Sublayer):
+    """Its sublayer is a function that is compiled, whatever calls it."""
+
+    def __init__(self, *args: int, backend: Any) -> None:
+        super().__init__(*args)
+        self.compiled = [torch.compile(lambda u, weight: torch.tanh(F.linear(u, weight)), backend=backend)]
+
+    def layer(self, layer_input: Tensor, x: Tensor) -> Tensor:
+        out: Tensor = self.compiled[0](layer_input, self.weight)
+        return out
+
+
+@pytest.mark.usefixtures("passes_only")
+@pytest.mark.parametrize("grad", [False, True])
+def test_functions_that_the_model_compiles_run_as_they_are_written(grad: bool) -> None:
+    """In the eager and the float64 evaluation. In that of mhc, Dynamo looks through them."""
+
+    def fails(gm: Any, inputs: Any) -> Any:
+        raise AssertionError("called as it is compiled")
+
+    model, x = CallsCompiled(4, 6, 3, 2, backend=fails), torch.randn(SHAPE)
+    result = mhc_compile.verify(model, x, grad=grad, **quietly)
+    assert result.ok
+    assert len(result.report.rewritten) == len(result.report.sites)
+    with pytest.raises(Exception, match="called as it is compiled"):
+        model(x)
+
+
+@pytest.mark.usefixtures("passes_only")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_of_data_parallel_the_module_within_is_verified(compiled: bool) -> None:
+    """Its reducer counts the backward passes of its own forward passes: these do not count, and training goes on."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped: Any = nn.parallel.DistributedDataParallel(Sublayer(4, 6, 3, 2), find_unused_parameters=True)
+        wrapped = torch.compile(wrapped, backend="mhc") if compiled else wrapped
+        x = torch.randn(SHAPE)
+        for _ in range(2):
+            result = mhc_compile.verify(wrapped, x, **quietly)
+            assert result.ok
+            assert "gradient of phi" in result.errors["mhc"].numbers
+            wrapped(x).sum().backward()
+        assert any(parameter.grad is not None for parameter in wrapped.parameters())
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 class Decorated(Sublayer):
     """A model that compiles a function itself."""
 

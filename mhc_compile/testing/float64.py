@@ -78,7 +78,7 @@ class Float64Reference(Generic[ModuleT]):
         module: the float64 copy; a backward pass fills the `.grad` fields of its parameters.
 
     The object is called with the module's own arguments; floating point tensors among them are widened. Parts of the
-    module that are compiled run as they are written.
+    module that are compiled, and functions that it calls, run as they are written.
     """
 
     def __init__(self, module: ModuleT) -> None:
@@ -86,7 +86,7 @@ class Float64Reference(Generic[ModuleT]):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = tree_map(_widened, (args, kwargs))
-        with compat.uncompiled(self.module), KeepFloat64():
+        with compat.uncompiled(self.module), torch.compiler.set_stance("force_eager"), KeepFloat64():
             return self.module(*args, **kwargs)
 
 
