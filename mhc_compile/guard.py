@@ -6,10 +6,8 @@ debug level.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
@@ -29,16 +27,26 @@ class Deliberate(compat.Unwrapped):
     """An error that is meant to stop a compilation. The caller of the compiled function gets it as it is."""
 
 
-@contextlib.contextmanager
-def guard(follows: str, errors: list[str] | None = None) -> Iterator[None]:
+class guard:  # noqa: N801
     """Catch errors of the block: log each one with its consequence, and add it to `errors`.
 
-    Errors that are meant to stop a compilation go through, and so do Dynamo's requests to trace again.
+    Errors that are meant to stop a compilation go through, and so do Dynamo's requests to trace again. A class, since
+    it stands around every operation of a graph.
     """
-    try:
-        yield
-    except Exception as error:
-        told(error, follows, errors)
+
+    __slots__ = ("_errors", "_follows")
+
+    def __init__(self, follows: str, errors: list[str] | None = None) -> None:
+        self._follows, self._errors = follows, errors
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> bool:
+        if not isinstance(error, Exception) or _stops(error):
+            return False
+        told(error, self._follows, self._errors)
+        return True
 
 
 def told(error: Exception, follows: str, errors: list[str] | None = None, line: str = "") -> str:
@@ -46,7 +54,7 @@ def told(error: Exception, follows: str, errors: list[str] | None = None, line: 
 
     line is the user's, if the failure is about one.
     """
-    if isinstance(error, Deliberate) or _asks_to_trace_again(error):
+    if _stops(error):
         raise error
     message = described(error)
     kind = type(error).__name__ if isinstance(error, _ANYWHERE) else message
@@ -59,6 +67,11 @@ def told(error: Exception, follows: str, errors: list[str] | None = None, line: 
     if errors is not None and not known:
         errors.append(message)
     return message
+
+
+def _stops(error: Exception) -> bool:
+    """Whether an error is meant to stop a compilation."""
+    return isinstance(error, Deliberate) or _asks_to_trace_again(error)
 
 
 def _was_told(kind: str) -> bool:

@@ -181,6 +181,8 @@ def leaves(tree: Any) -> Iterator[Any]:
 
 def tensors(tree: Any) -> Iterator[torch.Tensor]:
     """The tensors among the leaves."""
+    if isinstance(tree, torch.Tensor):
+        return iter((tree,))
     return (leaf for leaf in leaves(tree) if isinstance(leaf, torch.Tensor))
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -239,11 +239,8 @@ class _Tracer:
             self._bind(node, result)
         elif not compat.is_plain_call(node) or not held or any(map(compat.is_batched, held)) or self._wraps(node):
             self._opaque(node, example)
-        elif not any(prod(self._shape(tensor)) for tensor in held):
-            # What has no elements, such as the rest of a sequence of whole chunks, is no part of any operator.
-            self._opaque(node, example)
         else:
-            self._look_into(node, example)
+            self._look_into(node, held, example)
 
     def _wraps(self, node: fx.Node) -> bool:
         """Whether a node makes tensors of a tensor subclass, or the other way round, as `DTensor.to_local` does.
@@ -266,7 +263,7 @@ class _Tracer:
         self._add(op, result)
         self._bind(node, result)
 
-    def _look_into(self, node: fx.Node, example: Any) -> None:
+    def _look_into(self, node: fx.Node, held: Iterable[torch.Tensor], example: Any) -> None:
         inputs: dict[Value, int] = {}
         key: list[Any] = [node.op, node.target, self.autocast]
         self._describe(node.args, inputs, key)
@@ -274,8 +271,10 @@ class _Tracer:
             self._describe(node.kwargs, inputs, key)
         known = tuple(key)
         if known not in self.recorded:
+            # What has no elements, such as the rest of a sequence of whole chunks, is no part of any operator.
+            empty = not any(prod(self._shape(tensor)) for tensor in held)
             try:
-                self.recorded[known] = self._record(node, list(inputs))
+                self.recorded[known] = _UNREADABLE if empty else self._record(node, list(inputs))
             except WritesInput:
                 self.recorded[known] = None
             except Exception as error:  # it stays opaque, and so is never rewritten

@@ -38,30 +38,33 @@ def reached_by_gradients(shadow: Shadow) -> set[fx.Node]:
     """The nodes to which a gradient can come back from the graph's results, as far as the graph decides that."""
     found: set[fx.Node] = set()
     writing = {node for node, _ in shadow.writes}
-    taken = _values_taken(shadow)
+    held = {node: _held(shadow, node) for node in shadow.graph.nodes}
+    taken = _values_taken(shadow, held)
+    # Nodes that hand gradients on to all that they are given, and those that do to what they compute with.
+    to_all: set[fx.Node] = set()
+    to_used: set[fx.Node] = set()
 
-    def passes_on(user: fx.Node, held: set[Value]) -> bool:
-        if user.op == "output" or user in writing or not compat.is_plain_call(user):
-            return True
-        if not (user in found and any(tensor.requires_grad for tensor in tensors_of(user))):
-            return False
+    def uses(user: fx.Node, values: set[Value]) -> bool:
         # `expand_as` is given a tensor for its shape alone; `to` may make no call, and hand on what it is called on.
-        used = taken.get(user) or _held(shadow, user)
-        return not used or not held or not held.isdisjoint(used)
+        used = taken.get(user) or held[user]
+        return not used or not values or not values.isdisjoint(used)
 
     for node in reversed(shadow.graph.nodes):
-        held = _held(shadow, node)
-        if any(passes_on(user, held) for user in node.users):
+        if any(user in to_all or (user in to_used and uses(user, held[node])) for user in node.users):
             found.add(node)
+        if node.op == "output" or node in writing or not compat.is_plain_call(node):
+            to_all.add(node)
+        elif node in found and any(tensor.requires_grad for tensor in tensors_of(node)):
+            to_used.add(node)
     return found
 
 
-def _values_taken(shadow: Shadow) -> dict[fx.Node, set[Value]]:
+def _values_taken(shadow: Shadow, held: dict[fx.Node, set[Value]]) -> dict[fx.Node, set[Value]]:
     """The values that the calls of a node compute with, and those that it hands on as they are."""
     taken: dict[fx.Node, set[Value]] = {}
     for op in shadow.ops:
         if op.node not in taken:
-            taken[op.node] = _held(shadow, op.node)
+            taken[op.node] = set(held[op.node])
         taken[op.node].update(op.sources)
     return taken
 

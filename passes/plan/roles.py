@@ -44,9 +44,9 @@ def connections(mixtures: list[Mixture], findings: Findings) -> list[Roles]:
     written: dict[Value, Roles] = {}
     for c in findings.combines:
         post = every.get(c.outer.post) if c.outer.post is not None else None
-        res = every.get(c.mix.res) if c.mix is not None and c.mix.res is not None else None
         if post is None or not isinstance(post.kind, Sigmoid) or post.value in written:
             continue
+        res = every.get(c.mix.res) if c.mix is not None and c.mix.res is not None else None
         if res is not None and (not isinstance(res.kind, Mixing) or res.size != post.size**2):
             res = None
         if any(r.res is res for r in written.values() if res is not None):

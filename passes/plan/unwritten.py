@@ -14,6 +14,7 @@ from mhc_compile.passes.recognise.aggregate import Aggregate, Reading
 from mhc_compile.passes.recognise.contraction import StreamsView
 from mhc_compile.passes.recognise.layout import any_view, origin, seen
 from mhc_compile.passes.recognise.mixing import Mixing, mixings
+from mhc_compile.passes.recognise.reader import may_hold_products
 from mhc_compile.passes.recognise.streams import behind
 from mhc_compile.passes.shadow import Op, Shadow, Value
 
@@ -45,7 +46,7 @@ def come_back(shadow: Shadow, findings: Findings, meetings: Meetings, claimed: C
     projected = _Projected(findings)
     mixed: dict[Value, list[tuple[StreamsView, Mixing]]] = {}
     for op in shadow.ops:
-        if op.name in _PRODUCTS and op.outs:
+        if op.name in _PRODUCTS and op.outs and may_hold_products(op, findings.reader):
             for m in mixings(findings.reader, seen(op.out)):
                 if m.streams is not None and m.out not in claimed:
                     mixed.setdefault(m.x, []).append((m.streams, m))

@@ -19,7 +19,7 @@ from mhc_compile.passes.recognise.affine import AffineWalk
 from mhc_compile.passes.recognise.aggregate import Aggregate, Reading
 from mhc_compile.passes.recognise.combine import Almost, Combine
 from mhc_compile.passes.recognise.concatenation import TOGETHER
-from mhc_compile.passes.recognise.contraction import StreamsView
+from mhc_compile.passes.recognise.contraction import StreamsView, may_contract
 from mhc_compile.passes.recognise.gates import Gate, Matrices, NotAGate
 from mhc_compile.passes.recognise.joined_factors import taken_apart
 from mhc_compile.passes.recognise.layout import Layout, NotALayout, any_view, is_movement, is_shown, origin, seen, tidy
@@ -33,7 +33,7 @@ from mhc_compile.passes.recognise.projection import (
     token_factor,
     weight_axes,
 )
-from mhc_compile.passes.recognise.reader import Reader
+from mhc_compile.passes.recognise.reader import Reader, may_hold_products
 from mhc_compile.passes.recognise.streams import Connections
 from mhc_compile.passes.shadow import Op, Shadow, Value
 
@@ -56,9 +56,7 @@ _WIDE = {
     "unbind",
 }
 # The ones that hold a product only if their argument does, and others that may hold one.
-_OF_ONE = {"sum", "mean", "select", "slice", "split_with_sizes", "split", "unbind"}
 _READING = {"sum", "mean"}
-_ELEMENTWISE = {"add", "sub", "mul", "div"}
 # What may spread a gate over the channels.
 _WIDENING = {"mul", "addcmul", "mm", "bmm", "addmm", "baddbmm"}
 
@@ -205,7 +203,7 @@ def _read_wide(
     """Add what one operator makes to what was found."""
     if op.name in _READING and not single_sinkhorns.is_square(op.args[0]):  # a Sinkhorn has dozens of sums
         others += aggregate.other_readings(reader, op.out)
-    if not _may_hold_products(op, reader):
+    if not may_hold_products(op, reader):
         return
     terms = reader.terms(op.out)
     if op.name == "add" and len(terms) == 1 and terms[0].summed:  # the sum of a list of streams
@@ -216,7 +214,7 @@ def _read_wide(
         found = [] if part else projections(reader, op, readings)
         if found:
             readings[op.out] = found
-    if op.name in _SUMS and len(terms) > 1:
+    if op.name in _SUMS and len(terms) > 1 and any(map(may_contract, terms)):
         combines += combine.of_sum(reader, op, partial(combine.combines, out=op.out), almost)
     if taken_apart(reader, terms):
         out = seen(op.out)  # an einsum permutes what its product makes
@@ -229,13 +227,6 @@ def _read_wide(
         # The einsum of a gate for each channel. One for each token reads so, too, if tokens lie between the channels.
         if op.name == "bmm" and not read:
             others += aggregate.other_readings(reader, out)
-
-
-def _may_hold_products(op: Op, reader: Reader) -> bool:
-    """Whether a result may be read as a product summed: the thousands of small operators of a Sinkhorn are not."""
-    if op.name in _OF_ONE:
-        return not reader.is_plain(op.args[0])
-    return op.name not in _ELEMENTWISE or not reader.is_plain(op.out)
 
 
 def _join(
@@ -441,8 +432,9 @@ def _residuals(
     def view_of(x: Value) -> StreamsView | None:
         return streams.get(x) or alike.get(x.shape)
 
-    for op in shadow.ops if streams else ():
-        if op.name in _SUMS:
+    sizes = {x.numel for x in streams}
+    for op in shadow.ops:
+        if op.name in _SUMS and op.out.numel in sizes:
             found += combine.of_sum(reader, op, partial(combine.residuals, out=op.out, streams=view_of), almost)
     return found
 

@@ -49,6 +49,11 @@ class Contraction(NamedTuple):
         return Contraction(self.const, self.out, self.right, self.left, axes)
 
 
+def may_contract(term: Term) -> bool:
+    """Whether a term is the sum of products of two factors, which costs nothing to see."""
+    return bool(term.summed) and len(term.factors) == 2
+
+
 def contractions(term: Term, out: Value, *, parts: bool = False) -> Iterator[Contraction]:
     """The readings of a term of `out`: operands may be taken before or after a broadcast, and either way round.
 

@@ -19,6 +19,7 @@ from mhc_compile.passes.recognise.contraction import (
     contractions,
     exact,
     joined,
+    may_contract,
     steps_in,
     streams_in,
 )
@@ -127,7 +128,7 @@ def _written(out: Value, reader: Reader) -> Iterator[tuple[Value, Value]]:
     Or streams that are added to a product as they are, and what the product mixes.
     """
     terms = reader.terms(out)
-    if len(terms) != 2:
+    if len(terms) != 2 or not any(map(may_contract, terms)):
         return
     for term, other in (terms, terms[::-1]):
         mixed = {m.x for c in contractions(term, out, parts=True) if (m := _read(c)) and m.sizes[0] == m.sizes[1]}

@@ -26,6 +26,9 @@ _MAX_TERMS = 24
 # Descriptions of one factor. Where halves of a tensor change places again and again, as in a chain of rotations, each
 # tensor would have twice as many as its source.
 _MAX_VIEWS = 64
+# What sums one tensor, or takes a part of it.
+_OF_ONE = {"sum", "mean", "select", "slice", "split_with_sizes", "split", "unbind"}
+_ELEMENTWISE = {"add", "sub", "mul", "div"}
 
 
 class Reader:
@@ -422,6 +425,13 @@ def _is_shared(value: Value) -> bool:
             return False
         value = next(value.op.inputs())
     return True
+
+
+def may_hold_products(op: Op, reader: Reader) -> bool:
+    """Whether a result may be read as a product summed: the thousands of small operators of a Sinkhorn are not."""
+    if op.name in _OF_ONE:
+        return not reader.is_plain(op.args[0])
+    return op.name not in _ELEMENTWISE or not reader.is_plain(op.out)
 
 
 def is_nought(value: Value) -> bool:
