@@ -27,7 +27,7 @@ class Deliberate(compat.Unwrapped):
     """An error that is meant to stop a compilation. The caller of the compiled function gets it as it is."""
 
 
-class guard:  # noqa: N801
+class guard:
     """Catch errors of the block: log each one with its consequence, and add it to `errors`.
 
     Errors that are meant to stop a compilation go through, and so do Dynamo's requests to trace again. A class, since
