@@ -43,7 +43,7 @@ def misses(
             refused.add(read.out.op.node)
             yield Declined("aggregate", _BY_CHANNEL, read.out.op.node)
     yield from _unread(findings, sites, refused, views)
-    yield from _unprojected(findings, sites, gates, told)
+    yield from _unprojected(sites, gates, told)
     for site in sites:
         made = site.res.value if isinstance(site, MixSite) and site.res is not None else None
         made = site.matrices.out if isinstance(site, SinkhornSite) else made
@@ -164,7 +164,7 @@ def _sums(use: Op, gate: Value, findings: Findings) -> Iterator[Op]:
             break
 
 
-def _unprojected(findings: Findings, sites: list[Site], gates: set[Value], told: set[Value]) -> Iterator[Declined]:
+def _unprojected(sites: list[Site], gates: set[Value], told: set[Value]) -> Iterator[Declined]:
     """Code that makes the logits of a Sinkhorn projection that mixes streams, if no operator replaces it."""
     in_operators = {group.projection.out for site in sites if isinstance(site, MixSite) for group in site.groups}
     for site in sites:
@@ -175,8 +175,6 @@ def _unprojected(findings: Findings, sites: list[Site], gates: set[Value], told:
             why = "this is not looked into"
         elif in_operators.intersection(source.outs):
             why = "the operator that projects here returns other gates alone, so that this projects once more"
-        elif any(out in findings.readings for out in source.outs):
-            why = "no operator takes this projection"
         else:
             why = "this is not recognised as the projection of a token's streams, all of them, by one matrix"
         reason = f"the logits of a Sinkhorn projection come from here, but {why}"

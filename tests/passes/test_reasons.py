@@ -315,6 +315,20 @@ class Convolution(Sublayer):
         return F.conv1d(flat.mT, self.phi.unsqueeze(-1)).mT
 
 
+class ProjectedForTwo(Sublayer):
+    """Gates of two writes are of one projection. The second takes them from an operator, the first changes them."""
+
+    def body(self, x: Tensor) -> Tensor:
+        pre, post, res = self.split(self.mixes(x))
+        factor = x.mean((-1, -2)).unsqueeze(-1)
+        first = self.res((res * factor).unflatten(-1, (self.n, self.n)))
+        new = self.write(x, self.layer(self.read(x, self.pre(pre)), x), torch.tanh(post), first)
+        shift = new.mean()
+        second = self.res((res + shift).unflatten(-1, (self.n, self.n)))
+        layer_input = self.read(new, self.pre(pre + shift))
+        return self.write(new, self.layer(layer_input, new), self.post(post + shift), second)
+
+
 class ChannelsApart(Sublayer):
     """Streams kept as [b, n, C, s], so that the channels of a stream are s elements apart."""
 
@@ -384,6 +398,7 @@ class ReadOfSquares(Sublayer):
 
 NEIGHBOURS: list[tuple[type[Sublayer], str, str, str]] = [
     (Convolution, "generate_mix", "not recognised as the projection of a token's streams", "project"),
+    (ProjectedForTwo, "generate_mix", "returns other gates alone, so that this projects once more", ""),
     (ChannelsApart, "expand_combine", "would need a copy of the streams", "write"),
     (SquashedBeforeAdded, "expand_combine", "without adding a product with h_post in the same sum", "write"),
     (DropoutOfMixed, "expand_combine", "with h_post in the same sum (it goes into dropout)", "write"),
