@@ -55,7 +55,7 @@ def whole(module: fx.GraphModule, backend: str, options: dict[str, Any]) -> Iter
         norms = rewriting.options[INPUT_NORM]
         skipped = rewriting.options[SKIP]
         report = passes.run_recursively(module, input_norms=norms, left_of=checking.left_alone, skipped=skipped)
-        report.graphs = 0  # the parts are counted
+        report.graphs = report.compiled = 0  # the parts are counted
         compiled.traced.add(report)
         trace(compiled, report, module if report.rewritten else None)
         rewriting.be_strict(compiled)

@@ -48,7 +48,7 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     def rewrite(gm: fx.GraphModule) -> None:
         with ledger.graph() as graph:
             report = look(gm)
-            report.graphs = 0  # the parts are counted
+            report.graphs = report.compiled = 0  # the parts are counted
             graph.traced.add(report)
 
     limit: Any = compat.limit_given_to(model)

@@ -127,7 +127,9 @@ class Compiled:
         if text not in self.loaded:  # a file may be loaded twice
             traced, lowered = _unpacked(text, self.places)
             self.loaded[text] = replace(traced, seconds=0.0), replace(lowered, seconds=0.0)
-            log.info("from a %s: %s", "package" if self.packaged else "cache", self.report())
+            found = self.report()
+            told = found if found.sites or found.called else "a graph, or a part of one, with no site of its own"
+            log.info("from a %s: %s", "package" if self.packaged else "cache", told)
 
 
 def _unpacked(text: str, places: Places | None = None) -> tuple[Report, Report]:
@@ -311,6 +313,7 @@ class Ledger:
             if any(report.sites or report.called for report, _ in reports):
                 functions.append(function)
             put.add(reports, function)
+        total.breaks = self._breaks_between_sites()
         total.cut += [_left_eager(limit, self._may_hold(frame)) for frame, limit in self._limits.items()]
         without_frame = {graph.digest(): graph for graph in self._without_frame}
         for graph in without_frame.values():
@@ -321,6 +324,16 @@ class Ledger:
         known = [*functions, *(site.location for site in (*total.sites, *total.cut))]
         total.idle = [place for place in total.skipped if not any(where.is_among([place]) for where in known)]
         return total
+
+    def _breaks_between_sites(self) -> list[str]:
+        """The breaks by which graphs with sites end, and others with sites begin. What they cut is told elsewhere."""
+        every = [(frame, number) for frame, compilations in self._frames.items() for number in compilations]
+        kept = [self._frames[frame][number] for frame, number in every if (frame, number) in compat.watched.kept]
+        graphs = [graph for compilation in kept for graph in compilation.graphs if graph.report().rewritten]
+        begun = {_told(graph.before) for graph in graphs if graph.before is not None}
+        ended = dict.fromkeys(_told(graph.after) for graph in graphs if graph.after is not None)
+        reasons = " ".join(site.reason or "" for graph in graphs for site in graph.report().cut)
+        return [place for place in ended if place in begun and place not in reasons]
 
     def _given_up(self, kept: set[Location]) -> Report:
         """Sites of graphs that Dynamo threw away, where no other graph has the same line, and what the user can do."""

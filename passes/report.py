@@ -151,7 +151,8 @@ class Report:
     - excerpts: by name, the lines of a graph for a site, before and after the rewriting. Identical sites share one;
     - functions: by name, how many of its sites each function has, if reports of several functions were put together;
     - skipped: the places that `mhc.skip` names. idle: those where no site is, and no function with sites that Dynamo
-      compiled by itself. The report of a single graph has none, since other graphs may have such a site.
+      compiled by itself. The report of a single graph has none, since other graphs may have such a site;
+    - breaks: where Dynamo ends a graph with sites, and begins another one with sites. Nothing is fused across these.
 
     `str(report)` is for people and has at most one screen; `details()` has everything, and `html()` is a page.
     """
@@ -178,6 +179,7 @@ class Report:
     functions: dict[str, int] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     idle: list[str] = field(default_factory=list)
+    breaks: list[str] = field(default_factory=list)
 
     @property
     def rewritten(self) -> list[SiteReport]:
@@ -320,7 +322,8 @@ class Report:
             words = "a package carries its report if it is built under mhc_compile.enable()"
             return [f"  no report in {_packages(self.unreported)}: {words}"]
         if not self.graphs:
-            again = "" if self.unknown else "; torch._dynamo.reset() makes Dynamo retry functions that it gave up on"
+            until = "; what Dynamo compiled or gave up on earlier stays so until torch._dynamo.reset()"
+            again = "" if self.unknown else until
             return [f"  no graph was looked at: mhc compiled none{again}"]
         if self.sites or self.called or self.errors or len(self.cut) > len(self.unknown):
             return []
@@ -394,6 +397,8 @@ def _lines(report: Report, most: int | None) -> list[str]:
     for group in called[:most]:
         lines += _site("  called by the program: {count} x {op} at {place}", group)[:1]
     lines += _more(len(called), most, "kind", "of operators that the program calls")
+    lines += [f"  nothing is fused across the graph break at {place}" for place in report.breaks[:most]]
+    lines += _more(len(report.breaks), most, "graph break")
     unchecked = _groups(report.unchecked, whole)
     for group in unchecked[:most]:
         lines += _site("  not checked: {count} x {op} at {place}", group)

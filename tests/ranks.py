@@ -280,6 +280,7 @@ def _split() -> dict[str, Any]:
         "sites": [[f"{site.op} at {site.location}: {site.told}" for site in report.sites] for report in reports],
         "cut": [len(report.cut) for report in reports],
         "graphs": [report.graphs for report in reports],
+        "compiled": [report.compiled for report in reports],
     }
 
 

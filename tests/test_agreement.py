@@ -121,6 +121,7 @@ def test_all_ranks_report_the_same_of_graphs_that_are_split(two: Seen) -> None:
     assert len(explained) == len(ALL)
     assert first["cut"] == [0, 0]
     assert first["graphs"][0] == first["graphs"][1] > 1
+    assert first["compiled"] == first["graphs"]
 
 
 def test_four_ranks(tmp_path: Path, job_device: str) -> None:

@@ -94,7 +94,7 @@ def test_every_place_is_escaped() -> None:
     site = SiteReport(tag, Location(tag, 1, tag), tag, None, tag, f"layers.0.{tag}", None, None, "a")
     lost = SiteReport(tag, Location(tag, 1, tag), tag, tag, module=f"{tag}.1")
     function = SiteReport("function", Location(tag, 1, tag), tag, tag)
-    told = Report([site, lost], [site], [lost, function], [tag], 1, errors=[tag], unchecked=[lost])
+    told = Report([site, lost], [site], [lost, function], [tag], 1, errors=[tag], unchecked=[lost], breaks=[tag])
     told.excerpts, told.skipped, told.idle = {"a": [tag, tag]}, [tag], [tag]
     told.fusions = told.shared = told.lowered = told.checked = Counter({tag: 1})
     page = Page(told.html({tag: 1.0}))
