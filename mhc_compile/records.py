@@ -303,6 +303,7 @@ class Ledger:
         """All that Dynamo kept, with what it did not keep of the same code."""
         total = Report(cut=list(dict.fromkeys(map(_unknown, self._eager))), unreported=self._unreported)
         functions: list[Location] = []
+        graphs: list[Compiled] = []
         put = Functions(total)
         for frame, compilations in self._frames.items():
             kept = [number for number in compilations if (frame, number) in compat.watched.kept]
@@ -313,7 +314,8 @@ class Ledger:
             if any(report.sites or report.called for report, _ in reports):
                 functions.append(function)
             put.add(reports, function)
-        total.breaks = self._breaks_between_sites()
+            graphs += (graph for number in kept for graph in compilations[number].graphs)
+        total.breaks = _breaks_between_sites(graphs)
         total.cut += [_left_eager(limit, self._may_hold(frame)) for frame, limit in self._limits.items()]
         without_frame = {graph.digest(): graph for graph in self._without_frame}
         for graph in without_frame.values():
@@ -324,16 +326,6 @@ class Ledger:
         known = [*functions, *(site.location for site in (*total.sites, *total.cut))]
         total.idle = [place for place in total.skipped if not any(where.is_among([place]) for where in known)]
         return total
-
-    def _breaks_between_sites(self) -> list[str]:
-        """The breaks by which graphs with sites end, and others with sites begin. What they cut is told elsewhere."""
-        every = [(frame, number) for frame, compilations in self._frames.items() for number in compilations]
-        kept = [self._frames[frame][number] for frame, number in every if (frame, number) in compat.watched.kept]
-        graphs = [graph for compilation in kept for graph in compilation.graphs if graph.report().rewritten]
-        begun = {_told(graph.before) for graph in graphs if graph.before is not None}
-        ended = dict.fromkeys(_told(graph.after) for graph in graphs if graph.after is not None)
-        reasons = " ".join(site.reason or "" for graph in graphs for site in graph.report().cut)
-        return [place for place in ended if place in begun and place not in reasons]
 
     def _given_up(self, kept: set[Location]) -> Report:
         """Sites of graphs that Dynamo threw away, where no other graph has the same line, and what the user can do."""
@@ -397,6 +389,15 @@ class Ledger:
 def place(function: compat.GivenUp | compat.RecompileLimit) -> Location:
     """Where a function begins, with its name; the rest of a function begins where its first part ends."""
     return function_at(function.file, function.line, function.function)
+
+
+def _breaks_between_sites(graphs: list[Compiled]) -> list[str]:
+    """The breaks by which graphs with sites end, and others with sites begin. What they cut is told elsewhere."""
+    found = [(graph, report) for graph in graphs if (report := graph.report()).rewritten]
+    begun = {_told(graph.before) for graph, _ in found if graph.before is not None}
+    ended = dict.fromkeys(_told(graph.after) for graph, _ in found if graph.after is not None)
+    reasons = " ".join(site.reason or "" for _, report in found for site in report.cut)
+    return [place for place in ended if place in begun and place not in reasons]
 
 
 def _unknown(function: compat.GivenUp) -> SiteReport:
