@@ -222,8 +222,13 @@ class _Gradients:
     def _average(self, replicas: list[DTensor], divisor: float) -> None:
         exists = [replica.grad is not None for replica in replicas]
         parts = [_part(replica) for replica in replicas]
-        # What follows the gradients counts the ranks that have one.
-        parts.append(parts[0].new_tensor(exists))
+        # What follows the gradients counts the ranks that have one. Filled on the device: a copy of a list would wait for
+        # all that runs there.
+        counts = parts[0].new_ones(len(exists))
+        for count, exist in zip(counts, exists, strict=True):
+            if not exist:
+                count.zero_()
+        parts.append(counts)
         bucket = torch.cat([part.flatten() for part in parts]).div_(divisor)
         dist.all_reduce(bucket, group=self.group)
         *sums, counts = _split(bucket, parts)
