@@ -18,6 +18,7 @@ from mhc_compile import compat
 from mhc_compile.passes.places import is_within
 from mhc_compile.passes.plan import Declined
 from mhc_compile.passes.plan.sites import CombineSite, Site, WithGates
+from mhc_compile.passes.plan.surroundings import between
 from mhc_compile.passes.recognise.contraction import is_stream_count
 from mhc_compile.passes.recognise.layout import any_view, is_movement, origin
 from mhc_compile.passes.recognise.streams import behind
@@ -57,18 +58,20 @@ def named(shadow: Shadow, sites: list[tuple[Site, fx.Node]], refused: list[fx.No
         if (one := found.get(module_path(op.node))) is not None:
             one.values.update(op.outs)
     left = list(map(module_path, refused))
-    inside = [*left, *(module_path(node) for _, node in sites)]
+    placed = [(site, module_path(node)) for site, node in sites]
+    inside = [*left, *(at for _, at in placed)]
     for path, one in found.items():
+        own = one.values
         # The module may also be a part of a connection, which other code makes with it.
-        helps = any(_takes_from(site, one.values) for site, node in sites if is_within(path, module_path(node)))
+        helps = any(_has_made(site, own) or (is_within(path, at) and _takes_from(site, own)) for site, at in placed)
         if not (helps or any(is_within(at, path) for at in inside) or any(is_within(path, at) for at in left)):
             yield Declined(MODULE, _reason(one.kind), one.node)
 
 
 def _reason(kind: str) -> str:
     return (
-        f"its class is {kind}, but none of its code was recognised as a hyper-connection: docs/limits.md lists forms "
-        "that look like other code, and docs/forms.md those that are rewritten"
+        f"its class is {kind}, but none of its code was recognised as a hyper-connection; docs/limits.md has forms "
+        "that look like other code"
     )
 
 
@@ -117,6 +120,11 @@ def _is_product(value: Value) -> bool:
     while value.op is not None and is_movement(value.op):
         value = value.op.sources[0]
     return value.op is not None and value.op.name == "mul" and len({*value.op.sources}) == 2
+
+
+def _has_made(site: Site, values: set[Value]) -> bool:
+    """Whether a site stands for code that makes some of these values."""
+    return any(not values.isdisjoint(op.outs) for op in between(site))
 
 
 def _takes_from(site: Site, values: set[Value]) -> bool:
