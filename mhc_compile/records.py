@@ -427,6 +427,8 @@ def _told_elsewhere(graphs: Iterable[Compiled]) -> Callable[[Compiled], Containe
     another graph; and so is a caller that goes on after a break.
     """
     listed = list(graphs)
+    if not any(site.op == MODULE for one in listed for site in (*one.traced.sites, *one._latest.sites)):
+        return lambda graph: ()
     cut = [one.before is not None or one.after is not None for one in listed]
     parts = [Part(one.report(), one.modules, there) for one, there in zip(listed, cut, strict=True)]
     found = dict(zip(map(id, listed), told_elsewhere(parts), strict=True))

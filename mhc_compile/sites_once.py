@@ -133,8 +133,6 @@ class Part:
 def told_elsewhere(parts: list[Part]) -> list[set[str]]:
     """For each graph, the modules that only their names tell in it, and of whose connection another graph has more."""
     named = [[site.module for site in part.report.sites if site.op == MODULE] for part in parts]
-    if not any(named):
-        return [set() for _ in parts]
     there = {number: module() for module, number in _numbered.values()}
 
     def found(part: Part, path: str) -> nn.Module | None:

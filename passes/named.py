@@ -49,9 +49,13 @@ def named(shadow: Shadow, sites: list[tuple[Site, fx.Node]], refused: list[fx.No
     sites are those of the graph, each with its node. refused: where something else is said of a step.
     """
     found: dict[str, _Named] = {}
+    compiled: Any = type(compat.module_at(""))  # Dynamo does not name it in the graph
     for op in shadow.ops:
-        if (op.name in _PRODUCTS or op.name == "sum") and (kind := _kind(op.node)) and _may_mix_streams(op):
-            found.setdefault(module_path(op.node), _Named(kind, op.node))
+        if op.name in _PRODUCTS or op.name == "sum":
+            stack = op.node.meta.get("nn_module_stack")
+            kind = named_as(next(reversed(stack.values()))[1] if stack else compiled)
+            if kind and _may_mix_streams(op):
+                found.setdefault(module_path(op.node), _Named(kind, op.node))
     if not found:
         return
     for op in shadow.ops:
@@ -73,16 +77,6 @@ def _reason(kind: str) -> str:
         f"its class is {kind}, but none of its code was recognised as a hyper-connection; docs/limits.md has forms "
         "that look like other code"
     )
-
-
-def _kind(node: fx.Node) -> str:
-    """The class of the module whose own code made a node, if it is named as a hyper-connection; otherwise ""."""
-    stack = node.meta.get("nn_module_stack")
-    if stack:
-        return named_as(next(reversed(stack.values()))[1])
-    own = compat.module_at("")  # Dynamo does not name the module that it compiles
-    kind: Any = type(own)
-    return named_as(kind)
 
 
 @functools.lru_cache(4096)
