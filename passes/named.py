@@ -17,11 +17,10 @@ from torch import fx
 from mhc_compile import compat
 from mhc_compile.passes.places import is_within
 from mhc_compile.passes.plan import Declined
-from mhc_compile.passes.plan.sites import CombineSite, Site, WithGates
+from mhc_compile.passes.plan.sites import Site, WithGates
 from mhc_compile.passes.plan.surroundings import between
 from mhc_compile.passes.recognise.contraction import is_stream_count
-from mhc_compile.passes.recognise.layout import any_view, is_movement, origin
-from mhc_compile.passes.recognise.streams import behind
+from mhc_compile.passes.recognise.layout import is_movement
 from mhc_compile.passes.report import MODULE, module_path
 from mhc_compile.passes.shadow import Op, Shadow, Value
 
@@ -31,12 +30,14 @@ from mhc_compile.passes.shadow import Op, Shadow, Value
 _NAMES = re.compile(r"\b(hyper ?conn(ection)?s?|m ?hc|hc|multi ?streams? residuals?)\b")
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _VERSION = re.compile(r"(?<=[A-Z])v(?=\d)")  # as in mHCv2
+# How far the making of gates is followed.
+_MOST = 2_000
 _PRODUCTS = {"mm", "bmm", "mv", "addmm", "baddbmm"}
 
 
 @dataclass
 class _Named:
-    """A module with such a class. node is the first that multiplies streams, values are what its own code makes."""
+    """A module with such a class. node is the first that multiplies streams, values are what its own code computes."""
 
     kind: str
     node: fx.Node
@@ -51,7 +52,7 @@ def named(shadow: Shadow, sites: list[tuple[Site, fx.Node]], refused: list[fx.No
     found: dict[str, _Named] = {}
     compiled: Any = type(compat.module_at(""))  # Dynamo does not name it in the graph
     for op in shadow.ops:
-        if op.name in _PRODUCTS or op.name == "sum":
+        if op.name in _PRODUCTS or op.name == "sum":  # the quick part of what is asked below
             stack = op.node.meta.get("nn_module_stack")
             kind = named_as(next(reversed(stack.values()))[1] if stack else compiled)
             if kind and _may_mix_streams(op):
@@ -59,7 +60,7 @@ def named(shadow: Shadow, sites: list[tuple[Site, fx.Node]], refused: list[fx.No
     if not found:
         return
     for op in shadow.ops:
-        if (one := found.get(module_path(op.node))) is not None:
+        if (one := found.get(module_path(op.node))) is not None and not is_movement(op):
             one.values.update(op.outs)
     left = list(map(module_path, refused))
     placed = [(site, module_path(node)) for site, node in sites]
@@ -67,7 +68,7 @@ def named(shadow: Shadow, sites: list[tuple[Site, fx.Node]], refused: list[fx.No
     for path, one in found.items():
         own = one.values
         # The module may also be a part of a connection, which other code makes with it.
-        helps = any(_has_made(site, own) or (is_within(path, at) and _takes_from(site, own)) for site, at in placed)
+        helps = any(_has_made(site, own) or (is_within(path, at) and _has_gates_of(site, own)) for site, at in placed)
         if not (helps or any(is_within(at, path) for at in inside) or any(is_within(path, at) for at in left)):
             yield Declined(MODULE, _reason(one.kind), one.node)
 
@@ -93,7 +94,7 @@ def _is_named(name: str) -> bool:
 
 def _may_mix_streams(op: Op) -> bool:
     """Whether a product sums over as many rows as there may be streams, or makes so many, and not of gates alone."""
-    values = [*op.sources, *op.outs]
+    values = [*op.sources, *op.outs] if op.name in _PRODUCTS or op.name == "sum" else []
     largest = max(values, key=lambda value: value.numel, default=None)
     if largest is None or _is_of_gates(largest):
         return False
@@ -121,8 +122,20 @@ def _has_made(site: Site, values: set[Value]) -> bool:
     return any(not values.isdisjoint(op.outs) for op in between(site))
 
 
-def _takes_from(site: Site, values: set[Value]) -> bool:
-    """Whether a site's gates are computed from some values, or the streams that it writes are a view of one."""
-    gates = list(site.gates()) if isinstance(site, WithGates) else []
-    written = origin(site.combine.x, any_view)[0] if isinstance(site, CombineSite) else None
-    return written in values or bool(behind(gates, values, ()))
+def _has_gates_of(site: Site, values: set[Value]) -> bool:
+    """Whether a site's gates are made of some values."""
+    if not isinstance(site, WithGates):
+        return False
+    streams = next(site.sources())
+    pending = list(site.gates())
+    seen = set(pending)
+    while pending and len(seen) < _MOST:
+        value = pending.pop()
+        if value in values:
+            return True
+        # Through the streams, gates are made of all connections before.
+        sources = value.op.sources if value.op is not None else ()
+        fresh = [source for source in sources if source not in seen and source.numel < streams.numel]
+        seen.update(fresh)
+        pending += fresh
+    return False

@@ -284,7 +284,7 @@ class Report:
 
     @property
     def of_modules(self) -> list[SiteReport]:
-        """What is known of more than its name, with a module that is known."""
+        """All entries but those of functions, and of modules that only their names tell."""
         return [one for one in (*self.sites, *self.called, *self.cut) if one.op not in (MODULE, FUNCTION)]
 
     def details(self) -> str:

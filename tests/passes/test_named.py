@@ -171,17 +171,11 @@ def test_small_code_and_sums_say_nothing(model: nn.Module, shape: tuple[int, ...
 
 
 class HyperConnectionGates(nn.Module):
-    """Gates by a matrix for each stream, which are no operator's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.static = nn.Parameter(torch.randn(N, N))
+    """Gates of products of the streams with each other, which are no operator's."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        like = (x @ x.mT).softmax(-1) @ self.static
-        mean = self.static @ x
-        gates = mean.amax(-1)
-        return gates.softmax(-1), gates.cos(), like
+        alike = (x @ x.mT).tanh()
+        return alike.mean(-1), alike.amax(-1), alike.cos()
 
 
 class Around(nn.Module):
@@ -196,7 +190,7 @@ class Around(nn.Module):
         if self.broken:
             torch._dynamo.graph_break()
         f = self.layer((h_pre.unsqueeze(-1) * x).sum(-2))
-        return h_post.unsqueeze(-1) * f.unsqueeze(-2) + h_res.mT @ x
+        return h_post.sigmoid().unsqueeze(-1) * f.unsqueeze(-2) + h_res.mT @ x
 
 
 class HyperConnectionPart(nn.Module):
@@ -224,8 +218,28 @@ class HyperConnectionPart(nn.Module):
 def test_parts_of_a_connection_say_nothing(model: nn.Module, nested: bool) -> None:
     """Other code of the connection has its line, in whatever graph."""
     report = mhc_compile.explain(nn.Sequential(model) if nested else model, torch.randn(SHAPE))
-    assert report.rewritten
-    assert all(site.op != MODULE for site in report.sites), str(report)
+    assert report.rewritten == report.sites
+
+
+class Caller(nn.Module):
+    """It completes the second of two connections itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = _called("HyperConnection", SeveralInputs), Around()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        h_pre, h_post, h_res = self.second.gates(x)
+        f = self.second.layer((h_pre.unsqueeze(-1) * x).sum(-2))
+        return h_post.unsqueeze(-1) * f.unsqueeze(-2) + h_res.mT @ x
+
+
+def test_a_connection_before_another_has_its_line() -> None:
+    """What the caller rewrites is made of the second one's gates, whose streams come from the first."""
+    report = mhc_compile.explain(nn.Sequential(Caller()), torch.randn(SHAPE))
+    assert [(site.op, site.module) for site in report.declined] == [(MODULE, "0.first")]
+    assert {site.module for site in report.rewritten} == {"0"}
 
 
 def test_gates_alone_have_a_line() -> None:
