@@ -98,7 +98,7 @@ def test_names_of_hyper_connections(name: str) -> None:
     "name",
     [
         *("HyperNetwork", "HyperNet", "HypergraphConv", "HyperGraphConvolution", "Hyperconv", "SkipConnection", "MHA"),
-        *("DeepseekV4HCACompressor", "NHCLayer", "Hcp", "SHCell", "Watchdog", "MultiStreamEncoder", "ResidualStream"),
+        *("HCACache", "NHCLayer", "Hcp", "SHCell", "Watchdog", "MultiStreamEncoder", "ResidualStream"),
         *("TwoStreamResidual", "Hyper", "Connection", "ConnectionHyper", "Residual", "Module"),
     ],
 )
