@@ -81,12 +81,7 @@ class Compiled:
         for one in (traced, *self.lowered, *(lowered for _, lowered in self.loaded.values()), self.checked):
             total.add(one)
         total.cut = list(self._cut(total.cut))
-        inside = {site.module for site in total.of_modules}
-        total.sites = [
-            site
-            for site in total.sites
-            if site.op != MODULE or not (site.module in told or any(is_within(at, site.module) for at in inside))
-        ]
+        total.sites = [site for site in total.sites if site.op != MODULE or not _says_more(total, site.module, told)]
         if self.loaded and self.places is None:
             total.outdated = list(
                 dict.fromkeys(site.location.name for site in total.sites if site.location.is_outdated)
@@ -141,6 +136,12 @@ class Compiled:
             found = self.report()
             told = found if found.sites or found.called else "a graph, or a part of one, with no site of its own"
             log.info("from a %s: %s", "package" if self.packaged else "cache", told)
+
+
+def _says_more(report: Report, path: str, told: Container[str]) -> bool:
+    """Whether a report has code inside a module, or operators that the program calls around it."""
+    inside = any(is_within(site.module, path) for site in report.of_modules)
+    return path in told or inside or any(is_within(path, site.module) for site in report.called)
 
 
 def _unpacked(text: str, places: Places | None = None) -> tuple[Report, Report]:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mhc_compile
-from mhc_compile import StrictError
+from mhc_compile import StrictError, ops
 from mhc_compile.passes.named import named_as
 from mhc_compile.passes.report import MODULE, Report
 from mhc_compile.testing import capture
@@ -193,6 +193,13 @@ class Around(nn.Module):
         return h_post.sigmoid().unsqueeze(-1) * f.unsqueeze(-2) + h_res.mT @ x
 
 
+class CallsOperators(Around):
+    def forward(self, x: Tensor) -> Tensor:
+        h_pre, h_post, h_res = self.gates(x)
+        f = self.layer(ops.aggregate(x, h_pre))
+        return ops.expand_combine(f=f, layer_bias=None, h_post=h_post, x=x, h_res=h_res)
+
+
 class HyperConnectionPart(nn.Module):
     def __init__(self, broken: bool) -> None:
         super().__init__()
@@ -219,6 +226,14 @@ def test_parts_of_a_connection_say_nothing(model: nn.Module, nested: bool) -> No
     """Other code of the connection has its line, in whatever graph."""
     report = mhc_compile.explain(nn.Sequential(model) if nested else model, torch.randn(SHAPE))
     assert report.rewritten == report.sites
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_parts_beside_operators_that_the_program_calls_say_nothing(nested: bool) -> None:
+    model = CallsOperators()
+    report = mhc_compile.explain(nn.Sequential(model) if nested else model, torch.randn(SHAPE))
+    assert len(report.called) == 2
+    assert not report.sites, str(report)
 
 
 class Caller(nn.Module):
