@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -20,10 +20,11 @@ from typing import Any
 from mhc_compile import compat, guard
 from mhc_compile.ops import _loops
 from mhc_compile.passes.cut import MADE_ELSEWHERE, can_hold
-from mhc_compile.passes.places import Places
+from mhc_compile.passes.places import Places, is_within
 from mhc_compile.passes.report import (
     CANNOT_HOLD,
     FUNCTION,
+    MODULE,
     NOT_COMPILED,
     Location,
     Report,
@@ -31,7 +32,7 @@ from mhc_compile.passes.report import (
     counted,
     function_at,
 )
-from mhc_compile.sites_once import Functions, number_of
+from mhc_compile.sites_once import Functions, Part, number_of, told_elsewhere
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +69,11 @@ class Compiled:
             frame, number, _ = compat.compile_id()
             log.info("graph %s/%s, %.1f s: %s", frame, number, time.perf_counter() - self.begun, what)
 
-    def report(self) -> Report:
+    def report(self, told: Container[str] = ()) -> Report:
+        """What is known of the graph, without modules that only their names tell if more is said of them.
+
+        told: paths of modules of which other graphs say more.
+        """
         # Where the passes ran here, too, they know of the program as it is now.
         traced = self.traced if self.digest() == _digest(self.traced) else self._latest
         count = traced.graphs if self.loaded else 0
@@ -76,6 +81,7 @@ class Compiled:
         for one in (traced, *self.lowered, *(lowered for _, lowered in self.loaded.values()), self.checked):
             total.add(one)
         total.cut = list(self._cut(total.cut))
+        total.sites = [site for site in total.sites if site.op != MODULE or not _says_more(total, site.module, told)]
         if self.loaded and self.places is None:
             total.outdated = list(
                 dict.fromkeys(site.location.name for site in total.sites if site.location.is_outdated)
@@ -132,6 +138,12 @@ class Compiled:
             log.info("from a %s: %s", "package" if self.packaged else "cache", told)
 
 
+def _says_more(report: Report, path: str, told: Container[str]) -> bool:
+    """Whether a report has code inside a module, or operators that the program calls around it."""
+    inside = any(is_within(site.module, path) for site in report.of_modules)
+    return path in told or inside or any(is_within(path, site.module) for site in report.called)
+
+
 def _unpacked(text: str, places: Places | None = None) -> tuple[Report, Report]:
     *told, before = json.loads(text)
     if places is not None and before is not None:
@@ -161,10 +173,10 @@ class _Compilation:
     graphs: list[Compiled] = field(default_factory=list)
     before: _Compilation | None = None
 
-    def report(self) -> Report:
+    def report(self, told: Callable[[Compiled], Container[str]] = lambda graph: ()) -> Report:
         total = Report()
         for graph in self.graphs:
-            total.add(graph.report())
+            total.add(graph.report(told(graph)))
         return total
 
     @property
@@ -181,6 +193,7 @@ class _Compilation:
         known = set(kept)
         for attempt in self.attempts():
             report = attempt.report()
+            report.sites = [site for site in report.sites if site.op != MODULE]
             if report.sites:
                 failed = [graph.report() for graph in attempt.graphs if graph.failure is not None]
                 advice = [words for graph in failed for words in graph.advice]
@@ -305,12 +318,13 @@ class Ledger:
         functions: list[Location] = []
         graphs: list[Compiled] = []
         put = Functions(total)
+        told = _told_elsewhere([*self._kept(), *self._without_frame])
         for frame, compilations in self._frames.items():
             kept = [number for number in compilations if (frame, number) in compat.watched.kept]
             if not kept:
                 continue
             function = function_at(*compat.watched.kept[frame, kept[0]])
-            reports = [(compilations[number].report(), compilations[number].modules) for number in kept]
+            reports = [(compilations[number].report(told), compilations[number].modules) for number in kept]
             if any(report.sites or report.called for report, _ in reports):
                 functions.append(function)
             put.add(reports, function)
@@ -319,13 +333,20 @@ class Ledger:
         total.cut += [_left_eager(limit, self._may_hold(frame)) for frame, limit in self._limits.items()]
         without_frame = {graph.digest(): graph for graph in self._without_frame}
         for graph in without_frame.values():
-            total.add(graph.report())
+            total.add(graph.report(told(graph)))
         given_up = self._given_up({site.location for site in total.sites})
         total.cut += given_up.cut
         total.advice = given_up.advice  # nobody needs it for graphs that were compiled
         known = [*functions, *(site.location for site in (*total.sites, *total.cut))]
         total.idle = [place for place in total.skipped if not any(where.is_among([place]) for where in known)]
         return total
+
+    def _kept(self) -> Iterator[Compiled]:
+        """The graphs of the compilations that Dynamo kept."""
+        for frame, compilations in self._frames.items():
+            for number, one in compilations.items():
+                if (frame, number) in compat.watched.kept:
+                    yield from one.graphs
 
     def _given_up(self, kept: set[Location]) -> Report:
         """Sites of graphs that Dynamo threw away, where no other graph has the same line, and what the user can do."""
@@ -398,6 +419,21 @@ def _breaks_between_sites(graphs: list[Compiled]) -> list[str]:
     ended = dict.fromkeys(_told(graph.after) for graph, _ in found if graph.after is not None)
     reasons = " ".join(site.reason or "" for _, report in found for site in report.cut)
     return [place for place in ended if place in begun and place not in reasons]
+
+
+def _told_elsewhere(graphs: Iterable[Compiled]) -> Callable[[Compiled], Container[str]]:
+    """For each graph, the modules that only their names tell there, if another graph has more of the same connection.
+
+    Dynamo compiles a module by itself where a break is in it. Then its caller, which may complete the connection, is in
+    another graph; and so is a caller that goes on after a break.
+    """
+    listed = list(graphs)
+    if not any(site.op == MODULE for one in listed for site in (*one.traced.sites, *one._latest.sites)):
+        return lambda graph: ()
+    cut = [one.before is not None or one.after is not None for one in listed]
+    parts = [Part(one.report(), one.modules, there) for one, there in zip(listed, cut, strict=True)]
+    found = dict(zip(map(id, listed), told_elsewhere(parts), strict=True))
+    return lambda graph: found.get(id(graph), ())
 
 
 def _unknown(function: compat.GivenUp) -> SiteReport:

@@ -10,13 +10,13 @@ import itertools
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from mhc_compile import compat
-from mhc_compile.passes.report import COUNTS, SITES, Fused, Location, Report, SiteReport
+from mhc_compile.passes.report import COUNTS, MODULE, SITES, Fused, Location, Report, SiteReport
 
 _numbered: dict[int, tuple[weakref.ref[nn.Module], int]] = {}
 _numbers = itertools.count()
@@ -119,3 +119,36 @@ def _key(entry: SiteReport | Fused, modules: Modules) -> Hashable:
         return None if module is None else (replace(entry, module=""), module)
     parts = tuple(_key(part, modules) for part in entry.parts)
     return None if None in parts else (entry.op, parts)
+
+
+@dataclass
+class Part:
+    """The report of one graph, with the numbers of its modules; cut says whether a graph break is beside it."""
+
+    report: Report
+    modules: Modules
+    cut: bool
+
+
+def told_elsewhere(parts: list[Part]) -> list[set[str]]:
+    """For each graph, the modules that only their names tell in it, and of whose connection another graph has more."""
+    named = [[site.module for site in part.report.sites if site.op == MODULE] for part in parts]
+    there = {number: module() for module, number in _numbered.values()}
+
+    def found(part: Part, path: str) -> nn.Module | None:
+        number = part.modules.get(path)
+        return None if number is None else there.get(number)
+
+    known = [(part, found(part, path)) for part in parts for path in {site.module for site in part.report.of_modules}]
+    told: list[set[str]] = []
+    for part, paths in zip(parts, named, strict=True):
+        others = [module for of, module in known if of is not part]
+        told.append({p for p in paths if any(_are_of_one(found(part, p), one, part.cut or not p) for one in others)})
+    return told
+
+
+def _are_of_one(own: nn.Module | None, other: nn.Module | None, around: bool) -> bool:
+    """Whether another module is inside a module or, if code around this one counts, the reverse; in doubt they are."""
+    if own is None or other is None:
+        return True
+    return any(one is other for one in own.modules()) or (around and any(one is own for one in other.modules()))

@@ -33,6 +33,7 @@ from mhc_compile.passes.cut import CUT, WRITTEN_ELSEWHERE, advice, cut
 from mhc_compile.passes.functional import functional
 from mhc_compile.passes.fuse.joint import is_operator, noted_parts, operator_name
 from mhc_compile.passes.lists import Lists
+from mhc_compile.passes.named import named
 from mhc_compile.passes.plan import (
     INTERNAL,
     Decline,
@@ -143,6 +144,10 @@ def _rewritten(
         if new is not None:
             with guard("sites are reported without bytes and lines of the graph", report.errors):
                 shown = before_after(shadow, plan, new)
+        with guard("modules that only their names tell are not reported", report.errors):
+            sites = [(site, _node(site)) for site in plan.sites]
+            refused = [declined.node for declined in plan.declined if declined.node is not None]
+            plan.declined += [] if failures else list(named(shadow, sites, refused))
         with guard("sites are reported without their places", report.errors):
             places |= {id(site): location(_node(site)) for site in plan.sites}
             report.sites = _sites(shadow, plan, shown)

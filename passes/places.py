@@ -65,6 +65,11 @@ class Places:
         return moved
 
 
+def is_within(path: str, other: str) -> bool:
+    """Whether a module's path is that of another module, or of one inside it."""
+    return not other or path == other or path.startswith((f"{other}.", f"{other}["))
+
+
 class _Move:
     def __init__(self, pairs: list[tuple[dict[str, Any], tuple[Location, str]]]) -> None:
         self._lines: dict[Any, Location] = {}

@@ -122,6 +122,8 @@ class Fused:
 
 # What stands for the operator, and for the detail, of a function that Dynamo gives up on.
 FUNCTION, NOT_COMPILED, CANNOT_HOLD = "function", "not compiled", "not compiled, cannot hold a site"
+# What stands for the operator of a module that only its name tells (`passes.named`).
+MODULE = "module"
 # What notes the number of a node in it.
 NUMBER = "mhc_number"
 # The fields of a report that list sites, and those that count by names.
@@ -280,6 +282,11 @@ class Report:
         """`cut` without functions that cannot hold a hyper-connection. Strict mode raises for these entries."""
         return [site for site in self.cut if site.detail != CANNOT_HOLD]
 
+    @property
+    def of_modules(self) -> list[SiteReport]:
+        """All entries but those of functions, and of modules that only their names tell."""
+        return [one for one in (*self.sites, *self.called, *self.cut) if one.op not in (MODULE, FUNCTION)]
+
     def details(self) -> str:
         """Everything: each line of the program, and each detail."""
         several = [f"  in {name}: {counted(count, 'site')}" for name, count in self.functions.items()]
@@ -435,8 +442,17 @@ def _site(words: str, group: list[SiteReport]) -> list[str]:
     first = group[0]
     others = len({str(site.location) for site in group}) - 1
     place = str(first.location) + (f" and {others} other line{'s' if others > 1 else ''}" if others else "")
-    line = words.format(count=len(group), op=first.op, place=f"{place}  {first.location.code}")
+    line = words.format(count=len(group), op=_what(group), place=f"{place}  {first.location.code}")
     return [line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}...", f"      {first.told}"]
+
+
+def _what(group: list[SiteReport]) -> str:
+    """The operator; or a module with its path, which is all that is known of it."""
+    if group[0].op != MODULE:
+        return group[0].op
+    paths = list(dict.fromkeys(site.module for site in group))
+    others = f" and {counted(len(paths) - 1, 'other')}" if len(paths) > 1 else ""
+    return f"module ({paths[0] or 'the compiled one'}{others})"
 
 
 def _more(count: int, most: int | None, noun: str, of: str = "") -> list[str]:

@@ -222,11 +222,22 @@ def _written_with(
             if outer.f.numel == x.numel // streams.n:
                 yield Combine(out, outer, mixes, x, streams, written, bias)
             reason = "adds something to the mixed streams that does not have the width of one stream"
+    if mixes[0].is_matrix and any(_is_other_mixture(term, out, x) for term in terms):
+        reason = (
+            "mixes two tensors by a matrix each, and the operator mixes one; if one was made of the other by a matrix, "
+            "multiply the matrices before they mix"
+        )
     yield Miss(out, gate, reason, 3)
     for term in terms if len(terms) > 1 else ():
         for outer, bias in outer_sums((term,), out, written):
             if outer.f.numel == x.numel // streams.n:
                 yield Almost(out, gate, reason, 3, Combine(out, outer, mixes, x, streams, written, bias))
+
+
+def _is_other_mixture(term: Term, out: Value, x: Value) -> bool:
+    """Whether a term is another tensor than the streams, mixed by a matrix."""
+    found = contractions(term, out, parts=True) if term.summed else ()
+    return any(isinstance(read, tuple) and c.right is not x for c in found for read in _read_mix(c))
 
 
 def _again(term: Term, out: Value, x: Value, streams: StreamsView, written: StreamsView) -> Mix | None:

@@ -230,6 +230,31 @@ class FiniteStart(Sublayer):
         return logits.softmax(-1).nan_to_num() + 1e-6
 
 
+class MixedTwice(Sublayer):
+    """A matrix mixes what is left of the streams without their mean; the mean is added."""
+
+    def write(self, x: Tensor, f: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
+        along = torch.full((4, 4), 0.25)
+        rest = torch.einsum("oi,bsic->bsoc", torch.eye(4) - along, x)
+        mixed = torch.einsum("oi,bsic->bsoc", along, x) + h_res.transpose(-1, -2) @ rest
+        return mixed + h_post.unsqueeze(-1) * f.unsqueeze(-2)
+
+
+class MixedOnceAndAdded(MixedTwice):
+    """A near miss: the other tensor is added as it is."""
+
+    def write(self, x: Tensor, f: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
+        return h_res.transpose(-1, -2) @ x + x.tanh() + h_post.unsqueeze(-1) * f.unsqueeze(-2)
+
+
+class SameMixedTwice(MixedTwice):
+    """A near miss: both matrices mix the same streams, so that they are one."""
+
+    def write(self, x: Tensor, f: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
+        along = torch.einsum("oi,bsic->bsoc", torch.full((4, 4), 0.25), x)
+        return along + h_res.transpose(-1, -2) @ x + h_post.unsqueeze(-1) * f.unsqueeze(-2)
+
+
 REASONS: list[tuple[type[Sublayer], str, str]] = [
     (UnequalEps, "column eps 1e-05 differs from its row eps 1e-06", "columns"),
     (SquashedBeforeScale, "from tanh of the projection and from other tensors", ""),
@@ -251,6 +276,7 @@ REASONS: list[tuple[type[Sublayer], str, str]] = [
     (NumbersOnly, "equals a sigmoid gate, but not for logits that are NaN or infinite", "post"),
     (FiniteStart, "equals a Sinkhorn projection, but not for logits that are NaN or infinite", ""),
     (ScaledByPosition, "but also from another tensor, [3, 1], in mul", "pre"),
+    (MixedTwice, "mixes two tensors by a matrix each, and the operator mixes one", "write"),
     (NormedTwice, "comes from a projection that is normalised twice", ""),
 ]
 
@@ -269,6 +295,14 @@ def test_reason(kind: type[Sublayer], reason: str, piece: str) -> None:
         file, line = told[0][0]
         assert __file__.endswith(file)
         assert first <= line < first + len(lines)
+
+
+@pytest.mark.parametrize(("kind", "writes"), [(MixedOnceAndAdded, 0), (SameMixedTwice, 1)])
+def test_one_mixed_tensor_is_not_said_to_be_two(kind: type[Sublayer], writes: int) -> None:
+    model: Any = kind(4, 6, 3, 2)
+    outcome = check.run(model, (torch.randn(SHAPE),), exact=False, repeats=1, backward=False, around=torch.no_grad())
+    assert outcome.operators.count("expand_combine") == writes, str(outcome.report)
+    assert not any("mixes two tensors" in text for _, text in _told(outcome.report))
 
 
 def _told(report: Report) -> Iterator[tuple[tuple[str, int], str]]:
