@@ -200,6 +200,25 @@ def test_all_sites_of_a_model_with_replicas_are_found(mesh: DeviceMesh) -> None:
     assert (after.declined, after.errors) == ([], [])
 
 
+@pytest.mark.gpu
+def test_the_host_waits_for_no_average(tmp_path: Path) -> None:
+    """Of gradients; where each replica has one."""
+    dist.init_process_group("nccl", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        model = sharded.Model().cuda()
+        replicas = replicate(model, init_device_mesh("cuda", (1,)))
+        for mode in ("default", "error"):  # the first time, kernels are loaded
+            loss = model(torch.randn(2, 5, WIDTH, device="cuda"))["out"].sum()
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode(mode)
+            loss.backward()
+            torch.cuda.set_sync_debug_mode("default")
+        assert all(replica.grad is not None for replica in replicas)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        dist.destroy_process_group()
+
+
 def test_parameters_are_chosen_by_a_function_or_one_by_one(mesh: DeviceMesh) -> None:
     class Own(nn.Module):
         """A parameter that two modules share, one in another dtype, and one that gets no gradient."""

@@ -222,8 +222,8 @@ class _Gradients:
     def _average(self, replicas: list[DTensor], divisor: float) -> None:
         exists = [replica.grad is not None for replica in replicas]
         parts = [_part(replica) for replica in replicas]
-        # What follows the gradients counts the ranks that have one. Filled on the device: a copy of a list would wait for
-        # all that runs there.
+        # What follows the gradients counts the ranks that have one. It is filled on the device: for a copy of a list,
+        # the host would wait until the backward pass has run.
         counts = parts[0].new_ones(len(exists))
         for count, exist in zip(counts, exists, strict=True):
             if not exist:

@@ -16,8 +16,15 @@ Who does what, in a program:
   gates. The order is that of `projection.partial_sum`, so the bits are the same. Only the end of the next sublayer
   needs h_post and h_res. They are made for 32 tokens at a time, one a thread, as in `mix`.
 
-Programs wait for each other, so all must run at once: the launch is cooperative. A GPU begins it when there is room for
-all programs, and not before. No program overwrites what another may still read:
+Programs of a team wait for each other, so all of them must run at once. There are two ways:
+
+- Cooperative: a GPU begins the launch when there is room for all programs, and not before.
+- Drawn, where communication may run beside it, for which the first way would wait: a program draws its place in a team
+  as it begins, and full teams draw tiles, a few turns ahead. A team for which other kernels leave no room gives up, and
+  its programs leave (`exchange.decided`). Tiles that nobody has drawn in the end are done by `boundary_rest`. So nobody
+  waits for long for a program that has not begun.
+
+No program overwrites what another may still read:
 
 - A program stores its part of tile t + LAG + 1 in the place of tile t's, after it had the gates of tile t. These gates
   are sums of all parts of tile t.
@@ -29,14 +36,18 @@ all programs, and not before. No program overwrites what another may still read:
 # (A tuple that a kernel builds up one by one changes its type each time.)
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mhc_compile.forms import Gates, Rms, Sinkhorn
 from mhc_compile.kernels import combine_project, communicates, gpus
+from mhc_compile.kernels.boundary_rest import boundary_rest_kernel
+from mhc_compile.kernels.boundary_steps import coefficients, dot, other_gates, pieces, rows_before, rows_of
 from mhc_compile.kernels.common import (
     cdiv,
     expected,
@@ -46,9 +57,18 @@ from mhc_compile.kernels.common import (
     next_power_of_2,
     on_device,
 )
-from mhc_compile.kernels.exchange import answer, ask, count_in, hand_out, load_floats, wait_for
+from mhc_compile.kernels.exchange import (
+    answer,
+    answer_of_one,
+    ask,
+    ask_for_one,
+    count_in,
+    decided,
+    hand_out,
+    number_when_tagged,
+    wait_for,
+)
 from mhc_compile.kernels.gates import affine, rms_factor, sigmoid
-from mhc_compile.kernels.mix import store_gates, store_res, stream_logits
 from mhc_compile.kernels.one_pass import barrier, combined, copy_rows, split_phi
 from mhc_compile.kernels.opaque import opaque
 from mhc_compile.kernels.projection import GROUPS, parts_of
@@ -70,23 +90,13 @@ MOST_OWN = 4
 FEWEST = 384
 # And where a program adds up more than one token of a tile.
 FEWEST_OF_NARROW = 6144
-
-
-@gluon.constexpr_function
-def _pieces(rows: int) -> int:
-    """Into how many pieces phi's rows are cut, since tiles are powers of two: 24 rows into 16 and 8."""
-    return rows.bit_count()
-
-
-@gluon.constexpr_function
-def _rows_of(piece: int, rows: int) -> int:
-    """How many rows of phi a piece has."""
-    return [1 << i for i in reversed(range(rows.bit_length())) if rows >> i & 1][piece]
-
-
-@gluon.constexpr_function
-def _rows_before(piece: int, rows: int) -> int:
-    return sum(_rows_of(i, rows) for i in range(piece))
+# Where tiles are drawn: teams of which one may have no room, and a memory, in bytes a second, for which two passes over
+# 4 streams take no longer.
+FEWEST_TEAMS, FAST_MEMORY = 4, 4e12
+# Turns whose tiles are known to a team at a time: more than lie between those that its programs are at.
+RING = gl.constexpr(32)
+# Nanoseconds that a program waits for its team: while no other team works, and while one does.
+PATIENCE, PATIENCE_BESIDE = gl.constexpr(1_000_000), gl.constexpr(20_000)
 
 
 @gluon.jit
@@ -101,32 +111,18 @@ def _fetch(x_s, f_s, turn, x, f, tile, start, M, C, N: gl.constexpr, STAGES: gl.
 
 
 @gluon.jit
-def _coefficients(h_post, h_res, tok, tokens, N: gl.constexpr):
-    """The n + n * n of each token; for tokens that are not there those of the last."""
-    tok = gl.minimum(tok, tokens - 1)
-    res = ()
-    for i in gl.static_range(N):
-        res = res + load_floats(h_res + tok * (N * N) + N * i, N)
-    return load_floats(h_post + tok * N, N), res
+def _tile_of(turn, order, team, teams, DRAWN: gl.constexpr):
+    """The tile of a team's turn; if there are no more, the number of tiles or more, and no later turn may be asked."""
+    if DRAWN:
+        return number_when_tagged(order + turn % RING, turn + 1)
+    return team + turn * teams
 
 
 @gluon.jit
-def _dot(left, phi_s, o, small, large, PARTS: gl.constexpr, COUNT: gl.constexpr, RIGHT: gl.constexpr):
-    """Add the products of a stream to those with the small parts of COUNT rows of phi, and with the large one."""
-    for part in gl.static_range(PARTS - 1, -1, -1):
-        right = phi_s[part].slice(o * COUNT, COUNT, 0).permute((1, 0)).load(RIGHT)
-        if part > 0:
-            small = mma_v2(left, right, small)
-        else:
-            large = mma_v2(left, right, large)
-    return small, large
-
-
-@gluon.jit
-def _stream(f, h_post, x, h_res, out, layer_input, parts, gates, stored, x_s, f_s, phi_s, team, teams, rank, ranks,
-            mine, tokens, C, N: gl.constexpr, K: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr,
-            BLOCK_M: gl.constexpr, BLOCK_C: gl.constexpr, LAG: gl.constexpr, AHEAD: gl.constexpr,
-            WARPS: gl.constexpr):  # fmt: skip
+def _stream(f, h_post, x, h_res, out, layer_input, parts, gates, order, stored, x_s, f_s, phi_s, first_tiles, team,
+            teams, rank, ranks, tiles, tokens, C, N: gl.constexpr, K: gl.constexpr, PARTS: gl.constexpr,
+            ROWS: gl.constexpr, DRAWN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_C: gl.constexpr,
+            LAG: gl.constexpr, AHEAD: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
     """Combine, project, and LAG tiles later aggregate the columns of this program, tile by tile."""
     COMBINE: gl.constexpr = f is not None
     LANES: gl.constexpr = BLOCK_C // 8
@@ -146,15 +142,26 @@ def _stream(f, h_post, x, h_res, out, layer_input, parts, gates, stored, x_s, f_
     post = ()
     res = ()
     if COMBINE:
-        post, res = _coefficients(h_post, h_res, row + team.to(gl.int64) * BLOCK_M, tokens, N)
-    for turn in range(mine + LAG):
+        post, res = coefficients(h_post, h_res, row + first_tiles[0].to(gl.int64) * BLOCK_M, tokens, N)
+    # The tiles of the last LAG turns, of this one and of the next AHEAD.
+    of_turns = ()
+    for _ in gl.static_range(LAG):
+        of_turns = of_turns + (tiles,)
+    of_turns = of_turns + first_tiles
+    turn = 0
+    # Turns in which there is something to do.
+    turns = gl.where(first_tiles[0] < tiles, LAG + 1, 0)
+    while turn < turns:
         stage = turn % STAGES
         # Asked for now, since the answer takes a while.
         gates_then = ask(gates + ((turn + 1) % SLOTS * BLOCK_M + row) * N, N)
-        if turn < mine:
-            first = (team + turn * teams).to(gl.int64) * BLOCK_M
-            tok = row + first
-            _fetch(x_s, f_s, turn + AHEAD, x, f, first + AHEAD * teams * BLOCK_M, start, tokens, C, N, STAGES,
+        tile = of_turns[LAG]
+        next_tile = of_turns[LAG + AHEAD]
+        if tile < tiles:
+            if DRAWN:
+                order_then = ask_for_one(order + (turn + AHEAD + 1) % RING)
+            tok = row + tile.to(gl.int64) * BLOCK_M
+            _fetch(x_s, f_s, turn + AHEAD, x, f, next_tile.to(gl.int64) * BLOCK_M, start, tokens, C, N, STAGES,
                    AHEAD + 1, BLOCK_M, BLOCK_C, TILE)  # fmt: skip
             async_copy.wait_group(AHEAD)
             barrier()
@@ -177,22 +184,22 @@ def _stream(f, h_post, x, h_res, out, layer_input, parts, gates, stored, x_s, f_
             at_part = parts + (turn % SLOTS * ranks + rank) * SLOT
             gl.store(at_part + row * ROWS + K, gl.sum(terms, axis=1))
             if COMBINE:
-                post, res = _coefficients(h_post, h_res, tok + teams * BLOCK_M, tokens, N)
+                post, res = coefficients(h_post, h_res, row + of_turns[LAG + 1].to(gl.int64) * BLOCK_M, tokens, N)
                 barrier()
             sums = ()
-            for piece in gl.static_range(_pieces(K)):
-                zero = gl.zeros([BLOCK_M, _rows_of(piece, K)], gl.float32, MMA)
+            for piece in gl.static_range(pieces(K)):
+                zero = gl.zeros([BLOCK_M, rows_of(piece, K)], gl.float32, MMA)
                 sums = sums + ((zero, zero),)
             for o in gl.static_range(N):
                 left = x_s[o].index(stage).load(LEFT)
                 more = ()
-                for piece in gl.static_range(_pieces(K)):
+                for piece in gl.static_range(pieces(K)):
                     small, large = sums[piece]
-                    more = more + (_dot(left, phi_s[piece], o, small, large, PARTS, _rows_of(piece, K), RIGHT),)
+                    more = more + (dot(left, phi_s[piece], o, small, large, PARTS, rows_of(piece, K), RIGHT),)
                 sums = more
-            for piece in gl.static_range(_pieces(K)):
+            for piece in gl.static_range(pieces(K)):
                 small, large = sums[piece]
-                k = _rows_before(piece, K) + gl.arange(0, _rows_of(piece, K), gl.SliceLayout(0, MMA))[None, :]
+                k = rows_before(piece, K) + gl.arange(0, rows_of(piece, K), gl.SliceLayout(0, MMA))[None, :]
                 gl.store(at_part + row_h * ROWS + k, large + small)
             barrier()
             mbarrier.arrive(stored.index(turn % STAGES), count=1)
@@ -200,8 +207,12 @@ def _stream(f, h_post, x, h_res, out, layer_input, parts, gates, stored, x_s, f_
                 # Last, since others wait for the sums.
                 for o in gl.static_range(N):
                     gl.store(out_at + o * C, x_s[o].index(stage).load(TILE), mask=mask)
-        if turn >= LAG:
-            tok_then = row + (team + (turn - LAG) * teams).to(gl.int64) * BLOCK_M
+            if DRAWN:
+                next_tile = answer_of_one(order_then, order + (turn + AHEAD + 1) % RING, turn + AHEAD + 2)
+            else:
+                next_tile += teams
+        if of_turns[0] < tiles:
+            tok_then = row + of_turns[0].to(gl.int64) * BLOCK_M
             tag = gl.zeros_like(row) + (turn - LAG + 1)
             h_pre = answer(gates_then, tag, N)
             acc = gl.zeros([BLOCK_M, BLOCK_C], gl.float32, TILE)
@@ -209,54 +220,56 @@ def _stream(f, h_post, x, h_res, out, layer_input, parts, gates, stored, x_s, f_
                 acc += h_pre[o][:, None] * x_s[o].index((turn - LAG) % STAGES).load(TILE).to(gl.float32)
             gl.store(layer_input + tok_then[:, None] * C + c, acc.to(layer_input.dtype.element_ty),
                      mask=(tok_then < tokens)[:, None] & inside)  # fmt: skip
+        turn += 1
+        if of_turns[LAG + 1] < tiles:
+            turns = turn + LAG + 1
+        of_turns = of_turns[1:] + (next_tile,)
     async_copy.wait_group(0)
 
 
 @gluon.jit
-def _announce(stored, counts, mine, STAGES: gl.constexpr, SLOTS: gl.constexpr):
-    """Count this program in for each of its tiles, when all of its part has been stored.
+def _announce(stored, counts, order, drawn, first_tile, draws, team, teams, rank, ranks, tiles, DRAWN: gl.constexpr,
+              STAGES: gl.constexpr, SLOTS: gl.constexpr):  # fmt: skip
+    """Count this program in for each of its tiles, when all of its part has been stored; the last also draws tiles.
 
     Tiles SLOTS turns apart have a counter in common: nobody stores its part of the later one before there are the
     earlier one's gates, and so all of its parts.
     """
-    for turn in range(mine):
+    turn = 0
+    tile = first_tile
+    while tile < tiles:
+        if DRAWN and rank == ranks - 1:
+            _publish(order, turn + draws, gl.atomic_add(drawn, 1, sem="relaxed", scope="gpu"), tiles)
         mbarrier.wait(stored.index(turn % STAGES), turn // STAGES & 1)
         count_in(counts + turn % SLOTS)
+        turn += 1
+        tile = _tile_of(turn, order, team, teams, DRAWN)
 
 
 @gluon.jit
-def _other_gates(h, r, scale, bias, next_post, next_res, tile, apart, tiles, t, tokens, post_mult, post_eps,
-                 sinkhorn_eps, start_eps, pairs, N: gl.constexpr, K: gl.constexpr, START: gl.constexpr,
-                 FIRST: gl.constexpr, CLAMP: gl.constexpr, ODD: gl.constexpr,
-                 GROUPED: gl.constexpr, BLOCK_M: gl.constexpr):  # fmt: skip
-    """h_post and h_res of token t of each of a warp's 32 tiles, `apart` from each other and below `tiles`."""
-    # As in `mix`, a token is one thread's.
-    ALL: gl.constexpr = gl.BlockedLayout([N, N, 1], [1, 1, 32], [1, 1, 1], [2, 1, 0])
-    ROW: gl.constexpr = gl.BlockedLayout([N, 1], [1, 32], [1, 1], [1, 0])
-    TILES: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, ALL))
-    of = (tile + gl.arange(0, 32, gl.SliceLayout(0, ROW)) * apart).to(gl.int64)[None, :]
-    tok = of * BLOCK_M + t
-    live = (of < tiles) & (t < BLOCK_M) & (tok < tokens)
-    i = gl.arange(0, N, gl.SliceLayout(1, ROW))[:, None]
-    r_of = gl.convert_layout(r, gl.SliceLayout(0, ROW))[None, :]
-    store_gates(h, r_of, scale, bias, next_post, i, tok, live, post_mult, post_eps, 1, N, K, GROUPED)
-    of3 = (tile + gl.arange(0, 32, TILES) * apart).to(gl.int64)[None, None, :]
-    tok3 = of3 * BLOCK_M + t
-    live3 = (of3 < tiles) & (t < BLOCK_M) & (tok3 < tokens)
-    i3 = gl.arange(0, N, gl.SliceLayout(1, gl.SliceLayout(2, ALL)))[:, None, None]
-    o3 = gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(2, ALL)))[None, :, None]
-    r_of = gl.convert_layout(r, TILES)[None, None, :]
-    logits = stream_logits(h, r_of, scale, bias, i3, o3, tok3, live3, N, K, GROUPED)
-    store_res(logits, next_res, i3, o3, tok3, live3, tokens, sinkhorn_eps, start_eps, pairs, N, START, FIRST, CLAMP,
-              ODD)  # fmt: skip
+def _begin(state, drawn, order, draws, tiles):
+    """Draw a team's first tiles, now that its last program has come, unless it has given up."""
+    zero = gl.to_tensor(0).to(gl.int64)
+    if gl.atomic_cas(state, zero, zero + 1, sem="relaxed", scope="gpu") == 0:
+        first = gl.atomic_add(drawn, draws.to(gl.int64), sem="relaxed", scope="gpu")
+        for turn in range(draws):
+            _publish(order, turn, first + turn, tiles)
 
 
 @gluon.jit
-def _add_up(parts, gates, counts, scale, bias, h, ms, next_post, next_res, team, teams, rank, ranks, mine, tokens,
-            inverse_columns, rms_eps, pre_eps, post_mult, post_eps, sinkhorn_eps, start_eps, pairs, N: gl.constexpr,
-            K: gl.constexpr, ROWS: gl.constexpr, RMS_MODE: gl.constexpr, START: gl.constexpr, FIRST: gl.constexpr,
-            CLAMP: gl.constexpr, ODD: gl.constexpr, GROUPED: gl.constexpr, GROUPS: gl.constexpr,
-            CHUNKS: gl.constexpr, CHUNK: gl.constexpr, OWN: gl.constexpr, BLOCK_M: gl.constexpr,
+def _publish(order, turn, tile, tiles):
+    """Let the team know which tile a turn has."""
+    both = gl.minimum(tile, tiles.to(gl.int64)) | ((turn + 1).to(gl.int64) << 32)
+    # A store that others may see half done would not do.
+    gl.atomic_xchg(order + turn % RING, both, sem="relaxed", scope="gpu")
+
+
+@gluon.jit
+def _add_up(parts, gates, counts, order, scale, bias, h, ms, next_post, next_res, first_tile, team, teams, rank, ranks,
+            tiles, tokens, inverse_columns, rms_eps, pre_eps, post_mult, post_eps, sinkhorn_eps, start_eps, pairs,
+            N: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr, RMS_MODE: gl.constexpr, START: gl.constexpr,
+            FIRST: gl.constexpr, CLAMP: gl.constexpr, ODD: gl.constexpr, GROUPED: gl.constexpr, GROUPS: gl.constexpr,
+            CHUNKS: gl.constexpr, CHUNK: gl.constexpr, OWN: gl.constexpr, DRAWN: gl.constexpr, BLOCK_M: gl.constexpr,
             SLOTS: gl.constexpr):  # fmt: skip
     """h, ms and the gates of the tokens that are this program's: h_pre, for the team, at once, the others 32 by 32."""
     SUMS: gl.constexpr = gl.BlockedLayout([1, ROWS * GROUPS // 32], [GROUPS, 32 // GROUPS], [1, 1], [1, 0])
@@ -274,9 +287,12 @@ def _add_up(parts, gates, counts, scale, bias, h, ms, next_post, next_res, team,
     r_of = ()
     for _ in gl.static_range(OWN):
         r_of = r_of + (gl.zeros([32], gl.float32, gl.SliceLayout(0, WHOLE)),)
-    if mine_first < BLOCK_M:
-        for turn in range(rank % rounds, mine, rounds):
-            tile = team + turn * teams
+    # The tiles of 32 turns, beside r; those that are not there follow the last.
+    of_turns = gl.zeros_like(lane) + tiles
+    if (mine_first < BLOCK_M) & (first_tile < tiles):
+        turn = rank % rounds
+        tile = _tile_of(turn, order, team, teams, DRAWN)
+        while tile < tiles:
             done = turn // rounds % 32
             wait_for(counts + turn % SLOTS, ranks * (turn // SLOTS + 1), k)
             r_now = ()
@@ -311,14 +327,19 @@ def _add_up(parts, gates, counts, scale, bias, h, ms, next_post, next_res, team,
                 # Not made again of ms: a compiler may have put the product for ms and the sum with eps into one.
                 r_now = r_now + (gl.where(lane == done, r, r_of[own]),)
             r_of = r_now
-            if (done == 31) | (turn + rounds >= mine):
+            of_turns = gl.where(lane == done, tile, of_turns)
+            turn += rounds
+            tile = _tile_of(turn, order, team, teams, DRAWN)
+            if (done == 31) | (tile >= tiles):
                 # Threads read what others stored.
                 barrier()
                 for own in gl.static_range(OWN):
                     t = mine_first + own * ranks
-                    _other_gates(h, r_of[own], scale, bias, next_post, next_res, tile - done * rounds * teams,
-                                 rounds * teams, tile + 1, t, tokens, post_mult, post_eps, sinkhorn_eps, start_eps,
-                                 pairs, N, K, START, FIRST, CLAMP, ODD, GROUPED, BLOCK_M)  # fmt: skip
+                    toks = gl.where(t < BLOCK_M, of_turns, tiles).to(gl.int64) * BLOCK_M + t
+                    other_gates(h, r_of[own], toks, scale, bias, next_post, next_res, tokens, post_mult, post_eps,
+                                sinkhorn_eps, start_eps, pairs, N, K, START, FIRST, CLAMP, ODD, GROUPED,
+                                1)  # fmt: skip
+                of_turns = gl.zeros_like(lane) + tiles
 
 
 @opaque("out", "layer_input", "next_post", "next_res", "h", "ms", "parts", "flags")
@@ -329,13 +350,15 @@ def boundary_pass_kernel(f, h_post, x, h_res, phi, norm_weight, scale, bias, out
                          PARTS: gl.constexpr, ROWS: gl.constexpr, HAS_NORM: gl.constexpr, RMS_MODE: gl.constexpr,
                          START: gl.constexpr, FIRST: gl.constexpr, CLAMP: gl.constexpr,
                          ODD: gl.constexpr, GROUPED: gl.constexpr, GROUPS: gl.constexpr, CHUNKS: gl.constexpr,
-                         CHUNK: gl.constexpr, OWN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_C: gl.constexpr,
-                         LAG: gl.constexpr, AHEAD: gl.constexpr, WARPS: gl.constexpr,
+                         CHUNK: gl.constexpr, OWN: gl.constexpr, DRAWN: gl.constexpr, BLOCK_M: gl.constexpr,
+                         BLOCK_C: gl.constexpr, LAG: gl.constexpr, AHEAD: gl.constexpr, WARPS: gl.constexpr,
                          REGISTERS_TO_ADD: gl.constexpr):  # fmt: skip
     """out [M, n, C], layer_input [M, C], next_post [M, n], next_res [M, n, n], h [M, K] and ms [M].
 
     parts [teams, LAG + 1, ranks, BLOCK_M, ROWS]: of h, in column K of the squares, and then nothing. flags, zero at
-    first: gates [teams, LAG + 1, BLOCK_M, n], and [teams, LAG + 1] how many parts of tiles have been stored.
+    first: gates [teams, LAG + 1, BLOCK_M, n], and [teams, LAG + 1] how many parts of tiles have been stored. Where
+    tiles are DRAWN, also the tiles of turns [teams, RING], whether a team is full (1) or has given up (2) [teams], how
+    many places in teams are taken, and how many tiles.
     """
     LANES: gl.constexpr = BLOCK_C // 8
     TILE: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
@@ -345,9 +368,24 @@ def boundary_pass_kernel(f, h_post, x, h_res, phi, norm_weight, scale, bias, out
     SLOTS: gl.constexpr = LAG + 1
     tokens = M.to(gl.int64)
     ranks = (C + BLOCK_C - 1) // BLOCK_C
-    team = gl.program_id(0) // ranks
-    rank = gl.program_id(0) % ranks
-    mine = ((M + BLOCK_M - 1) // BLOCK_M - team + teams - 1) // teams
+    tiles = (M + BLOCK_M - 1) // BLOCK_M
+    gates_each: gl.constexpr = SLOTS * BLOCK_M * N
+    counts = flags + teams * gates_each
+    orders = counts + teams * SLOTS
+    states = orders + teams * RING
+    tickets = states + teams
+    drawn = tickets + 1
+    program = gl.program_id(0)
+    if DRAWN:
+        program = gl.atomic_add(tickets, 1, sem="relaxed", scope="gpu").to(gl.int32)
+    team = program // ranks
+    rank = program % ranks
+    order = orders + team * RING
+    rounds = gl.maximum(ranks // BLOCK_M, 1)
+    # Drawn ahead: no turn is asked for that nobody draws, nobody waits for a number, and few tiles are shared evenly.
+    draws = gl.maximum(gl.minimum(LAG + AHEAD + 2, tiles // teams), gl.maximum(AHEAD + 1, rounds))
+    if DRAWN and rank == ranks - 1:
+        _begin(states + team, drawn, order, draws, tiles)
     x_s = ()
     for _ in gl.static_range(N):
         x_s = x_s + (gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_M, BLOCK_C], WIDE),)
@@ -355,33 +393,49 @@ def boundary_pass_kernel(f, h_post, x, h_res, phi, norm_weight, scale, bias, out
     if f is not None:
         f_s = gl.allocate_shared_memory(gl.bfloat16, [AHEAD + 1, BLOCK_M, BLOCK_C], WIDE)
     phi_s = ()
-    for piece in gl.static_range(_pieces(K)):
+    for piece in gl.static_range(pieces(K)):
         parts_s = ()
         for _ in gl.static_range(PARTS):
-            parts_s = parts_s + (gl.allocate_shared_memory(gl.bfloat16, [N * _rows_of(piece, K), BLOCK_C], WIDE),)
+            parts_s = parts_s + (gl.allocate_shared_memory(gl.bfloat16, [N * rows_of(piece, K), BLOCK_C], WIDE),)
         phi_s = phi_s + (parts_s,)
     # More than the tiles, LAG + 1, that `_stream` can be ahead of `_announce`.
     stored = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(stored.index(stage), count=1)
-    for turn in gl.static_range(AHEAD):
-        _fetch(x_s, f_s, turn, x, f, (team + turn * teams).to(gl.int64) * BLOCK_M, rank * BLOCK_C, tokens, C, N, STAGES,
-               AHEAD + 1, BLOCK_M, BLOCK_C, TILE)  # fmt: skip
-    for piece in gl.static_range(_pieces(K)):
-        split_phi(phi_s[piece], _rows_before(piece, K), phi, norm_weight, phi_k, phi_c, rank * BLOCK_C, C, N, K, PARTS,
-                  _rows_of(piece, K), HAS_NORM, BLOCK_C, TILE)  # fmt: skip
-    gates = flags + team * (SLOTS * BLOCK_M * N)
-    counts = flags + (teams * (SLOTS * BLOCK_M * N) + team * SLOTS)
+    first_tiles = ()
+    if not DRAWN:
+        for turn in gl.static_range(AHEAD + 1):
+            first_tiles = first_tiles + (team + turn * teams,)
+        for turn in gl.static_range(AHEAD):
+            _fetch(x_s, f_s, turn, x, f, first_tiles[turn].to(gl.int64) * BLOCK_M, rank * BLOCK_C, tokens, C, N, STAGES,
+                   AHEAD + 1, BLOCK_M, BLOCK_C, TILE)  # fmt: skip
+    for piece in gl.static_range(pieces(K)):
+        split_phi(phi_s[piece], rows_before(piece, K), phi, norm_weight, phi_k, phi_c, rank * BLOCK_C, C, N, K, PARTS,
+                  rows_of(piece, K), HAS_NORM, BLOCK_C, TILE)  # fmt: skip
+    if DRAWN:
+        is_full = decided(states + team, drawn, tiles, PATIENCE, PATIENCE_BESIDE) == 1
+        for turn in gl.static_range(AHEAD + 1):
+            of_turn = tiles
+            if is_full:
+                of_turn = number_when_tagged(order + turn, gl.to_tensor(turn + 1))
+            first_tiles = first_tiles + (of_turn,)
+        for turn in gl.static_range(AHEAD):
+            _fetch(x_s, f_s, turn, x, f, first_tiles[turn].to(gl.int64) * BLOCK_M, rank * BLOCK_C, tokens, C, N, STAGES,
+                   AHEAD + 1, BLOCK_M, BLOCK_C, TILE)  # fmt: skip
+    gates = flags + team * gates_each
+    counts += team * SLOTS
     parts += team.to(gl.int64) * (SLOTS * ranks * BLOCK_M * ROWS)
     gl.warp_specialize(
         [
-            (_stream, (f, h_post, x, h_res, out, layer_input, parts, gates, stored, x_s, f_s, phi_s, team, teams, rank,
-                       ranks, mine, tokens, C, N, K, PARTS, ROWS, BLOCK_M, BLOCK_C, LAG, AHEAD, WARPS)),
-            (_announce, (stored, counts, mine, STAGES, SLOTS)),
-            (_add_up, (parts, gates, counts, scale, bias, h, ms, next_post, next_res, team, teams, rank, ranks, mine,
-                       tokens, inverse_columns, rms_eps, pre_eps, post_mult, post_eps, sinkhorn_eps, start_eps, pairs,
-                       N, K, ROWS, RMS_MODE, START, FIRST, CLAMP, ODD, GROUPED, GROUPS, CHUNKS, CHUNK, OWN,
-                       BLOCK_M, SLOTS)),
+            (_stream, (f, h_post, x, h_res, out, layer_input, parts, gates, order, stored, x_s, f_s, phi_s, first_tiles,
+                       team, teams, rank, ranks, tiles, tokens, C, N, K, PARTS, ROWS, DRAWN, BLOCK_M, BLOCK_C, LAG,
+                       AHEAD, WARPS)),
+            (_announce, (stored, counts, order, drawn, first_tiles[0], draws, team, teams, rank, ranks, tiles, DRAWN,
+                         STAGES, SLOTS)),
+            (_add_up, (parts, gates, counts, order, scale, bias, h, ms, next_post, next_res, first_tiles[0], team,
+                       teams, rank, ranks, tiles, tokens, inverse_columns, rms_eps, pre_eps, post_mult, post_eps,
+                       sinkhorn_eps, start_eps, pairs, N, K, ROWS, RMS_MODE, START, FIRST, CLAMP, ODD, GROUPED, GROUPS,
+                       CHUNKS, CHUNK, OWN, DRAWN, BLOCK_M, SLOTS)),
         ],
         [1, 1],
         [REGISTERS_TO_ADD, REGISTERS_TO_ADD],
@@ -394,13 +448,9 @@ def _teams(x: torch.Tensor) -> int:
 
 
 def fits(x: torch.Tensor, phi: torch.Tensor) -> bool:
-    """Whether the kernel is for x [..., n, C] and its device, however many tokens; dtype and strides are not asked.
-
-    Not with torch.distributed: all of the GPU has to be free for it to begin, and so it would wait for communication
-    that other kernels run beside.
-    """
+    """Whether the kernel is for x [..., n, C] and its device, however many tokens; dtype and strides are not asked."""
     n, width = x.shape[-2:]
-    if communicates() or phi.shape[0] != n * (n + 2):
+    if phi.shape[0] != n * (n + 2):
         return False
     ranks, teams = cdiv(width, COLUMNS), _teams(x)
     # A fifth of the GPU idle is what the second pass costs; a single team has not been measured.
@@ -411,13 +461,18 @@ def fits(x: torch.Tensor, phi: torch.Tensor) -> bool:
 def pays(x: torch.Tensor) -> bool:
     """Whether it takes less time than two passes over x.
 
-    With few tokens that is the host's, which has one launch in place of two.
+    With few tokens that is the host's, which has one launch in place of two. Where tiles are drawn, it has two, and
+    kernels beside it cost a team or two.
     """
     n, width = x.shape[-2:]
     tokens = expected(x.numel() // (n * width))
+    own = cdiv(TOKENS, cdiv(width, COLUMNS))
+    if communicates():
+        fast = gpus.bytes_per_second(x.device) > FAST_MEMORY
+        return tokens >= FEWEST and own == 1 and _teams(x) >= FEWEST_TEAMS and (n == 2 or not fast)
     if tokens < FEWEST:
         return launched_by_host(x.device)
-    return cdiv(TOKENS, cdiv(width, COLUMNS)) == 1 or tokens >= FEWEST_OF_NARROW
+    return own == 1 or tokens >= FEWEST_OF_NARROW
 
 
 def forward(
@@ -448,19 +503,30 @@ def forward(
     # A column more for the squares.
     row = next_power_of_2(rows + 1)
     parts = torch.empty(slots * TOKENS * ranks * row, dtype=torch.float32, device=x.device)
-    flags = torch.zeros(slots * (TOKENS * n + 1), dtype=torch.int64, device=x.device)
+    flags = torch.zeros(slots * (TOKENS * n + 1) + teams * (RING.value + 1) + 2, dtype=torch.int64, device=x.device)
     norm_weight = None if norm_weight is None else norm_weight.contiguous()
+    drawn = communicates()
+    # What both kernels take; the second has a program for each room for parts.
+    both = (
+        f, None if post is None else post.float(), x, None if res is None else res.float(), phi, norm_weight,
+        scale.contiguous(), bias.contiguous(), out, layer_input, *gates_made, parts, flags, tokens, width,
+        phi.stride(0), phi.stride(1),
+    )  # fmt: skip
+    numbers = (
+        1.0 / (n * width), rms.eps, gates.pre_eps, gates.post_mult, gates.post_eps, form.eps, form.start_eps,
+        form.steps // 2,
+    )  # fmt: skip
+    constants: dict[str, Any] = {
+        "N": n, "K": rows, "PARTS": max(2, parts_of(x, phi, norm_weight)), "ROWS": row,
+        "HAS_NORM": norm_weight is not None, "RMS_MODE": rms.mode, "START": form.start, "FIRST": form.first,
+        "CLAMP": form.clamp, "ODD": form.steps % 2 == 1, "GROUPED": group_scale(scale, rows), "GROUPS": GROUPS,
+        "CHUNKS": chunks, "CHUNK": chunk, "BLOCK_M": TOKENS, "BLOCK_C": COLUMNS, "WARPS": WARPS, "num_warps": WARPS,
+    }  # fmt: skip
     with on_device(x):
         launch(
-            boundary_pass_kernel, (teams * ranks,),
-            f, None if post is None else post.float(), x, None if res is None else res.float(), phi, norm_weight,
-            scale.contiguous(), bias.contiguous(), out, layer_input, *gates_made, parts, flags, tokens, width,
-            phi.stride(0), phi.stride(1), teams, 1.0 / (n * width), rms.eps, gates.pre_eps, gates.post_mult,
-            gates.post_eps, form.eps, form.start_eps, form.steps // 2, N=n, K=rows,
-            PARTS=max(2, parts_of(x, phi, norm_weight)), ROWS=row, HAS_NORM=norm_weight is not None,
-            RMS_MODE=rms.mode, START=form.start, FIRST=form.first, CLAMP=form.clamp,
-            ODD=form.steps % 2 == 1, GROUPED=group_scale(scale, rows), GROUPS=GROUPS,
-            CHUNKS=chunks, CHUNK=chunk, OWN=cdiv(TOKENS, ranks), BLOCK_M=TOKENS, BLOCK_C=COLUMNS, LAG=lag, AHEAD=ahead,
-            WARPS=WARPS, REGISTERS_TO_ADD=REGISTERS_TO_ADD, num_warps=WARPS, maxnreg=REGISTERS,
-            launch_cooperative_grid=True,
+            boundary_pass_kernel, (teams * ranks,), *both, teams, *numbers, **constants, OWN=cdiv(TOKENS, ranks),
+            DRAWN=drawn, LAG=lag, AHEAD=ahead, REGISTERS_TO_ADD=REGISTERS_TO_ADD, maxnreg=REGISTERS,
+            launch_cooperative_grid=not drawn,
         )  # fmt: skip
+        if drawn:
+            launch(boundary_rest_kernel, (slots,), *both, flags.numel() - 1, *numbers, **constants)

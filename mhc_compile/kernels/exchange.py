@@ -75,6 +75,56 @@ done:
 )
 
 
+# $0: the number that has the tag $2 after it at $1, once it has.
+_UNTIL_TAGGED = gl.constexpr(
+    """{
+.reg .pred %there;
+.reg .b64 %both;
+.reg .b32 %tag;
+again:
+ld.relaxed.gpu.global.b64 %both, [$1];
+mov.b64 {$0, %tag}, %both;
+setp.eq.u32 %there, %tag, $2;
+@%there bra done;
+nanosleep.u32 20;
+bra again;
+done:
+}"""
+)
+
+# The same, where what was at the pointer $2 some time ago is $1, and the tag is $3.
+_TAGGED_BY_NOW = gl.constexpr(_load_until_tagged(1))
+_NOW = gl.constexpr(_load(1))
+
+# $0: what is at $1, once it is not 0. Who has waited for $4 nanoseconds puts a 2 there, in place of a 0, after $5 if
+# something is at $2 by then, and at once if that is $3 or more.
+_UNTIL_DECIDED = gl.constexpr(
+    """{
+.reg .pred %there, %some, %all, %late, %leave;
+.reg .b64 %count, %start, %now, %patience, %before;
+mov.u64 %start, %globaltimer;
+again:
+ld.acquire.gpu.global.b64 $0, [$1];
+setp.ne.s64 %there, $0, 0;
+@%there bra done;
+ld.relaxed.gpu.global.b64 %count, [$2];
+setp.gt.s64 %some, %count, 0;
+setp.ge.s64 %all, %count, $3;
+selp.b64 %patience, $5, $4, %some;
+mov.u64 %now, %globaltimer;
+sub.u64 %now, %now, %start;
+setp.gt.u64 %late, %now, %patience;
+or.pred %leave, %late, %all;
+@!%leave bra sleep;
+atom.relaxed.gpu.global.cas.b64 %before, [$1], 0, 2;
+sleep:
+nanosleep.u32 100;
+bra again;
+done:
+}"""
+)
+
+
 @gluon.constexpr_function
 def _load_floats(n: int) -> str:
     return f"ld.global.nc.v{n}.f32 {{{', '.join(f'${i}' for i in range(n))}}}, [${n}];"
@@ -134,3 +184,33 @@ def wait_for(count, expected, like):
     at = gl.zeros_like(like).to(gl.int64) + count.to(gl.int64)
     most = gl.zeros_like(like).to(gl.int64) + expected
     gl.inline_asm_elementwise(_UNTIL_COUNTED, "=&l,l,l", [at, most], gl.int64, is_pure=False, pack=1)
+
+
+@gluon.jit
+def number_when_tagged(at, tag):
+    """The number at a pointer, when it has the tag."""
+    return gl.inline_asm_elementwise(_UNTIL_TAGGED, "=&r,l,r", [at.to(gl.int64), tag], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def ask_for_one(at):
+    """As `ask`, for a single number."""
+    return gl.inline_asm_elementwise(_NOW, "=&l,l", [at.to(gl.int64)], gl.int64, is_pure=False, pack=1)
+
+
+@gluon.jit
+def answer_of_one(then, at, tag):
+    """The whole number at a pointer, for which `ask_for_one` asked then, when it has the tag."""
+    args = [then, at.to(gl.int64), tag]
+    return gl.inline_asm_elementwise(_TAGGED_BY_NOW, "=&r,l,l,r", args, gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def decided(state, count, all_of_it, patience, patience_beside):
+    """What is at `state`, once it is not 0; who waits longer than `patience`, in nanoseconds, decides that it is 2.
+
+    patience_beside: in place of patience, where count is more than 0. Nobody waits where it is all.
+    """
+    KINDS: gl.constexpr = "=&l,l,l,l,l,l"
+    args = [state.to(gl.int64), count.to(gl.int64), all_of_it.to(gl.int64), patience, patience_beside]
+    return gl.inline_asm_elementwise(_UNTIL_DECIDED, KINDS, args, gl.int64, is_pure=False, pack=1)

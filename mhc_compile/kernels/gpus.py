@@ -61,3 +61,13 @@ def runs_kernels(index: int) -> bool:
 def processors(device: torch.device) -> int:
     """The number of multiprocessors, by which grids are sized (never results); 1 where there is no GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@functools.cache
+def bytes_per_second(device: torch.device) -> float:
+    """What the memory of the device moves at most, by its data sheet: 3.35e12 of an H100, 4.9e12 of an H200."""
+    if device.type != "cuda":
+        return 0.0
+    properties = torch.cuda.get_device_properties(device)
+    # Two transfers in a cycle, of bits.
+    return float(2e3 * properties.memory_clock_rate * properties.memory_bus_width / 8)

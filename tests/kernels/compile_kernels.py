@@ -49,7 +49,7 @@ from mhc_compile.kernels import (
 
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64"}
 # Kernels for which a GPU needs `Gpu.streams_once`.
-STREAMS_ONCE = ("combine_project_kernel", "boundary_pass_kernel", "streamed_products_kernel")
+STREAMS_ONCE = ("combine_project_kernel", "boundary_pass_kernel", "boundary_rest_kernel", "streamed_products_kernel")
 
 
 def _calls(n: int, width: int, tokens: int, dtype: torch.dtype) -> None:
@@ -112,16 +112,20 @@ def _some(width: int, tokens: int) -> None:
 
 
 def _pass(width: int, tokens: int) -> None:
-    """The kernel whose programs, as many as a GPU runs at once, work together."""
+    """The kernel whose programs, as many as a GPU runs at once, work together, and the one for what these leave."""
     forms: dict[str, Any] = {"rms": Rms(), "gates": Gates(), "sinkhorn": Sinkhorn()}
     for n in (4, 2):
         rows = n * n + 2 * n
         x, f = torch.empty(tokens, n, width, dtype=torch.bfloat16), torch.empty(tokens, width, dtype=torch.bfloat16)
         parameters = torch.empty(rows, n * width), torch.empty(3), torch.empty(rows), None
         made = mix.empty_gates(x, rows)
-        with mock.patch.object(gpus, "processors", return_value=132):
-            boundary_pass.forward(x, *parameters, f, made, (f, *made[:2], x), **forms)
-            boundary_pass.forward(x, *parameters, f, made, **forms)
+        for drawn in (False, True):
+            with (
+                mock.patch.object(gpus, "processors", return_value=132),
+                mock.patch.object(boundary_pass, "communicates", return_value=drawn),
+            ):
+                boundary_pass.forward(x, *parameters, f, made, (f, *made[:2], x), **forms)
+                boundary_pass.forward(x, *parameters, f, made, **forms)
 
 
 def _tf32(n: int, width: int, tokens: int) -> None:

@@ -178,11 +178,69 @@ def _boundary_pass(
     next_res: Tensor,
     h: Tensor,
     ms: Tensor,
+    parts: Tensor,
     flags: Tensor,
+    *,
+    DRAWN: bool,
+    BLOCK_M: int,
+    **rest: Any,
+) -> None:
+    """In float64; where tiles are drawn, the first of them only."""
+    assert not flags.any()
+    made = out, layer_input, next_post, next_res, h, ms
+    _whole_boundary(f, h_post, x, h_res, phi, norm_weight, scale, bias, *made, **rest)
+    if DRAWN:
+        flags[-1] = (len(x) + BLOCK_M - 1) // (2 * BLOCK_M)
+        for result in made:
+            if result is not None:
+                result[flags[-1] * BLOCK_M :] = torch.nan
+
+
+def _boundary_rest(
+    f: Tensor | None,
+    h_post: Tensor | None,
+    x: Tensor,
+    h_res: Tensor | None,
+    phi: Tensor,
+    norm_weight: Tensor | None,
+    scale: Tensor,
+    bias: Tensor,
+    out: Tensor | None,
+    layer_input: Tensor,
+    next_post: Tensor,
+    next_res: Tensor,
+    h: Tensor,
+    ms: Tensor,
+    flags: Tensor,
+    *,
+    drawn_at: int,
+    BLOCK_M: int,
     **rest: Any,
 ) -> None:
     """In float64."""
-    assert not flags.any()
+    left = slice(int(flags[drawn_at]) * BLOCK_M, None)
+    before = [None if t is None else t[left] for t in (f, h_post, x, h_res)]
+    made = [None if t is None else t[left] for t in (out, layer_input, next_post, next_res, h, ms)]
+    _whole_boundary(*before, phi, norm_weight, scale, bias, *made, **rest)  # type: ignore[arg-type]
+
+
+def _whole_boundary(
+    f: Tensor | None,
+    h_post: Tensor | None,
+    x: Tensor,
+    h_res: Tensor | None,
+    phi: Tensor,
+    norm_weight: Tensor | None,
+    scale: Tensor,
+    bias: Tensor,
+    out: Tensor | None,
+    layer_input: Tensor,
+    next_post: Tensor,
+    next_res: Tensor,
+    h: Tensor,
+    ms: Tensor,
+    **rest: Any,
+) -> None:
     new = _new_streams(f, h_post, x, h_res, out)
     form = (
         Rms(rest["rms_eps"], rest["RMS_MODE"]),
@@ -197,6 +255,7 @@ def _boundary_pass(
 _REPLACEMENTS = {
     "boundary_gradients_kernel": _boundary_gradients,
     "boundary_pass_kernel": _boundary_pass,
+    "boundary_rest_kernel": _boundary_rest,
     "combine_gradients_kernel": _combine_gradients,
     "combine_project_kernel": _combine_project,
     "streamed_products_kernel": _streamed_products,

@@ -18,15 +18,22 @@ from mhc_compile.kernels import (
     generate_mix_and_aggregate,
     gpus,
 )
-from mhc_compile.kernels.common import recorded
+from mhc_compile.kernels.common import cdiv, recorded
+from mhc_compile.kernels.opaque import Opaque
 from tests.kernels.cases import DEVICE, FORMS, MARKS, USUAL, draw, keywords, mix_case
 from tests.kernels.gluon import GPU
+from tests.kernels.holder import Holder, wait_until
 from tests.kernels.test_boundary import before, check
 from tests.kernels.test_mix import check as check_mix
 
 pytestmark = MARKS
 BF16 = torch.bfloat16
-KERNEL = "boundary_pass_kernel"
+KERNEL, REST = "boundary_pass_kernel", "boundary_rest_kernel"
+
+
+@pytest.fixture
+def communication(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boundary_pass, "communicates", lambda: True)
 
 
 @pytest.fixture
@@ -139,10 +146,34 @@ def test_a_launch_less_where_it_is_captured() -> None:
     assert [*seen, common.launched_by_host(torch.device("cuda"))] == [False, True]
 
 
-@pytest.mark.usefixtures("hopper")
-def test_not_beside_communication(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+@pytest.mark.skipif(DEVICE != "cpu", reason="what torch computes in the kernels' place")
+@pytest.mark.usefixtures("any_tokens", "communication")
+@pytest.mark.parametrize("tokens", [1, 33, 200])
+def test_tiles_that_no_team_has_drawn(tokens: int, launched: list[str]) -> None:
+    """Are done by the kernel after it, whatever has to be made of the others."""
+    check(before(tokens, 4, 512, BF16, bias=False), mix_case(tokens, 4, 512, dtype=BF16))
+    check_mix(mix_case(tokens, 2, 512, dtype=BF16, norm=True), FORMS[USUAL])
+    assert [name for name in launched if "gradients" not in name] == [KERNEL, REST, KERNEL, REST]
+
+
+@pytest.mark.usefixtures("hopper", "communication")
+def test_beside_communication() -> None:
+    """A second launch costs more than few tokens save, and drawing tiles more than several tokens for each program.
+    7,168 columns have two teams, of which communication may leave one no room.
+    """
+    assert _fits()
+    assert _fits(tokens=384)
+    assert not _fits(tokens=383)
+    assert not _fits(tokens=8192, width=1024)
+    assert not _fits(width=7168)
+
+
+@pytest.mark.usefixtures("hopper", "communication")
+def test_beside_communication_with_the_memory_of_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two passes over 4 streams take as long there, and less while communication leaves no room for a team."""
+    monkeypatch.setattr(gpus, "bytes_per_second", lambda device: 4.9e12)
     assert not _fits()
+    assert _fits(n=2)
 
 
 def _case(
@@ -230,6 +261,87 @@ def test_given_streams_to_the_bits_of_a_boundary(
     assert launched == [KERNEL, KERNEL, "combine_project_kernel"]
 
 
+DRAWN_CASES = [
+    (8192, 4096, {}),
+    (4097, 7168, {"norm": True}),
+    (5000, 2560, {"grouped": False}),
+    (4096, 464, {}),
+    (384, 4096, {}),
+    (1, 4096, {}),
+    (8192, 4096, {"n": 2}),
+    (5000, 464, {"n": 2}),
+]
+
+
+def _boundary_and_given(args: list[Tensor | None]) -> list[Tensor]:
+    """The results of a boundary, and of its own streams if they were given."""
+    form = keywords(FORMS[USUAL])
+    given = generate_mix_and_aggregate.forward(args[3], *args[5:], **form)  # type: ignore[arg-type]
+    return [*boundary.forward(*args, **form), *given]  # type: ignore[arg-type]
+
+
+@GPU
+@pytest.mark.usefixtures("any_tokens", "communication")
+@pytest.mark.parametrize(("tokens", "width", "options"), DRAWN_CASES, ids=str)
+def test_drawn_tiles_to_the_bits_of_two_kernels(
+    tokens: int, width: int, options: dict[str, Any], launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = _case(tokens, width, **options)
+    expected = _apart(monkeypatch, lambda: tuple(_boundary_and_given(args)))
+    launched.clear()
+    for _ in range(10):
+        assert all(map(torch.equal, _boundary_and_given(args), expected))
+    assert launched == 20 * [KERNEL, REST]
+
+
+@GPU
+@pytest.mark.usefixtures("any_tokens", "communication")
+@pytest.mark.parametrize("begun", [1, 0.5, 1.5])
+@pytest.mark.parametrize(("tokens", "width", "options"), DRAWN_CASES, ids=str)
+def test_teams_that_do_not_fill_up(
+    tokens: int, width: int, options: dict[str, Any], begun: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where no more programs find room: one, half a team, or one and a half."""
+    args = _case(tokens, width, **options)
+    expected = _apart(monkeypatch, lambda: tuple(_boundary_and_given(args)))
+
+    def start(kernel: Any, grid: tuple[int, ...], given: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if isinstance(kernel, Opaque) and kernel.kernel.__name__ == KERNEL:
+            grid = (1 if begun == 1 else int(begun * cdiv(width, boundary_pass.COLUMNS)),)
+        kernel[grid](*given, **kwargs)
+
+    with recorded(start):
+        found = _boundary_and_given(args)
+    assert all(map(torch.equal, found, expected))
+
+
+@GPU
+@pytest.mark.usefixtures("any_tokens", "communication")
+@pytest.mark.parametrize("held", [8, 40, 90, 110, 130])
+def test_processors_that_are_held(held: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends while another kernel holds these, and waits for nothing; with 110, no team has room."""
+    args = _case(8192, 4096)
+    expected = _apart(monkeypatch, lambda: tuple(_boundary_and_given(args)))
+    with Holder(held):
+        found = _boundary_and_given(args)
+        ended = torch.cuda.Event()
+        ended.record()
+        assert wait_until(ended.query)
+    assert all(map(torch.equal, found, expected))
+
+
+@GPU
+@pytest.mark.usefixtures("any_tokens", "communication")
+def test_a_gpu_that_is_held_until_it_is_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = _case(8192, 4096)
+    expected = _apart(monkeypatch, lambda: tuple(_boundary_and_given(args)))
+    for _ in range(5):
+        with Holder(gpus.processors(torch.device("cuda"))):
+            found = _boundary_and_given(args)
+        torch.cuda.synchronize()
+        assert all(map(torch.equal, found, expected))
+
+
 @GPU
 @pytest.mark.usefixtures("any_tokens")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -250,8 +362,10 @@ def test_other_dtypes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @GPU
-def test_several_at_once_and_in_a_graph() -> None:
+@pytest.mark.parametrize("drawn", [False, True])
+def test_several_at_once_and_in_a_graph(drawn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs wait for each other: each launch has to have all of its own on the GPU, whatever else is to run."""
+    monkeypatch.setattr(boundary_pass, "communicates", lambda: drawn)
     cases = [_case(8192, 4096, seed) for seed in range(3)]
     form = keywords(FORMS[USUAL])
     expected = [boundary.forward(*case, **form) for case in cases]  # type: ignore[arg-type]
