@@ -29,7 +29,7 @@ from tests.jobs import Scenarios, run_rank
 from tests.kernels.holder import Holder
 
 STEPS = int(os.environ.get("BESIDE_STEPS", "60"))
-WIDTH, TOKENS, LAYERS = 4096, 768, 3
+WIDTH, TOKENS, LAYERS = 4096, 768, 2
 # Before this step nothing is held: kernels are loaded, and a GPU may have to be idle for that.
 LOADED = 10
 
