@@ -24,7 +24,7 @@ from mhc_compile.guard import guard, told
 from mhc_compile.ops._launch import compile_elsewhere
 from mhc_compile.ops._register import KERNELS, REFERENCES
 from mhc_compile.passes.fuse.joint import arguments, calls, items
-from mhc_compile.passes.lower import cpu
+from mhc_compile.passes.lower import cpu, streams
 from mhc_compile.passes.lower.zeros import merge_zeros
 from mhc_compile.passes.memory import Memory
 
@@ -82,7 +82,21 @@ def lower(graph: fx.Graph, errors: list[str] | None = None) -> Counter[str]:
         counts["in place"] += in_place and results[_DX] is node.args[0]
         _replace(node, results, memory)
     merge_zeros(graph)
+    streams.join(graph, lambda node: _replace(node, _inline(node, _apart(node)), memory))
     return +counts
+
+
+def _apart(node: fx.Node) -> fx.GraphModule:
+    """The mixture that a node stands for, as a graph of the tensors that it takes."""
+    values = [compat.example(given) for given in node.all_input_nodes]
+    d_new, h_res, d_x, dtype = node.args
+
+    def call(*tensors: torch.Tensor) -> torch.Tensor:
+        by_node = dict(zip(node.all_input_nodes, tensors, strict=True))
+        given = [None if each is None else by_node[each] for each in (d_new, h_res, d_x)]
+        return cpu.mixed(*given, dtype)
+
+    return _trace(call, values)
 
 
 def compile_kernels(graph: fx.Graph, errors: list[str]) -> None:

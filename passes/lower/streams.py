@@ -1,0 +1,85 @@
+"""Gradients of streams on a CPU: sums that follow each other become one loop, which reads and writes streams once.
+
+The gradient of streams is a sum of terms, and several operators have some of them each: a write mixes the gradients of
+the streams that it made, a read and each projection add theirs. As loops of their own they would each write all streams
+and read them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from mhc_compile import compat
+from mhc_compile.encoding import from_text, to_text
+from mhc_compile.ops._loops import StreamGradient
+
+_LOOP = torch.ops.mhc._loop.default
+_MIXED = torch.ops.mhc._mixed.default
+
+
+def join(graph: fx.Graph, take_apart: Callable[[fx.Node], Any]) -> None:
+    """Join the sums of a lowered graph; take_apart replaces the mixtures that no loop takes."""
+    for node in graph.find_nodes(op="call_function", target=_LOOP):
+        while _is_sum(node) and _take_in(graph, node):
+            pass
+    for node in graph.find_nodes(op="call_function", target=_MIXED):
+        take_apart(node)
+
+
+def _is_sum(node: fx.Node) -> bool:
+    return node.target is _LOOP and bool(from_text(str(node.args[0]))[0] == "unproject")
+
+
+def _take_in(graph: fx.Graph, node: fx.Node) -> bool:
+    """Put the terms of the sum that a loop is given as d_x among the loop's own, where nothing else reads this sum."""
+    own = StreamGradient(*node.args[1])  # type: ignore[misc]
+    if not isinstance(own.d_x, fx.Node):
+        return False
+    (out,) = node.kwargs["written"]  # type: ignore[misc]
+    if own.d_x.target is _MIXED:
+        source, given = own.d_x, own.d_x.args
+        joined = own._replace(d_new=given[0], h_res=given[1], d_x=given[2])
+        fits = own.d_new is None and list(source.users) == [node]
+    else:
+        others = [user for user in own.d_x.users if user is not node]
+        if len(others) != 1 or not _is_sum(others[0]) or others[0].kwargs["written"] != [own.d_x]:
+            return False
+        source, given = others[0], StreamGradient(*others[0].args[1])  # type: ignore[misc]
+        joined, fits = _both(own, given)
+    if not fits or not _is_still_there(source, node):
+        return False
+    name, dtype, n, scalars, *_ = from_text(str(node.args[0]))
+    values = StreamGradient(*[None if term is None else compat.example(term) for term in joined])
+    constants = values.constants(compat.example(out))
+    text = to_text([name, dtype, n, scalars, *map(int, constants)])
+    node.args = (text, list(joined), *node.args[2:])
+    ((_, _, sizes), kwargs) = node.meta["eager_input_vals"]
+    node.meta["eager_input_vals"] = ((text, list(values), sizes), kwargs)
+    graph.erase_node(source)
+    if source is not own.d_x:
+        graph.erase_node(own.d_x)
+    return True
+
+
+def _both(own: StreamGradient, given: StreamGradient) -> tuple[StreamGradient, bool]:
+    """The terms of two sums, and whether one loop has room for them."""
+    second = {"more_h": given.d_h, "more_phi": given.phi, "more_ms": given.d_ms}
+    rest = {name: getattr(given, name) for name in ("x", "h_pre", "d_out", "h_res", "d_new")}
+    clashes = [name for name in rest if rest[name] is not None and getattr(own, name) is not None]
+    fits = own.more_h is None and given.more_h is None and (not clashes or (clashes == ["x"] and own.x is given.x))
+    added = {name: term for name, term in rest.items() if term is not None}
+    return own._replace(**second, **added, d_x=given.d_x), fits
+
+
+def _is_still_there(source: fx.Node, node: fx.Node) -> bool:
+    """Whether what a node reads is the same at a later one. Loops write what was made for them."""
+    between = source.next
+    while between is not node:
+        if between.op == "call_function" and between.target is not _LOOP and compat.may_mutate(between):
+            return False
+        between = between.next
+    return True
