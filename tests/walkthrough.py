@@ -346,7 +346,7 @@ For this model on a CPU, the forward graph calls these loops: {forward_loops}. T
 {backward_loops}. All else in both graphs is ATen operators.
 
 - `mix` projects the streams and makes the gates, and `mix_backward` computes the gradients of gates and logits.
-- `unproject` computes the gradient of streams: it projects that of the logits back, and adds those of reading and writing.
+- `unproject` projects the gradient of the logits back to the streams, and adds those of reading and writing.
 - `products` multiplies two tensors and adds up the products over the C channels, for the gradients of gates.
 - `phi_gradient` computes the gradient of phi.
 

@@ -514,8 +514,8 @@ constexpr int WIDE = 8;
 constexpr long TOKENS = 3;
 #endif
 typedef float W __attribute__((vector_size(4 * WIDE)));
-// Columns at once; the tokens that go together through memory, at most; how much of phi is copied to one place for them,
-// panel by panel: its rows are often a power of two apart, and would push each other out of the cache.
+// Columns at once; the tokens that go together through memory, at most; and how much of phi is copied to one place for
+// them, panel by panel: its rows are often a power of two apart, and would push each other out of the cache.
 constexpr int VECTORS = 32 / WIDE;
 constexpr long STEP = VECTORS * WIDE, GROUP = 96, COPIED = 36864;
 
@@ -646,8 +646,9 @@ struct StreamGradient {
         }
         for (int i = 0; i < N; i++)
             for (long c = 0; c < size; c += STEP, copied += STEP * rows()) {
-                for (int t = 0; t < T && first + T + t < last; t++)
-                    for (const Rows& tensor : {x, d_new, d_x}) tensor.prefetch(((first + T + t) * N + i) * columns + block + c);
+                // What the next tile adds.
+                for (long m = first + T; m < first + 2 * T && m < last; m++)
+                    for (const Rows& tensor : {x, d_new, d_x}) tensor.prefetch((m * N + i) * columns + block + c);
                 add_products<T>(sums + most * i + c, N * most, left, copied, rows());
             }
         for (int t = 0; t < T; t++)
@@ -671,10 +672,10 @@ struct StreamGradient {
     }
 
     void run(long tokens, long threads) const {
-        const long steps = (columns + STEP - 1) / STEP, blocks = std::min(steps, (steps * STEP * N * rows() - 1) / COPIED + 1);
-        // Of equal sizes, as far as there are whole steps.
-        const long most = (steps + blocks - 1) / blocks * STEP;
-        const long group = std::min(GROUP, ((tokens + threads - 1) / threads + TOKENS - 1) / TOKENS * TOKENS);
+        // Blocks of equal sizes, as far as there are whole steps.
+        const long steps = (columns - 1) / STEP + 1, blocks = std::min(steps, (steps * STEP * N * rows() - 1) / COPIED + 1);
+        const long most = ((steps - 1) / blocks + 1) * STEP, share = (tokens - 1) / threads + 1;
+        const long group = std::min(GROUP, ((share - 1) / TOKENS + 1) * TOKENS);
         #pragma omp parallel for num_threads(threads) if (threads > 1)
         for (long start = 0; start < tokens; start += group) {
             // Kept: to free so much may have malloc give pages back that the next tensor needs.
@@ -686,7 +687,8 @@ struct StreamGradient {
                 const long size = std::min(most, columns - block);
                 copy(copied.data(), block, size);
                 long m = start;
-                for (; m + TOKENS <= end; m += TOKENS) tile<TOKENS>(m, end, block, size, most, copied.data(), room.data());
+                for (; m + TOKENS <= end; m += TOKENS)
+                    tile<TOKENS>(m, end, block, size, most, copied.data(), room.data());
                 for (; m < end; m++) tile<1>(m, end, block, size, most, copied.data(), room.data());
             }
         }
