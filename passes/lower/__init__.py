@@ -88,15 +88,17 @@ def lower(graph: fx.Graph, errors: list[str] | None = None) -> Counter[str]:
 
 def _apart(node: fx.Node) -> fx.GraphModule:
     """The mixture that a node stands for, as a graph of the tensors that it takes."""
-    values = [compat.example(given) for given in node.all_input_nodes]
-    d_new, h_res, d_x, dtype = node.args
+    given: Any = node.args
+    inputs = node.all_input_nodes
 
     def call(*tensors: torch.Tensor) -> torch.Tensor:
-        by_node = dict(zip(node.all_input_nodes, tensors, strict=True))
-        given = [None if each is None else by_node[each] for each in (d_new, h_res, d_x)]
-        return cpu.mixed(*given, dtype)
+        by_node = dict(zip(inputs, tensors, strict=True))
+        d_new, h_res, d_x = (by_node.get(each) for each in given[:3])
+        assert d_new is not None
+        assert h_res is not None
+        return cpu.mixed(d_new, h_res, d_x, given[3])
 
-    return _trace(call, values)
+    return _trace(call, [compat.example(each) for each in inputs])
 
 
 def compile_kernels(graph: fx.Graph, errors: list[str]) -> None:

@@ -36,25 +36,28 @@ def _is_sum(node: fx.Node) -> bool:
 
 def _take_in(graph: fx.Graph, node: fx.Node) -> bool:
     """Put the terms of the sum that a loop is given as d_x among the loop's own, where nothing else reads this sum."""
-    own = StreamGradient(*node.args[1])  # type: ignore[misc]
+    read: Any = node.args[1]
+    own = StreamGradient(*read)
     if not isinstance(own.d_x, fx.Node):
         return False
-    (out,) = node.kwargs["written"]  # type: ignore[misc]
+    written: Any = node.kwargs["written"]
     if own.d_x.target is _MIXED:
-        source, given = own.d_x, own.d_x.args
-        joined = own._replace(d_new=given[0], h_res=given[1], d_x=given[2])
+        source = own.d_x
+        d_new, h_res, d_x, _ = source.args
+        joined = own._replace(d_new=d_new, h_res=h_res, d_x=d_x)
         fits = own.d_new is None and list(source.users) == [node]
     else:
         others = [user for user in own.d_x.users if user is not node]
         if len(others) != 1 or not _is_sum(others[0]) or others[0].kwargs["written"] != [own.d_x]:
             return False
-        source, given = others[0], StreamGradient(*others[0].args[1])  # type: ignore[misc]
-        joined, fits = _both(own, given)
+        source = others[0]
+        given: Any = source.args[1]
+        joined, fits = _both(own, StreamGradient(*given))
     if not fits or not _is_still_there(source, node):
         return False
     name, dtype, n, scalars, *_ = from_text(str(node.args[0]))
     values = StreamGradient(*[None if term is None else compat.example(term) for term in joined])
-    constants = values.constants(compat.example(out))
+    constants = values.constants(compat.example(written[0]))
     text = to_text([name, dtype, n, scalars, *map(int, constants)])
     node.args = (text, list(joined), *node.args[2:])
     ((_, _, sizes), kwargs) = node.meta["eager_input_vals"]
