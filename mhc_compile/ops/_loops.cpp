@@ -402,15 +402,28 @@ template <typename A, typename B> static float product(const A* a, const B* b, l
     return total;
 }
 
+// Asks for one of `parts` equal parts of numbers that will be read soon.
+template <typename X> static inline void prefetch(const X* at, long numbers, long part, long parts) {
+    constexpr long LINE = 64 / sizeof(X);
+    for (long c = numbers * part / parts / LINE * LINE; c < numbers * (part + 1) / parts; c += LINE)
+        __builtin_prefetch(at + c);
+}
+
 template <typename A, typename B>
 static void products_of(const A* a, const B* b, float* out, long rows, long others, long width, long tokens,
                         long threads) {
     #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (long m = 0; m < tokens; m++)
         for (long i = 0; i < rows; i++)
-            for (long o = 0; o < others; o++)
+            for (long o = 0; o < others; o++) {
+                // A row is often a page, which processors do not look beyond.
+                if (m + 1 < tokens) {
+                    prefetch(a + (m + 1) * rows * width, rows * width, i * others + o, rows * others);
+                    prefetch(b + (m + 1) * others * width, others * width, i * others + o, rows * others);
+                }
                 out[(m * rows + i) * others + o] =
                     product(a + (m * rows + i) * width, b + (m * others + o) * width, width);
+            }
 }
 
 // out[m, i, o] = <a[m, i], b[m, o]> of [tokens, rows, width] and [tokens, others, width]; whether a and b are bfloat16.

@@ -381,7 +381,8 @@ def can_add(x: Tensor) -> bool:
 def mixed(d_new: Tensor, h_res: Tensor, d_x: Tensor | None, dtype: torch.dtype) -> Tensor:
     """d[i] = sum_o h_res[i, o] * d_new[o] + d_x[i]: what `unproject` takes in place of d_x, or lowering takes apart."""
     plain = _plain(h_res, accumulation_dtype(d_new))
-    return torch.ops.mhc._mixed(_streams(d_new), plain, None if d_x is None else _streams(d_x), dtype)
+    result: Tensor = torch.ops.mhc._mixed(_streams(d_new), plain, None if d_x is None else _streams(d_x), dtype)
+    return result
 
 
 def products(a: Tensor, b: Tensor, n: int | None = None) -> Tensor:
