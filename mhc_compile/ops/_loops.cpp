@@ -477,6 +477,8 @@ static void project_tile(const X* x, const float* phi, float* h, float* ms, long
             if (ms) squares[t] += product(token[t], token[t], columns);
         }
         for (long k = 0; k < rows; k += R) {
+            for (long m = first + T; m < first + 2 * T && m < tokens; m++)
+                prefetch(x + width * m + begin, columns, k / R, (rows - 1) / R + 1);
             for (int r = 0; r < R; r++) row[r] = phi + width * (k + r < rows ? k + r : rows - 1) + begin;
             V sums[T * R] = {};
             multiply(sums, token, row, whole, std::make_integer_sequence<int, T>(),
