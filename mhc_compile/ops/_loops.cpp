@@ -549,28 +549,48 @@ static inline void spread(W* sums, const float* left, const float* row, std::int
     ((sums[pair] += left[pair / VECTORS] * right[pair % VECTORS]), ...);
 }
 
-static inline BFloat16 rounded(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    if (x != x) return {0x7fff};
-    return {(uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+// Columns of floats as bfloat16, rounded to the nearest and from the middle to even; any NaN as one. Reads whole vectors.
+static inline void rounded(const float* from, BFloat16* to, long columns) {
+    typedef uint32_t Bits __attribute__((vector_size(4 * WIDE)));
+    typedef uint16_t Short __attribute__((vector_size(2 * WIDE)));
+    for (long c = 0; c < columns; c += WIDE) {
+        W value = load_wide(from + c);
+        Bits bits;
+        std::memcpy(&bits, &value, sizeof bits);
+        bits = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        Short upper = __builtin_convertvector(value == value ? bits : Bits{} + 0x7fff, Short);
+        std::memcpy(to + c, &upper, std::min<long>(WIDE, columns - c) * sizeof(BFloat16));
+    }
 }
 
-// Streams, or another tensor with rows of columns: as floats or as bfloat16; may be null.
+static inline void take(const float* at, float& value) { value = *at; }
+static inline void take(const float* at, W& value) { value = load_wide(at); }
+static inline void take(const BFloat16* at, float& value) { value = number(*at); }
+
+static inline void take(const BFloat16* at, W& value) {
+    typedef uint16_t Short __attribute__((vector_size(2 * WIDE)));
+    typedef uint32_t Bits __attribute__((vector_size(4 * WIDE)));
+    Short upper;
+    std::memcpy(&upper, at, sizeof upper);
+    Bits bits = __builtin_convertvector(upper, Bits) << 16;
+    std::memcpy(&value, &bits, sizeof value);
+}
+
+// Streams, or another tensor with columns, as floats or as bfloat16; may be null.
 struct Rows {
     const void* at;
     bool narrow;
 
-    const float* block(long from, float* room, long columns) const {
-        return narrow ? widened((const BFloat16*)at + from, room, columns) : (const float*)at + from;
+    // floats: of tensors of which none is narrow.
+    template <typename Value, bool floats> [[gnu::always_inline]] Value load(long from) const {
+        Value value;
+        narrow && !floats ? take((const BFloat16*)at + from, value) : take((const float*)at + from, value);
+        return value;
     }
 
-    // STEP columns of what will be read soon.
-    void prefetch(long from) const {
-        if (!at) return;
-        const char* first = (const char*)at + from * (narrow ? 2 : 4);
-        __builtin_prefetch(first);
-        if (!narrow) __builtin_prefetch(first + 64);
+    // STEP columns that will be read soon.
+    void ask(long from) const {
+        if (at) narrow ? prefetch((const BFloat16*)at + from, STEP, 0, 1) : prefetch((const float*)at + from, STEP, 0, 1);
     }
 };
 
@@ -578,31 +598,6 @@ struct Rows {
 struct Projected {
     const float *d_h, *phi, *d_ms;
     long rows;
-};
-
-// The other terms of a token's streams, as they are given.
-struct Terms {
-    const float *x[N], *d_out, *d_new[N], *d_x[N], *h_pre, *h_res;
-    float ms;
-
-    template <typename Value, typename Load> void add(float* to, long stride, long c, Load load) const {
-        Value given[N], out = {};
-        if (d_out) out = load(d_out + c);
-        if (h_res)
-            #pragma GCC unroll 8
-            for (int o = 0; o < N; o++) given[o] = load(d_new[o] + c);
-        #pragma GCC unroll 8
-        for (int i = 0; i < N; i++) {
-            Value sum = {};
-            if (d_x[i]) sum = load(d_x[i] + c);
-            if (x[i]) sum += ms * load(x[i] + c);
-            if (h_pre) sum += h_pre[i] * out;
-            if (h_res)
-                #pragma GCC unroll 8
-                for (int o = 0; o < N; o++) sum += h_res[i * N + o] * given[o];
-            std::memcpy(to + stride * i + c, &sum, sizeof sum);
-        }
-    }
 };
 
 // Adds left[k, t] * panel[k, c] over k to what the tokens of a tile have in `sums`, so far apart.
@@ -631,47 +626,63 @@ struct StreamGradient {
 
     long rows() const { return projections[0].rows + projections[1].rows; }
 
+    // The other terms of token m, for columns that begin at c.
+    template <typename Value, bool floats>
+    [[gnu::always_inline]] void add_terms(float* to, long stride, long m, float ms, long c) const {
+        Value given[N], out = {};
+        if (h_pre) out = d_out.load<Value, floats>(m * columns + c);
+        if (h_res)
+            #pragma GCC unroll 8
+            for (int o = 0; o < N; o++) given[o] = d_new.load<Value, floats>((m * N + o) * columns + c);
+        #pragma GCC unroll 8
+        for (int i = 0; i < N; i++) {
+            const long own = (m * N + i) * columns + c;
+            Value sum = {};
+            if (d_x.at) sum = d_x.load<Value, floats>(own);
+            if (x.at) sum += ms * x.load<Value, floats>(own);
+            if (h_pre) sum += h_pre[m * N + i] * out;
+            if (h_res)
+                #pragma GCC unroll 8
+                for (int o = 0; o < N; o++) sum += h_res[(m * N + i) * N + o] * given[o];
+            std::memcpy(to + stride * i, &sum, sizeof sum);
+        }
+    }
+
+    // All other terms of token m.
+    template <bool floats> void begin(float* to, long most, long m, float ms, long block, long size) const {
+        const StreamGradient own = *this;  // which no store may change
+        long c = 0;
+        for (; c + WIDE <= size; c += WIDE) own.add_terms<W, floats>(to + c, most, m, ms, block + c);
+        for (; c < size; c++) own.add_terms<float, floats>(to + c, most, m, ms, block + c);
+    }
+
     // Tokens [first, first + T), columns [block, block + size) of each stream; copied: those of phi.
     template <int T>
     void tile(long first, long last, long block, long size, long most, const float* copied, float* room) const {
-        float *sums = room, *left = sums + T * N * most, *widened = left + T * rows();
+        float *sums = room, *left = sums + T * N * most;
         for (int t = 0; t < T; t++) {
             const long m = first + t;
-            float *free = widened, *weight = left + t;
-            Terms terms = {};
-            auto rows_of = [&](const Rows& tensor, long row) {
-                const float* found = tensor.block(row * columns + block, free, size);
-                if (tensor.narrow) free += most;
-                return found;
-            };
+            float *weight = left + t, *to = sums + N * most * t, ms = 0;
             for (const Projected& given : projections) {
                 for (long k = 0; k < given.rows; k++, weight += T) *weight = given.d_h[given.rows * m + k];
-                if (given.d_ms) terms.ms += given.d_ms[m] * (2.0f / (N * columns));
+                if (given.d_ms) ms += given.d_ms[m] * (2.0f / (N * columns));
             }
-            if (h_pre) terms.h_pre = h_pre + N * m, terms.d_out = rows_of(d_out, m);
-            if (h_res) terms.h_res = h_res + N * N * m;
-            for (int i = 0; i < N; i++) {
-                if (h_res) terms.d_new[i] = rows_of(d_new, m * N + i);
-                if (x.at) terms.x[i] = rows_of(x, m * N + i);
-                if (d_x.at) terms.d_x[i] = rows_of(d_x, m * N + i);
-            }
-            long c = 0;
-            for (; c + WIDE <= size; c += WIDE) terms.add<W>(sums + N * most * t, most, c, load_wide);
-            for (; c < size; c++) terms.add<float>(sums + N * most * t, most, c, [](const float* at) { return *at; });
+            x.narrow || d_out.narrow || d_new.narrow || d_x.narrow ? begin<false>(to, most, m, ms, block, size)
+                                                                   : begin<true>(to, most, m, ms, block, size);
         }
         for (int i = 0; i < N; i++)
             for (long c = 0; c < size; c += STEP, copied += STEP * rows()) {
                 // What the next tile adds.
                 for (long m = first + T; m < first + 2 * T && m < last; m++)
-                    for (const Rows& tensor : {x, d_new, d_x}) tensor.prefetch((m * N + i) * columns + block + c);
+                    for (const Rows& tensor : {x, d_new, d_x}) tensor.ask((m * N + i) * columns + block + c);
                 add_products<T>(sums + most * i + c, N * most, left, copied, rows());
             }
         for (int t = 0; t < T; t++)
             for (int i = 0; i < N; i++) {
                 const float* sum = sums + most * (N * t + i);
                 const long at = ((first + t) * N + i) * columns + block;
-                if (!rounds) std::copy_n(sum, size, (float*)out + at);
-                for (long c = 0; c < size && rounds; c++) ((BFloat16*)out)[at + c] = rounded(sum[c]);
+                if (rounds) rounded(sum, (BFloat16*)out + at, size);
+                else std::copy_n(sum, size, (float*)out + at);
             }
     }
 
@@ -682,7 +693,8 @@ struct StreamGradient {
                 for (const Projected& given : projections)
                     for (long k = 0; k < given.rows; k++, to += STEP) {
                         const float* from = given.phi + N * columns * k + i * columns + block + c;
-                        std::fill(std::copy_n(from, std::min(STEP, size - c), to), to + STEP, 0.0f);
+                        if (c + STEP <= size) std::memcpy(to, from, STEP * sizeof(float));
+                        else std::fill(std::copy_n(from, size - c, to), to + STEP, 0.0f);
                     }
     }
 
@@ -696,7 +708,7 @@ struct StreamGradient {
             // Kept: to free so much may have malloc give pages back that the next tensor needs.
             static thread_local std::vector<float> copied, room;
             copied.resize(std::max<size_t>(copied.size(), N * rows() * most));
-            room.resize(std::max<size_t>(room.size(), TOKENS * (N * most + rows()) + (3 * N + 1) * most));
+            room.resize(std::max<size_t>(room.size(), TOKENS * (N * most + rows())));
             const long end = std::min(tokens, start + group);
             for (long block = 0; block < columns; block += most) {
                 const long size = std::min(most, columns - block);

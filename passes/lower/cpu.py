@@ -89,7 +89,8 @@ def expand_combine_backward(
         post = h_post.to(dtype)
         df = _sum([post[..., o, None] * wide[..., o, :] for o in streams]).to(f.dtype)
     if needs[3] and h_res is not None:
-        mixing = _loops.mixed if _loops.can_add(x) else mixed
+        # A copy of a matrix that all tokens share would only cost time: no loop takes gradients of such a write.
+        mixing = _loops.mixed if _loops.can_add(x) and h_res.is_contiguous() else mixed
         dx = mixing(d_x_new, h_res, d_x, x.dtype)
     elif needs[3]:
         dx = (wide if d_x is None else wide + d_x.to(dtype)).to(x.dtype)
