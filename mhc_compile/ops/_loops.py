@@ -373,6 +373,16 @@ def unproject(
     return out
 
 
+def name_of(loop: str) -> str:
+    """Of a call's text, the loop that it is about."""
+    return str(from_text(loop)[0])
+
+
+def with_terms(loop: str, terms: StreamGradient, out: Tensor) -> str:
+    """The text of a call of "unproject" with other terms, as tensors."""
+    return to_text([*from_text(loop)[:4], *map(int, terms.constants(out))])
+
+
 def can_add(x: Tensor) -> bool:
     """Whether `unproject` adds all terms of the gradient of these streams."""
     return x.dtype in (*_STREAMS, torch.float64)

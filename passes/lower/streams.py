@@ -14,8 +14,7 @@ import torch
 from torch import fx
 
 from mhc_compile import compat
-from mhc_compile.encoding import from_text, to_text
-from mhc_compile.ops._loops import StreamGradient
+from mhc_compile.ops._loops import StreamGradient, name_of, with_terms
 
 _LOOP = torch.ops.mhc._loop.default
 _MIXED = torch.ops.mhc._mixed.default
@@ -31,7 +30,7 @@ def join(graph: fx.Graph, take_apart: Callable[[fx.Node], Any]) -> None:
 
 
 def _is_sum(node: fx.Node) -> bool:
-    return node.target is _LOOP and bool(from_text(str(node.args[0]))[0] == "unproject")
+    return node.target is _LOOP and name_of(str(node.args[0])) == "unproject"
 
 
 def _take_in(graph: fx.Graph, node: fx.Node) -> bool:
@@ -55,10 +54,8 @@ def _take_in(graph: fx.Graph, node: fx.Node) -> bool:
         joined, fits = _both(own, StreamGradient(*given))
     if not fits or not _is_still_there(source, node):
         return False
-    name, dtype, n, scalars, *_ = from_text(str(node.args[0]))
     values = StreamGradient(*[None if term is None else compat.example(term) for term in joined])
-    constants = values.constants(compat.example(written[0]))
-    text = to_text([name, dtype, n, scalars, *map(int, constants)])
+    text = with_terms(str(node.args[0]), values, compat.example(written[0]))
     node.args = (text, list(joined), *node.args[2:])
     ((_, _, sizes), kwargs) = node.meta["eager_input_vals"]
     node.meta["eager_input_vals"] = ((text, list(values), sizes), kwargs)
