@@ -549,7 +549,7 @@ static inline void spread(W* sums, const float* left, const float* row, std::int
     ((sums[pair] += left[pair / VECTORS] * right[pair % VECTORS]), ...);
 }
 
-// Columns of floats as bfloat16, rounded to the nearest and from the middle to even; any NaN as one. Reads whole vectors.
+// Columns of floats as bfloat16, rounded to the nearest, ties to even, and any NaN as one. Reads whole vectors.
 static inline void rounded(const float* from, BFloat16* to, long columns) {
     typedef uint32_t Bits __attribute__((vector_size(4 * WIDE)));
     typedef uint16_t Short __attribute__((vector_size(2 * WIDE)));
@@ -590,7 +590,8 @@ struct Rows {
 
     // STEP columns that will be read soon.
     void ask(long from) const {
-        if (at) narrow ? prefetch((const BFloat16*)at + from, STEP, 0, 1) : prefetch((const float*)at + from, STEP, 0, 1);
+        if (!at) return;
+        narrow ? prefetch((const BFloat16*)at + from, STEP, 0, 1) : prefetch((const float*)at + from, STEP, 0, 1);
     }
 };
 
@@ -700,7 +701,8 @@ struct StreamGradient {
 
     void run(long tokens, long threads) const {
         // Blocks of equal sizes, as far as there are whole steps.
-        const long steps = (columns - 1) / STEP + 1, blocks = std::min(steps, (steps * STEP * N * rows() - 1) / COPIED + 1);
+        const long steps = (columns - 1) / STEP + 1;
+        const long blocks = std::min(steps, (steps * STEP * N * rows() - 1) / COPIED + 1);
         const long most = ((steps - 1) / blocks + 1) * STEP, share = (tokens - 1) / threads + 1;
         const long group = std::min(GROUP, ((share - 1) / TOKENS + 1) * TOKENS);
         #pragma omp parallel for num_threads(threads) if (threads > 1)
@@ -723,8 +725,8 @@ struct StreamGradient {
 };
 
 // The gradient of streams x [tokens, N, columns], in this order of its terms:
-// d_x + 2 / (N * columns) * d_ms * x + h_pre * d_out + sum over o of h_res[o] * d_new[o] + sum over k of d_h[k] * phi[k].
-// All but those of the first projection may be null. Bits of `narrow`: whether x, d_out, d_new, d_x and out are bfloat16.
+// d_x + 2 / (N * columns) * d_ms * x + h_pre * d_out + the sum of h_res[o] * d_new[o] + that of d_h[k] * phi[k].
+// All but those of the first projection may be null. Bits of `narrow`: which of x, d_out, d_new, d_x, out are bfloat16.
 extern "C" void unproject(long rows, long more_rows, long narrow, const float* d_h, const float* phi, const float* d_ms,
                           const float* more_h, const float* more_phi, const float* more_ms, const void* x,
                           const float* h_pre, const void* d_out, const float* h_res, const void* d_new, const void* d_x,
