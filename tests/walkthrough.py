@@ -345,7 +345,8 @@ operators are split into parts that Inductor knows:
 For this model on a CPU, the forward graph calls these loops: {forward_loops}. The backward graph calls
 {backward_loops}. All else in both graphs is ATen operators.
 
-- `mix` projects the streams and makes the gates, and `mix_backward` computes the gradients of both.
+- `mix` projects the streams and makes the gates, and `mix_backward` computes the gradients of gates and logits.
+- `unproject` projects the gradient of the logits back to the streams, and adds those of reading and writing.
 - `products` multiplies two tensors and adds up the products over the C channels, for the gradients of gates.
 - `phi_gradient` computes the gradient of phi.
 
@@ -375,7 +376,7 @@ def _check(texts: dict[str, str]) -> None:
     assert "d_x_new=f32[2, 8, 4, 32](%4.3, %5.0)" in texts["joint"]
     assert "= boundary_backward(d_x_new=%3.3," in texts["fused"]
     loops = f"{texts['forward_loops']}, {texts['backward_loops']}"
-    assert set(re.findall(r"\w+(?=,|$)", loops)) == {"mix", "mix_backward", "products", "phi_gradient"}
+    assert set(re.findall(r"\w+(?=,|$)", loops)) == {"mix", "mix_backward", "unproject", "products", "phi_gradient"}
 
 
 def generate() -> str:

@@ -402,15 +402,28 @@ template <typename A, typename B> static float product(const A* a, const B* b, l
     return total;
 }
 
+// Asks for one of `parts` equal parts of numbers that will be read soon.
+template <typename X> static inline void prefetch(const X* at, long numbers, long part, long parts) {
+    constexpr long LINE = 64 / sizeof(X);
+    for (long c = numbers * part / parts / LINE * LINE; c < numbers * (part + 1) / parts; c += LINE)
+        __builtin_prefetch(at + c);
+}
+
 template <typename A, typename B>
 static void products_of(const A* a, const B* b, float* out, long rows, long others, long width, long tokens,
                         long threads) {
     #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (long m = 0; m < tokens; m++)
         for (long i = 0; i < rows; i++)
-            for (long o = 0; o < others; o++)
+            for (long o = 0; o < others; o++) {
+                // A row is often a page, which processors do not look beyond.
+                if (m + 1 < tokens) {
+                    prefetch(a + (m + 1) * rows * width, rows * width, i * others + o, rows * others);
+                    prefetch(b + (m + 1) * others * width, others * width, i * others + o, rows * others);
+                }
                 out[(m * rows + i) * others + o] =
                     product(a + (m * rows + i) * width, b + (m * others + o) * width, width);
+            }
 }
 
 // out[m, i, o] = <a[m, i], b[m, o]> of [tokens, rows, width] and [tokens, others, width]; whether a and b are bfloat16.
@@ -464,6 +477,8 @@ static void project_tile(const X* x, const float* phi, float* h, float* ms, long
             if (ms) squares[t] += product(token[t], token[t], columns);
         }
         for (long k = 0; k < rows; k += R) {
+            for (long m = first + T; m < first + 2 * T && m < tokens; m++)
+                prefetch(x + width * m + begin, columns, k / R, (rows - 1) / R + 1);
             for (int r = 0; r < R; r++) row[r] = phi + width * (k + r < rows ? k + r : rows - 1) + begin;
             V sums[T * R] = {};
             multiply(sums, token, row, whole, std::make_integer_sequence<int, T>(),
@@ -505,52 +520,221 @@ extern "C" void project(long rows, long bf16_x, const void* x, const float* phi,
     bf16_x ? run((const BFloat16*)x) : run((const float*)x);
 }
 
-// Tokens and vectors of columns at once; the tokens that go together through memory, and how much of phi is copied to
-// one place for them: its rows are often a power of two apart, and would push each other out of the cache.
-constexpr int TOKENS = 3, VECTORS = 4, GROUP = 32 * TOKENS, COPIED = 6144;
+// Vectors of columns, for sums in which no column meets another: their width changes no bit.
+#ifdef __AVX512F__
+constexpr int WIDE = 16;
+constexpr long TOKENS = 6;
+#else
+constexpr int WIDE = 8;
+constexpr long TOKENS = 3;
+#endif
+typedef float W __attribute__((vector_size(4 * WIDE)));
+// Columns at once; the tokens that go together through memory, at most; and how much of phi is copied to one place for
+// them, panel by panel: its rows are often a power of two apart, and would push each other out of the cache.
+constexpr int VECTORS = 32 / WIDE;
+constexpr long STEP = VECTORS * WIDE, GROUP = 96, COPIED = 36864;
 
-template <int... pair>
-static inline void spread(V* sums, float const* const* given, const float* row, long k,
+static inline W load_wide(const float* at) {
+    W value;
+    std::memcpy(&value, at, sizeof value);
+    return value;
+}
+
+static inline void store_wide(float* at, W value) { std::memcpy(at, &value, sizeof value); }
+
+template <int... vector, int... pair>
+static inline void spread(W* sums, const float* left, const float* row, std::integer_sequence<int, vector...>,
                           std::integer_sequence<int, pair...>) {
-    V left[] = {all(given[0][k]), all(given[1][k]), all(given[2][k])};
-    V right[] = {load(row), load(row + LANES), load(row + 2 * LANES), load(row + 3 * LANES)};
+    W right[] = {load_wide(row + vector * WIDE)...};
     ((sums[pair] += left[pair / VECTORS] * right[pair % VECTORS]), ...);
 }
 
-// d_x[m, c] = sum over k of d_h[m, k] * phi[k, c], in this order, of d_h [tokens, rows] and phi [rows, N * columns].
-extern "C" void unproject(long rows, const float* d_h, const float* phi, float* d_x, long columns, long tokens,
-                          long threads) {
-    constexpr long STEP = VECTORS * LANES;
-    const long width = N * columns, most = std::max(STEP, COPIED / rows / STEP * STEP);
-    #pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (long group = 0; group < tokens; group += GROUP) {
-        std::vector<float> copied(rows * most);
-        for (long block = 0; block < width; block += most) {
-            const long size = std::min(most, width - block);
-            for (long k = 0; k < rows; k++) std::copy_n(phi + width * k + block, size, &copied[most * k]);
-            for (long first = group; first < group + GROUP && first < tokens; first += TOKENS) {
-                const float* given[TOKENS];
-                // Past the end the last one again.
-                for (int t = 0; t < TOKENS; t++) given[t] = d_h + rows * (first + t < tokens ? first + t : tokens - 1);
-                float* out = d_x + width * first + block;
-                long c = 0;
-                for (; c + STEP <= size; c += STEP) {
-                    V sums[TOKENS * VECTORS] = {};
-                    for (long k = 0; k < rows; k++)
-                        spread(sums, given, &copied[most * k + c], k,
-                               std::make_integer_sequence<int, TOKENS * VECTORS>());
-                    for (int t = 0; t < TOKENS && first + t < tokens; t++)
-                        std::memcpy(out + width * t + c, sums + VECTORS * t, STEP * sizeof(float));
-                }
-                for (; c < size; c++)
-                    for (int t = 0; t < TOKENS && first + t < tokens; t++) {
-                        float sum = 0;
-                        for (long k = 0; k < rows; k++) sum += given[t][k] * copied[most * k + c];
-                        out[width * t + c] = sum;
+// Columns of floats as bfloat16, rounded to the nearest, ties to even, and any NaN as one. Reads whole vectors.
+static inline void rounded(const float* from, BFloat16* to, long columns) {
+    typedef uint32_t Bits __attribute__((vector_size(4 * WIDE)));
+    typedef uint16_t Short __attribute__((vector_size(2 * WIDE)));
+    for (long c = 0; c < columns; c += WIDE) {
+        W value = load_wide(from + c);
+        Bits bits;
+        std::memcpy(&bits, &value, sizeof bits);
+        bits = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        Short upper = __builtin_convertvector(value == value ? bits : Bits{} + 0x7fff, Short);
+        std::memcpy(to + c, &upper, std::min<long>(WIDE, columns - c) * sizeof(BFloat16));
+    }
+}
+
+static inline void take(const float* at, float& value) { value = *at; }
+static inline void take(const float* at, W& value) { value = load_wide(at); }
+static inline void take(const BFloat16* at, float& value) { value = number(*at); }
+
+static inline void take(const BFloat16* at, W& value) {
+    typedef uint16_t Short __attribute__((vector_size(2 * WIDE)));
+    typedef uint32_t Bits __attribute__((vector_size(4 * WIDE)));
+    Short upper;
+    std::memcpy(&upper, at, sizeof upper);
+    Bits bits = __builtin_convertvector(upper, Bits) << 16;
+    std::memcpy(&value, &bits, sizeof value);
+}
+
+// Streams, or another tensor with columns, as floats or as bfloat16; may be null.
+struct Rows {
+    const void* at;
+    bool narrow;
+
+    // floats: of tensors of which none is narrow.
+    template <typename Value, bool floats> [[gnu::always_inline]] Value load(long from) const {
+        Value value;
+        narrow && !floats ? take((const BFloat16*)at + from, value) : take((const float*)at + from, value);
+        return value;
+    }
+
+    // STEP columns that will be read soon.
+    void ask(long from) const {
+        if (!at) return;
+        narrow ? prefetch((const BFloat16*)at + from, STEP, 0, 1) : prefetch((const float*)at + from, STEP, 0, 1);
+    }
+};
+
+// A projection's part in the gradient: d_h @ phi + 2 / width * d_ms * x; rows of phi.
+struct Projected {
+    const float *d_h, *phi, *d_ms;
+    long rows;
+};
+
+// Adds left[k, t] * panel[k, c] over k to what the tokens of a tile have in `sums`, so far apart.
+template <int T>
+static inline void add_products(float* sums, long apart, const float* left, const float* panel, long rows) {
+    W totals[T * VECTORS];
+    #pragma GCC unroll 16
+    for (int pair = 0; pair < T * VECTORS; pair++)
+        totals[pair] = load_wide(sums + apart * (pair / VECTORS) + pair % VECTORS * WIDE);
+    for (long k = 0; k < rows; k++)
+        spread(totals, left + T * k, panel + STEP * k, std::make_integer_sequence<int, VECTORS>(),
+               std::make_integer_sequence<int, T * VECTORS>());
+    #pragma GCC unroll 16
+    for (int pair = 0; pair < T * VECTORS; pair++)
+        store_wide(sums + apart * (pair / VECTORS) + pair % VECTORS * WIDE, totals[pair]);
+}
+
+// What a gradient of streams is made of.
+struct StreamGradient {
+    Projected projections[2];
+    Rows x, d_out, d_new, d_x;
+    const float *h_pre, *h_res;
+    void* out;
+    bool rounds;
+    long columns;
+
+    long rows() const { return projections[0].rows + projections[1].rows; }
+
+    // The other terms of token m, for columns that begin at c.
+    template <typename Value, bool floats>
+    [[gnu::always_inline]] void add_terms(float* to, long stride, long m, float ms, long c) const {
+        Value given[N], out = {};
+        if (h_pre) out = d_out.load<Value, floats>(m * columns + c);
+        if (h_res)
+            #pragma GCC unroll 8
+            for (int o = 0; o < N; o++) given[o] = d_new.load<Value, floats>((m * N + o) * columns + c);
+        #pragma GCC unroll 8
+        for (int i = 0; i < N; i++) {
+            const long own = (m * N + i) * columns + c;
+            Value sum = {};
+            if (d_x.at) sum = d_x.load<Value, floats>(own);
+            if (x.at) sum += ms * x.load<Value, floats>(own);
+            if (h_pre) sum += h_pre[m * N + i] * out;
+            if (h_res)
+                #pragma GCC unroll 8
+                for (int o = 0; o < N; o++) sum += h_res[(m * N + i) * N + o] * given[o];
+            std::memcpy(to + stride * i, &sum, sizeof sum);
+        }
+    }
+
+    // All other terms of token m.
+    template <bool floats> void begin(float* to, long most, long m, float ms, long block, long size) const {
+        const StreamGradient own = *this;  // which no store may change
+        long c = 0;
+        for (; c + WIDE <= size; c += WIDE) own.add_terms<W, floats>(to + c, most, m, ms, block + c);
+        for (; c < size; c++) own.add_terms<float, floats>(to + c, most, m, ms, block + c);
+    }
+
+    // Tokens [first, first + T), columns [block, block + size) of each stream; copied: those of phi.
+    template <int T>
+    void tile(long first, long last, long block, long size, long most, const float* copied, float* room) const {
+        float *sums = room, *left = sums + T * N * most;
+        for (int t = 0; t < T; t++) {
+            const long m = first + t;
+            float *weight = left + t, *to = sums + N * most * t, ms = 0;
+            for (const Projected& given : projections) {
+                for (long k = 0; k < given.rows; k++, weight += T) *weight = given.d_h[given.rows * m + k];
+                if (given.d_ms) ms += given.d_ms[m] * (2.0f / (N * columns));
+            }
+            x.narrow || d_out.narrow || d_new.narrow || d_x.narrow ? begin<false>(to, most, m, ms, block, size)
+                                                                   : begin<true>(to, most, m, ms, block, size);
+        }
+        for (int i = 0; i < N; i++)
+            for (long c = 0; c < size; c += STEP, copied += STEP * rows()) {
+                // What the next tile adds.
+                for (long m = first + T; m < first + 2 * T && m < last; m++)
+                    for (const Rows& tensor : {x, d_new, d_x}) tensor.ask((m * N + i) * columns + block + c);
+                add_products<T>(sums + most * i + c, N * most, left, copied, rows());
+            }
+        for (int t = 0; t < T; t++)
+            for (int i = 0; i < N; i++) {
+                const float* sum = sums + most * (N * t + i);
+                const long at = ((first + t) * N + i) * columns + block;
+                if (rounds) rounded(sum, (BFloat16*)out + at, size);
+                else std::copy_n(sum, size, (float*)out + at);
+            }
+    }
+
+    // Columns [block, block + size) of each stream, STEP by STEP, zeros after them.
+    void copy(float* to, long block, long size) const {
+        for (int i = 0; i < N; i++)
+            for (long c = 0; c < size; c += STEP)
+                for (const Projected& given : projections)
+                    for (long k = 0; k < given.rows; k++, to += STEP) {
+                        const float* from = given.phi + N * columns * k + i * columns + block + c;
+                        if (c + STEP <= size) std::memcpy(to, from, STEP * sizeof(float));
+                        else std::fill(std::copy_n(from, size - c, to), to + STEP, 0.0f);
                     }
+    }
+
+    void run(long tokens, long threads) const {
+        // Blocks of equal sizes, as far as there are whole steps.
+        const long steps = (columns - 1) / STEP + 1;
+        const long blocks = std::min(steps, (steps * STEP * N * rows() - 1) / COPIED + 1);
+        const long most = ((steps - 1) / blocks + 1) * STEP, share = (tokens - 1) / threads + 1;
+        const long group = std::min(GROUP, ((share - 1) / TOKENS + 1) * TOKENS);
+        #pragma omp parallel for num_threads(threads) if (threads > 1)
+        for (long start = 0; start < tokens; start += group) {
+            // Kept: to free so much may have malloc give pages back that the next tensor needs.
+            static thread_local std::vector<float> copied, room;
+            copied.resize(std::max<size_t>(copied.size(), N * rows() * most));
+            room.resize(std::max<size_t>(room.size(), TOKENS * (N * most + rows())));
+            const long end = std::min(tokens, start + group);
+            for (long block = 0; block < columns; block += most) {
+                const long size = std::min(most, columns - block);
+                copy(copied.data(), block, size);
+                long m = start;
+                for (; m + TOKENS <= end; m += TOKENS)
+                    tile<TOKENS>(m, end, block, size, most, copied.data(), room.data());
+                for (; m < end; m++) tile<1>(m, end, block, size, most, copied.data(), room.data());
             }
         }
     }
+};
+
+// The gradient of streams x [tokens, N, columns], in this order of its terms:
+// d_x + 2 / (N * columns) * d_ms * x + h_pre * d_out + the sum of h_res[o] * d_new[o] + that of d_h[k] * phi[k].
+// All but those of the first projection may be null. Bits of `narrow`: which of x, d_out, d_new, d_x, out are bfloat16.
+extern "C" void unproject(long rows, long more_rows, long narrow, const float* d_h, const float* phi, const float* d_ms,
+                          const float* more_h, const float* more_phi, const float* more_ms, const void* x,
+                          const float* h_pre, const void* d_out, const float* h_res, const void* d_new, const void* d_x,
+                          void* out, long columns, long tokens, long threads) {
+    auto given = [&](const void* at, int bit) { return Rows{at, bool(narrow >> bit & 1)}; };
+    StreamGradient{{{d_h, phi, d_ms, rows}, {more_h, more_phi, more_ms, more_rows}},
+                   given(x, 0), given(d_out, 1), given(d_new, 2), given(d_x, 3), h_pre, h_res, out,
+                   bool(narrow >> 4 & 1), columns}.run(tokens, threads);
 }
 
 // The projection of x [tokens, N, width] and, with a form, the gates.
@@ -561,25 +745,22 @@ extern "C" void mix(const Form* form, long k, long grouped, long bf16_x, const v
     if (form) forward(*form, h, ms, scale, bias, pre, post, res, k, grouped, tokens, threads);
 }
 
-// With a form: pre, and the gradients of h, ms, scale and bias by those of the gates, to which more_h and more_ms are
-// added. d_out [tokens, width] stands for d_pre. With phi: d_x = d_h @ phi.
+// pre, and the gradients of h, ms, scale and bias by those of the gates, to which more_h and more_ms are
+// added. d_out [tokens, width] stands for d_pre.
 extern "C" void mix_backward(const Form* form, long k, long grouped, long bf16_x, long bf16_out, const void* x,
                              const void* d_out, const float* h, const float* ms, const float* scale, const float* bias,
                              const float* d_pre, const float* d_post, const float* d_res, const float* more_h,
-                             const float* more_ms, const float* phi, float* pre, float* d_h, float* d_ms, float* d_scale,
-                             float* d_bias, float* d_x, long width, long tokens, long threads) {
-    if (form) {
-        std::vector<float> of_pre(d_out ? tokens * N : 0), of_bias(tokens * k), of_scale(tokens * scales(k, grouped));
-        if (d_out) {
-            products(N, 1, bf16_x, bf16_out, x, d_out, of_pre.data(), width, tokens, threads);
-            d_pre = of_pre.data();
-        }
-        backward(*form, h, ms, scale, bias, d_pre, d_post, d_res, pre, d_h, d_ms, of_scale.data(), of_bias.data(), k,
-                 grouped, tokens, threads);
-        total(d_scale, of_scale, scales(k, grouped), tokens);
-        total(d_bias, of_bias, k, tokens);
-        for (long i = 0; more_h && i < tokens * k; i++) d_h[i] += more_h[i];
-        for (long m = 0; more_ms && m < tokens; m++) d_ms[m] += more_ms[m];
+                             const float* more_ms, float* pre, float* d_h, float* d_ms, float* d_scale, float* d_bias,
+                             long width, long tokens, long threads) {
+    std::vector<float> of_pre(d_out ? tokens * N : 0), of_bias(tokens * k), of_scale(tokens * scales(k, grouped));
+    if (d_out) {
+        products(N, 1, bf16_x, bf16_out, x, d_out, of_pre.data(), width, tokens, threads);
+        d_pre = of_pre.data();
     }
-    if (phi) unproject(k, d_h, phi, d_x, width, tokens, threads);
+    backward(*form, h, ms, scale, bias, d_pre, d_post, d_res, pre, d_h, d_ms, of_scale.data(), of_bias.data(), k,
+             grouped, tokens, threads);
+    total(d_scale, of_scale, scales(k, grouped), tokens);
+    total(d_bias, of_bias, k, tokens);
+    for (long i = 0; more_h && i < tokens * k; i++) d_h[i] += more_h[i];
+    for (long m = 0; more_ms && m < tokens; m++) d_ms[m] += more_ms[m];
 }

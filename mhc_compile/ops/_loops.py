@@ -21,7 +21,7 @@ import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from mhc_compile.forms import RMS_MODES, Gates, Rms, Sinkhorn
 from mhc_compile.ops._checks import accumulation_dtype
 from mhc_compile.ops._mix import fake_forward, narrow_backward, narrow_forward
 from mhc_compile.ops._register import autocast_off, group
-from mhc_compile.ops._tensors import matmul_rows, rows_of, stream_products, tokens_of, upcast
+from mhc_compile.ops._tensors import matmul_rows, rows_of, stream_products, tokens_of, upcast, weighted_sums
 from mhc_compile.ops._transforms import library
 from mhc_compile.ops.projection import reference as projection_reference
 from mhc_compile.ops.projection import weighted_phi
@@ -54,6 +54,31 @@ _CONVERTED = 1 << 23
 
 Tensors = Sequence[Tensor]
 Given = Sequence[Any]  # tensors, some of them None
+
+
+class StreamGradient(NamedTuple):
+    """What the loop "unproject" reads: the terms of a gradient of streams, as tensors or as a graph's nodes.
+
+    x is read if there is a d_ms. Of two projections of the same streams the second is `more`.
+    """
+
+    d_h: Any
+    phi: Any
+    d_ms: Any = None
+    more_h: Any = None
+    more_phi: Any = None
+    more_ms: Any = None
+    x: Any = None
+    h_pre: Any = None
+    d_out: Any = None
+    h_res: Any = None
+    d_new: Any = None
+    d_x: Any = None
+
+    def constants(self, out: Tensor) -> tuple[int, int, int]:
+        """Of tensors: the numbers of logits, and which streams are bfloat16, a bit each."""
+        narrow = sum(_is_bf16(t) << bit for bit, t in enumerate((self.x, self.d_out, self.d_new, self.d_x, out)))
+        return self.phi.shape[0], 0 if self.more_phi is None else self.more_phi.shape[0], narrow
 
 
 class _Form(ctypes.Structure):
@@ -93,10 +118,10 @@ def _library(n: int) -> Any:
         return None
     whole, address, form = ctypes.c_long, ctypes.c_void_p, ctypes.POINTER(_Form)
     compiled.mix.argtypes = [form, *[whole] * 3, *[address] * 9, *[whole] * 3]
-    compiled.mix_backward.argtypes = [form, *[whole] * 4, *[address] * 18, *[whole] * 3]
+    compiled.mix_backward.argtypes = [form, *[whole] * 4, *[address] * 16, *[whole] * 3]
     compiled.products.argtypes = [*[whole] * 4, *[address] * 3, *[whole] * 3]
     compiled.project.argtypes = [*[whole] * 2, *[address] * 4, *[whole] * 3]
-    compiled.unproject.argtypes = [whole, *[address] * 3, *[whole] * 3]
+    compiled.unproject.argtypes = [*[whole] * 3, *[address] * 13, *[whole] * 3]
     for function in (compiled.mix, compiled.mix_backward, compiled.products, compiled.project, compiled.unproject):
         function.restype = None
     return compiled
@@ -167,17 +192,12 @@ def _mix_by_references(loop: _Loop, written: Tensors, read: Given, sizes: Sequen
 
 
 def _mix_backward_by_references(loop: _Loop, written: Tensors, read: Given, sizes: Sequence[int]) -> None:
-    x, d_layer_input, h, ms, scale, bias, d_pre, d_post, d_res, d_h, d_ms, phi = read
-    dh, dms, dx = written[1], written[2], written[5]
+    x, d_layer_input, h, ms, scale, bias, d_pre, d_post, d_res, d_h, d_ms = read
     gradients = (d_layer_input, d_pre, d_post, d_res)
-    _fill(written[:5], narrow_backward(*gradients, x, h, ms, scale, bias, [True] * 4, **loop.forms))
-    for total, more in ((dh, d_h), (dms, d_ms)):
+    _fill(written, narrow_backward(*gradients, x, h, ms, scale, bias, [True] * 4, **loop.forms))
+    for total, more in ((written[1], d_h), (written[2], d_ms)):
         if more is not None:
             total += more
-    if loop.library is not None:
-        loop.run(written, read, sizes)
-    elif phi is not None:
-        _fill([dx], [matmul_rows(rows_of(dh), phi)])
 
 
 def _project_by_references(loop: _Loop, written: Tensors, read: Given, sizes: Sequence[int]) -> None:
@@ -186,8 +206,20 @@ def _project_by_references(loop: _Loop, written: Tensors, read: Given, sizes: Se
 
 
 def _unproject_by_references(loop: _Loop, written: Tensors, read: Given, sizes: Sequence[int]) -> None:
-    dh, phi = read
-    _fill(written, [matmul_rows(rows_of(dh), phi)])
+    of, n = StreamGradient(*read), loop.n
+    total = torch.zeros((), dtype=of.d_h.dtype)
+    if of.d_x is not None:
+        total = total + of.d_x
+    for d_h, phi, d_ms in ((of.d_h, of.phi, of.d_ms), (of.more_h, of.more_phi, of.more_ms)):
+        if d_h is not None:
+            total = total + matmul_rows(rows_of(d_h), phi).view(*d_h.shape[:-1], n, phi.shape[1] // n)
+        if d_ms is not None:
+            total = total + d_ms[..., None, None] * (2.0 / phi.shape[1]) * of.x
+    if of.d_out is not None:
+        total = total + of.h_pre[..., None] * of.d_out[..., None, :]
+    if of.d_new is not None:
+        total = total + weighted_sums(tokens_of(of.h_res), tokens_of(of.d_new)).view(of.d_new.shape)
+    _fill(written, [total])
 
 
 def _products_by_references(loop: _Loop, written: Tensors, read: Given, sizes: Sequence[int]) -> None:
@@ -235,6 +267,10 @@ library.define(  # type: ignore[no-untyped-call]
 )
 library.impl("_loop", run, "CPU")  # type: ignore[no-untyped-call]
 torch.library.register_fake("mhc::_loop", lambda loop, read, sizes, *, written: None, lib=library)
+library.define("_mixed(Tensor d_new, Tensor h_res, Tensor? d_x, ScalarType dtype) -> Tensor")  # type: ignore[no-untyped-call]
+torch.library.register_fake(
+    "mhc::_mixed", lambda d_new, h_res, d_x, dtype: d_new.new_empty(d_new.shape, dtype=dtype), lib=library
+)
 
 
 def _call(
@@ -279,27 +315,23 @@ def mix(
 def mix_backward(
     gradients: Given,
     x: Tensor,
-    phi: Tensor,
     scale: Tensor,
     bias: Tensor,
-    norm_weight: Tensor | None,
     h: Tensor,
     ms: Tensor,
-    need_x: bool,
     **scalars: Any,
 ) -> list[Tensor]:
-    """h_pre, dh, dms, dscale, dbias, and dh @ phi if it is needed, all in the accumulation dtype.
+    """h_pre, dh, dms, dscale and dbias, all in the accumulation dtype.
 
     gradients: of layer_input, h_pre, h_post, h_res, h and ms, one of the first two None.
     """
-    x, k, dtype = _streams(x), phi.shape[0], accumulation_dtype(x)
+    x, k, dtype = _streams(x), h.shape[-1], accumulation_dtype(x)
     d_layer_input = None if gradients[0] is None else _streams(gradients[0])
-    weight = weighted_phi(phi, norm_weight, dtype).contiguous() if need_x else None
     saved, narrow = ([_plain(t, dtype) for t in some] for some in ((h, ms, scale, bias), gradients[1:]))
-    shapes = (x.shape[:-1], h.shape, ms.shape, scale.shape, bias.shape, x.shape if need_x else (0,))
+    shapes = (x.shape[:-1], h.shape, ms.shape, scale.shape, bias.shape)
     written = [x.new_empty(shape, dtype=dtype) for shape in shapes]
     constants = (k, int(scale.numel() != k), _is_bf16(x), _is_bf16(d_layer_input))
-    read = (x, d_layer_input, *saved, *narrow, weight)
+    read = (x, d_layer_input, *saved, *narrow)
     _call("mix_backward", x, _DEFAULTS | scalars, constants, written, read)
     return written
 
@@ -313,13 +345,54 @@ def project(x: Tensor, phi: Tensor, norm_weight: Tensor | None = None) -> tuple[
     return h, ms
 
 
-def unproject(dh: Tensor, x: Tensor, phi: Tensor, norm_weight: Tensor | None = None) -> Tensor:
-    """dh @ (phi * norm_weight) as streams like x, in the accumulation dtype."""
+def unproject(
+    x: Tensor,
+    dh: Tensor,
+    phi: Tensor,
+    norm_weight: Tensor | None = None,
+    dms: Tensor | None = None,
+    *,
+    aggregated: tuple[Tensor, Tensor] | None = None,
+    d_x: Tensor | None = None,
+) -> Tensor:
+    """dh @ (phi * norm_weight) + 2 / nC * dms * x + h_pre * d_out + d_x in the dtype of x, accumulated in float32.
+
+    aggregated: h_pre and d_out. `can_add` says which streams it takes with more than the product; of others that is
+    returned in the accumulation dtype.
+    """
     dtype = accumulation_dtype(x)
-    out = x.new_empty(x.shape, dtype=dtype)
     weight = weighted_phi(phi, norm_weight, dtype).contiguous()
-    _call("unproject", x, {}, (phi.shape[0],), [out], (_plain(dh, dtype), weight))
+    h_pre, d_out = aggregated or (None, None)
+    of = StreamGradient(_plain(dh, dtype), weight, d_x=None if d_x is None else _streams(d_x))
+    if dms is not None:
+        of = of._replace(d_ms=_plain(dms, dtype), x=_streams(x))
+    if d_out is not None:
+        of = of._replace(h_pre=_plain(h_pre, dtype), d_out=_streams(d_out))
+    out = x.new_empty(x.shape, dtype=x.dtype if can_add(x) else dtype)
+    _call("unproject", x, {}, of.constants(out), [out], of)
     return out
+
+
+def name_of(loop: str) -> str:
+    """Of a call's text, the loop that it is about."""
+    return str(from_text(loop)[0])
+
+
+def with_terms(loop: str, terms: StreamGradient, out: Tensor) -> str:
+    """The text of a call of "unproject" with other terms, as tensors."""
+    return to_text([*from_text(loop)[:4], *map(int, terms.constants(out))])
+
+
+def can_add(x: Tensor) -> bool:
+    """Whether `unproject` adds all terms of the gradient of these streams."""
+    return x.dtype in (*_STREAMS, torch.float64)
+
+
+def mixed(d_new: Tensor, h_res: Tensor, d_x: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """d[i] = sum_o h_res[i, o] * d_new[o] + d_x[i]: what `unproject` takes in place of d_x, or lowering takes apart."""
+    plain = _plain(h_res, accumulation_dtype(d_new))
+    result: Tensor = torch.ops.mhc._mixed(_streams(d_new), plain, None if d_x is None else _streams(d_x), dtype)
+    return result
 
 
 def products(a: Tensor, b: Tensor, n: int | None = None) -> Tensor:

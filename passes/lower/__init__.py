@@ -24,7 +24,7 @@ from mhc_compile.guard import guard, told
 from mhc_compile.ops._launch import compile_elsewhere
 from mhc_compile.ops._register import KERNELS, REFERENCES
 from mhc_compile.passes.fuse.joint import arguments, calls, items
-from mhc_compile.passes.lower import cpu
+from mhc_compile.passes.lower import cpu, streams
 from mhc_compile.passes.lower.zeros import merge_zeros
 from mhc_compile.passes.memory import Memory
 
@@ -82,7 +82,23 @@ def lower(graph: fx.Graph, errors: list[str] | None = None) -> Counter[str]:
         counts["in place"] += in_place and results[_DX] is node.args[0]
         _replace(node, results, memory)
     merge_zeros(graph)
+    streams.join(graph, lambda node: _replace(node, _inline(node, _apart(node)), memory))
     return +counts
+
+
+def _apart(node: fx.Node) -> fx.GraphModule:
+    """The mixture that a node stands for, as a graph of the tensors that it takes."""
+    given: Any = node.args
+    inputs = node.all_input_nodes
+
+    def call(*tensors: torch.Tensor) -> torch.Tensor:
+        by_node = dict(zip(inputs, tensors, strict=True))
+        d_new, h_res, d_x = (by_node.get(each) for each in given[:3])
+        assert d_new is not None
+        assert h_res is not None
+        return cpu.mixed(d_new, h_res, d_x, given[3])
+
+    return _trace(call, [compat.example(each) for each in inputs])
 
 
 def compile_kernels(graph: fx.Graph, errors: list[str]) -> None:

@@ -88,13 +88,21 @@ def expand_combine_backward(
     if needs[0]:
         post = h_post.to(dtype)
         df = _sum([post[..., o, None] * wide[..., o, :] for o in streams]).to(f.dtype)
-    if needs[3]:
-        mixed = wide
-        if h_res is not None:
-            res = h_res.to(dtype)
-            mixed = _sum([res[..., o, None] * wide[..., o, None, :] for o in streams])
-        dx = (mixed if d_x is None else mixed + d_x.to(dtype)).to(x.dtype)
+    if needs[3] and h_res is not None:
+        # A copy of a matrix that all tokens share would only cost time: no loop takes gradients of such a write.
+        mixing = _loops.mixed if _loops.can_add(x) and h_res.is_contiguous() else mixed
+        dx = mixing(d_x_new, h_res, d_x, x.dtype)
+    elif needs[3]:
+        dx = (wide if d_x is None else wide + d_x.to(dtype)).to(x.dtype)
     return df, d_bias, d_post, dx, d_res
+
+
+def mixed(d_new: Tensor, h_res: Tensor, d_x: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """d[i] = sum_o h_res[i, o] * d_new[o] + d_x[i], rounded to dtype."""
+    accumulated = accumulation_dtype(d_new)
+    wide, res = d_new.to(accumulated), h_res.to(accumulated)
+    total = _sum([res[..., o, None] * wide[..., o, None, :] for o in range(d_new.shape[-2])])
+    return (total if d_x is None else total + d_x.to(accumulated)).to(dtype)
 
 
 def projection(x: Tensor, phi: Tensor, norm_weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -115,13 +123,29 @@ def projection_backward(
     dtype = accumulation_dtype(x)
     dx, dh = x.new_empty(0), d_h.to(dtype)
     if needs[0]:
-        wide = _loops.unproject(dh, x, phi, norm_weight)
-        if d_ms is not None:
-            wide = wide + x.to(dtype) * (d_ms.to(dtype) * (2.0 / phi.shape[1]))[..., None, None]
-        if d_x is not None:
-            wide = wide + d_x.to(dtype)
-        dx = wide.to(x.dtype)
+        dx = _unproject(x, dh, phi, norm_weight, d_ms, d_x=d_x)
     return dx, *_phi_gradients(dh, x, phi, norm_weight, needs[1:])
+
+
+def _unproject(
+    x: Tensor,
+    dh: Tensor,
+    phi: Tensor,
+    norm_weight: Tensor | None,
+    dms: Tensor | None,
+    aggregated: tuple[Tensor, Tensor] | None = None,
+    d_x: Tensor | None = None,
+) -> Tensor:
+    """dx[i] = (dh @ phi)[i] + 2 / nC * dms * x[i] + h_pre[i] * d_out + d_x[i]; aggregated: h_pre and d_out."""
+    if _loops.can_add(x):
+        return _loops.unproject(x, dh, phi, norm_weight, dms, aggregated=aggregated, d_x=d_x)
+    dx = _loops.unproject(x, dh, phi, norm_weight)
+    if dms is not None:
+        dx = dx + x.to(dx.dtype) * (dms.to(dx.dtype) * (2.0 / phi.shape[1]))[..., None, None]
+    if aggregated is not None:
+        h_pre, d_out = aggregated
+        dx = dx + h_pre.to(dx.dtype)[..., None] * d_out.to(dx.dtype)[..., None, :]
+    return (dx if d_x is None else dx + d_x.to(dx.dtype)).to(x.dtype)
 
 
 def _phi_gradients(
@@ -182,24 +206,24 @@ def _mix_backward(
     d_x: Tensor | None = None,
     input_norm_weight: None = None,
     input_norm_eps: None = None,
+    aggregated: tuple[Tensor, Tensor] | None = None,
     **scalars: Any,
 ) -> tuple[Tensor, ...]:
-    """dx[i] = (dh @ phi)[i] + 2 / nC * dms * x[i] + h_pre[i] * d_layer_input + d_x[i]; the loop has the rest.
+    """Two loops: one for the gates, and then one for the streams.
 
-    gradients: of layer_input, h_pre, h_post, h_res, h and ms.
+    gradients: of layer_input, h_pre, h_post, h_res, h and ms. aggregated: h_pre and d_layer_input, if they are of
+    another mix.
     """
-    saved = (x, phi, scale, bias, norm_weight, h, ms)
-    h_pre, dh, dms, dscale, dbias, dx = _loops.mix_backward(gradients, *saved, needs[0], **scalars)
+    h_pre, dh, dms, dscale, dbias = _loops.mix_backward(gradients, x, scale, bias, h, ms, **scalars)
+    dx = x.new_empty(0)
     if needs[0]:
-        dx = dx + x.to(dx.dtype) * (dms * (2.0 / phi.shape[1]))[..., None, None]
         if gradients[0] is not None:
-            dx = dx + h_pre[..., None] * gradients[0].to(dx.dtype)[..., None, :]
-        if d_x is not None:
-            dx = dx + d_x.to(dx.dtype)
+            aggregated = (h_pre, gradients[0])
+        dx = _unproject(x, dh, phi, norm_weight, dms, aggregated, d_x)
     dphi, dnorm_weight = _phi_gradients(dh, x, phi, norm_weight, (needs[1], needs[4]))
     dscale = settle_gradient(dscale if needs[2] else None, scale, x)
     dbias = settle_gradient(dbias if needs[3] else None, bias, x)
-    return dx.to(x.dtype), dphi, dscale, dbias, dnorm_weight
+    return dx, dphi, dscale, dbias, dnorm_weight
 
 
 def generate_mix_backward(
@@ -326,17 +350,16 @@ def shifted_boundary_backward(
     **scalars: Any,
 ) -> tuple[Tensor, ...]:
     """The gradient of x' by that of the mix, to which the read's is added, and from it those of expand_combine."""
-    dtype, d_pre, d_x = accumulation_dtype(x), None, d_x_new
+    d_pre, aggregated = None, None
     if d_layer_input is not None:
         if needs[5]:
             d_pre = _loops.products(x_new, d_layer_input[..., None, :])[..., 0].to(h_pre.dtype)
-        d_x = h_pre.to(dtype)[..., None] * d_layer_input.to(dtype)[..., None, :]
-        d_x = d_x if d_x_new is None else d_x + d_x_new.to(dtype)
+        aggregated = (h_pre, d_layer_input)
     elif needs[5]:
         d_pre = torch.zeros_like(h_pre)
     gradients = (None, d_next_pre, d_next_post, d_next_res, d_h, d_ms)
-    saved = (x_new, phi, scale, bias, norm_weight, h, ms, [True, *needs[6:]], d_x)
-    d_new, *d_parameters = _mix_backward(gradients, *saved, **scalars)
+    saved = (x_new, phi, scale, bias, norm_weight, h, ms, [True, *needs[6:]], d_x_new)
+    d_new, *d_parameters = _mix_backward(gradients, *saved, aggregated=aggregated, **scalars)
     combine = expand_combine_backward if _is_fused(x, needs) else torch.ops.mhc.expand_combine_backward
     streams = combine(d_new, f, layer_bias, h_post, x, h_res, list(needs[:5]))
     return *streams, settle_gradient(d_pre, h_pre, x), *d_parameters

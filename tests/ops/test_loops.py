@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mhc_compile.encoding import to_text
 from mhc_compile.forms import RMS_MODES, SINKHORN_AXES, SINKHORN_STARTS, Gates, Rms, Sinkhorn
 from mhc_compile.ops import _loops, _mix
 
@@ -38,8 +39,8 @@ def _by_loops(t: dict[str, Any], phi: Tensor, forms: dict[str, Any]) -> list[Ten
     flat = {name: value for form in forms.values() for name, value in form.as_kwargs().items()}
     parameters, gradients = (phi, t["scale"], t["bias"], None), (t["d_layer_input"], None, t["d_h_post"], t["d_h_res"])
     gates = _loops.mix(t["x"], *parameters, **flat)[:3]
-    saved = (t["x"], *parameters, t["h"], t["ms"], True)
-    h_pre, dh, dms, dscale, dbias, _ = _loops.mix_backward((*gradients, None, None), *saved, **flat)
+    saved = (t["x"], t["scale"], t["bias"], t["h"], t["ms"])
+    h_pre, dh, dms, dscale, dbias = _loops.mix_backward((*gradients, None, None), *saved, **flat)
     return [*gates, h_pre, dms, dh.t() @ t["x"].flatten(1), dscale, dbias]
 
 
@@ -83,13 +84,15 @@ def test_tokens_do_not_depend_on_each_other(threads: int) -> None:
 
     def evaluate(t: dict[str, Any]) -> list[Tensor]:
         gradients = (t["d_layer_input"], None, t["d_h_post"], t["d_h_res"], None, None)
-        back = _loops.mix_backward(gradients, t["x"], *parameters, t["h"], t["ms"], True)
+        back = _loops.mix_backward(gradients, t["x"], t["scale"], t["bias"], t["h"], t["ms"])
+        read = (back[0], t["d_layer_input"])
         return [
             *_loops.mix(t["x"], *parameters),
-            *(back[i] for i in (0, 1, 2, 5)),
+            *back[:3],
             _loops.products(t["x"], t["x"]),
             *_loops.project(t["x"], phi),
-            _loops.unproject(t["h"], t["x"], phi),
+            _loops.unproject(t["x"], t["h"], phi),
+            _loops.unproject(t["x"], t["h"], phi, None, t["ms"], aggregated=read, d_x=t["x"]),
         ]
 
     before = torch.get_num_threads()
@@ -111,16 +114,131 @@ def test_products_with_phi(n: int, width: int, tokens: int) -> None:
     torch.manual_seed(0)
     k = n * n + 2 * n
     x, phi, d_h = torch.randn(tokens, n, width), torch.randn(k, n * width), torch.randn(tokens, k)
-    parameters = (phi, torch.ones(3), torch.zeros(k), None)
-    *_, h, ms = _loops.mix(x, *parameters)
-    gradients = (None, None, None, None, d_h, None)
-    dx = _loops.mix_backward(gradients, x, *parameters, h, ms, True)[-1]
+    *_, h, ms = _loops.mix(x, phi, torch.ones(3), torch.zeros(k), None)
+    dx = _loops.unproject(x, d_h, phi)
     flat = x.flatten(1).double()
     exact = [flat @ phi.double().t(), flat.square().mean(-1), (d_h.double() @ phi.double()).view(x.shape)]
     for error in _error([h, ms, dx], exact):
         assert error < 3e-7
     assert all(map(torch.equal, _loops.project(x, phi), (h, ms)))
-    assert torch.equal(_loops.unproject(d_h, x, phi), dx)
+
+
+# Sizes of which neither tokens nor columns fill tiles, a group of tokens, blocks of columns, one number.
+SIZES = [(7, 4, 40), (100, 3, 7), (26, 2, 300), (37, 8, 129), (5, 4, 1056), (1, 1, 1)]
+TERMS = ["the mean square", "that of the second projection", "a read", "a write", "a gradient from elsewhere"]
+
+
+def _terms(
+    size: tuple[int, int, int], named: set[str], dtype: torch.dtype, *, second: bool
+) -> tuple[_loops.StreamGradient, Tensor]:
+    """Terms of a gradient of streams in this dtype, and their sum in float64."""
+    tokens, n, width = size
+    torch.manual_seed(0)
+    x, d_new, d_x = (torch.randn(tokens, n, width).to(dtype) for _ in range(3))
+    d_out, h_pre, h_res = torch.randn(tokens, width).to(dtype), torch.randn(tokens, n), torch.randn(tokens, n, n)
+    of, exact = _loops.StreamGradient(None, None), torch.zeros(tokens, n, width, dtype=torch.float64)
+    for rows, names, term in [(5, ("d_h", "phi", "d_ms"), TERMS[0]), (24, ("more_h", "more_phi", "more_ms"), TERMS[1])]:
+        if rows == 5 or second:
+            d_h, phi, d_ms = torch.randn(tokens, rows), torch.randn(rows, n * width), torch.randn(tokens) * n * width
+            exact += (d_h.double() @ phi.double()).view(exact.shape)
+            of = of._replace(**dict(zip(names, (d_h, phi, d_ms if term in named else None), strict=True)))
+            if term in named:
+                of = of._replace(x=x)
+                exact += 2 / (n * width) * d_ms.double()[:, None, None] * x.double()
+    if "a read" in named:
+        of = of._replace(h_pre=h_pre, d_out=d_out)
+        exact += h_pre.double()[..., None] * d_out.double()[:, None]
+    if "a write" in named:
+        of = of._replace(h_res=h_res, d_new=d_new)
+        exact += h_res.double() @ d_new.double()
+    if "a gradient from elsewhere" in named:
+        of = of._replace(d_x=d_x)
+        exact += d_x.double()
+    return of, exact
+
+
+def _sum(of: _loops.StreamGradient, size: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
+    tokens, n, width = size
+    out = torch.full(size, torch.nan, dtype=dtype)
+    loop = to_text(["unproject", "float32", n, {}, *of.constants(out)])
+    _loops.run(loop, of, [width, tokens], written=[out])
+    return out
+
+
+SOME_TERMS = [set(some) for count in range(len(TERMS) + 1) for some in itertools.combinations(TERMS, count)]
+
+
+@pytest.mark.parametrize("second", [False, True], ids=["one projection", "two projections"])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_every_set_of_terms_of_a_gradient_of_streams(size: tuple[int, int, int], second: bool) -> None:
+    """Each alone, and each with each."""
+    for named in SOME_TERMS:
+        of, exact = _terms(size, named, torch.float32, second=second)
+        (error,) = _error([_sum(of, size, torch.float32)], [exact])
+        assert error < 5e-7, named
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_a_gradient_of_bfloat16_streams_is_rounded_once(size: tuple[int, int, int]) -> None:
+    """Any of its terms may be bfloat16, and the sum is that of the floats that they are."""
+    of, _ = _terms(size, set(TERMS), torch.bfloat16, second=True)
+    wide = of._replace(**{name: getattr(of, name).float() for name in ("x", "d_out", "d_new", "d_x")})
+    whole = _sum(wide, size, torch.float32)
+    for name in ("x", "d_out", "d_new", "d_x"):
+        mixed = wide._replace(**{name: getattr(of, name)})
+        assert torch.equal(_sum(mixed, size, torch.float32), whole)
+    assert torch.equal(_sum(of, size, torch.bfloat16), whole.bfloat16())
+
+
+def test_a_gradient_that_is_no_number() -> None:
+    """Infinity and NaN stay what they are as bfloat16, and what is too large becomes infinity."""
+    size = (1, 1, 4)
+    values = torch.tensor([torch.inf, -torch.inf, torch.nan, torch.finfo(torch.float32).max]).view(size)
+    of = _loops.StreamGradient(torch.zeros(1, 1), torch.zeros(1, 4), d_x=values)
+    torch.testing.assert_close(_sum(of, size, torch.bfloat16), values.bfloat16(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_terms_of_any_strides(dtype: torch.dtype) -> None:
+    """A loop gets copies of what does not lie in the order of its elements."""
+    torch.manual_seed(0)
+    tokens, n, width, k = 11, 4, 24, 6
+    x, d_x = (torch.randn(n, width, tokens).to(dtype).permute(2, 0, 1) for _ in range(2))
+    d_out, h_pre = torch.randn(width, tokens).to(dtype).t(), torch.randn(tokens, 9)[:, :n].to(dtype)
+    d_h, phi = torch.randn(tokens, 9)[:, :k].to(dtype), torch.randn(n * width, k).to(dtype).t()
+    d_ms = torch.randn(tokens, 2)[:, 1].to(dtype)
+
+    def gradient(*given: Tensor) -> Tensor:
+        x, d_x, d_out, h_pre, d_h, phi, d_ms = given
+        return _loops.unproject(x, d_h, phi, None, d_ms, aggregated=(h_pre, d_out), d_x=d_x)
+
+    strided = (x, d_x, d_out, h_pre, d_h, phi, d_ms)
+    found = gradient(*strided)
+    assert found.dtype == dtype
+    assert torch.equal(found, gradient(*[value.contiguous() for value in strided]))
+    exact = gradient(*[value.double() for value in strided])
+    (error,) = _error([found], [exact])
+    assert error < {torch.float32: 5e-7, torch.bfloat16: 4e-3, torch.float64: 1e-12}[dtype]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_a_gradient_of_streams_in_threads(threads: int) -> None:
+    """Its bits are those of one token alone, whatever tile and thread it is in."""
+    size = (301, 4, 200)
+    of, _ = _terms(size, set(TERMS), torch.float32, second=True)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        whole = _sum(of, size, torch.float32)
+        for token in (0, 5, 6, 95, 96, 300):
+            alone = of._replace(**{
+                name: value[token : token + 1].contiguous()
+                for name, value in of._asdict().items()
+                if name not in ("phi", "more_phi")
+            })  # fmt: skip
+            assert torch.equal(_sum(alone, (1, 4, 200), torch.float32)[0], whole[token])
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(("n", "width", "tokens", "rows"), [(4, 40, 37, 10), (4, 40, 9, 61), (2, 7, 1, 20)])
@@ -131,7 +249,7 @@ def test_any_number_of_logits(n: int, width: int, tokens: int, rows: int) -> Non
     (h, ms), d_h = _loops.project(x, phi, weight), torch.randn(tokens, rows)
     flat, wide = x.flatten(1).double(), phi.double() * weight.double()
     exact = [flat @ wide.t(), flat.square().mean(-1), (d_h.double() @ wide).view(x.shape)]
-    for error in _error([h, ms, _loops.unproject(d_h, x, phi, weight)], exact):
+    for error in _error([h, ms, _loops.unproject(x, d_h, phi, weight)], exact):
         assert error < 3e-7
     assert torch.equal(h[:, -1:], _loops.project(x, phi[-1:], weight)[0])
 
@@ -161,9 +279,11 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
 
     def evaluate() -> list[Tensor]:
         forward = _loops.mix(t["x"], *parameters)
-        backward = _loops.mix_backward(gradients, t["x"], *parameters, t["h"], t["ms"], True)
-        apart = (*_loops.project(t["x"], phi), _loops.unproject(t["h"], t["x"], phi))
-        return [*forward, *backward, _loops.products(t["x"], t["x"]), *apart]
+        backward = _loops.mix_backward(gradients, t["x"], t["scale"], t["bias"], t["h"], t["ms"])
+        apart = (*_loops.project(t["x"], phi), _loops.unproject(t["x"], t["h"], phi))
+        size = (5, 4, WIDTH)
+        sums = [_sum(_terms(size, named, torch.float32, second=True)[0], size, torch.float32) for named in SOME_TERMS]
+        return [*forward, *backward, _loops.products(t["x"], t["x"]), *apart, *sums]
 
     with_loops = evaluate()
     _loops._library.cache_clear()
@@ -192,7 +312,7 @@ def test_parameters_of_other_dtypes() -> None:
     *_, h, ms = narrow
 
     def gradients(ms: Tensor) -> Any:
-        return _loops.mix_backward((None, None, None, None, h, ms), x, phi, scale, bias, None, h, ms, True)
+        return _loops.mix_backward((None, None, None, None, h, ms), x, scale, bias, h, ms)
 
     assert all(map(torch.equal, gradients(ms.bfloat16()), gradients(ms.bfloat16().float())))
 
@@ -209,8 +329,8 @@ def test_streams_of_other_dtypes(dtype: torch.dtype) -> None:
         parameters = [value.to(dtype) for value in (phi, t["scale"], t["bias"])]
         x, h, ms = (t[name].to(dtype) for name in ("x", "h", "ms"))
         given = [value if value is None else value.to(dtype) for value in gradients]
-        backward = _loops.mix_backward(given, x, *parameters, None, h, ms, True)
-        return [*_loops.mix(x, *parameters), *backward, _loops.products(x, x)]
+        backward = _loops.mix_backward(given, x, *parameters[1:], h, ms)
+        return [*_loops.mix(x, *parameters), *backward, _loops.products(x, x), _loops.unproject(x, h, parameters[0])]
 
     results = evaluate(dtype)
     assert {result.dtype for result in results} == {wide}

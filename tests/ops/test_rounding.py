@@ -36,7 +36,7 @@ def _loop(name: str, n: int) -> Evaluate:
         x = torch.cat([torch.zeros(len(logits), 2 * n), logits.flatten(1)], 1).view(-1, n, n + 2)
         *_, matrices, h, ms = _loops.mix(x, *parameters, **scalars)
         assert torch.equal(h, x.flatten(1))
-        dh = _loops.mix_backward((None, None, None, d, None, None), x, *parameters, h, ms, False, **scalars)[1]
+        dh = _loops.mix_backward((None, None, None, d, None, None), x, *parameters[1:3], h, ms, **scalars)[1]
         return matrices, dh[:, 2 * n :].view(logits.shape)
 
     return evaluate
@@ -111,10 +111,9 @@ def test_gates(gates: Gates, device: str) -> None:
 def test_gates_of_loops(gates: Gates) -> None:
     def evaluate(inputs: list[Tensor], arriving: list[Tensor]) -> dict[str, Tensor]:
         h, ms, scale, bias = inputs
-        x, phi = torch.zeros(len(h), of_gates.N, 8), torch.zeros(h.shape[1], of_gates.N * 8)
+        x = torch.zeros(len(h), of_gates.N, 8)
         gradients = (None, *arriving, None, None, None)
-        saved = (x, phi, scale, bias, None, h, ms, False)
-        found = _loops.mix_backward(gradients, *saved, **gates.as_kwargs())[1:5]
+        found = _loops.mix_backward(gradients, x, scale, bias, h, ms, **gates.as_kwargs())[1:5]
         return dict(zip(("h", "ms", "scale", "bias"), found, strict=True))
 
     assert of_gates.complaints(gates, evaluate) == []
