@@ -26,6 +26,7 @@ def rows_of(piece: int, rows: int) -> int:
 
 @gluon.constexpr_function
 def rows_before(piece: int, rows: int) -> int:
+    """How many rows of phi come before those of a piece."""
     return sum(rows_of(i, rows) for i in range(piece))
 
 
