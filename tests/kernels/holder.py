@@ -59,16 +59,17 @@ class Holder:
         self._one, self._count = torch.ones(1, dtype=torch.int32).pin_memory(), torch.empty(1).long().pin_memory()
 
     def __enter__(self) -> None:
+        # Held as well, as long as the kernel runs: it writes them in the end.
         self._flag = torch.zeros(1, dtype=torch.int32, device="cuda")
-        arrived = torch.zeros(1, dtype=torch.int64, device="cuda")
-        sink = torch.empty(_NUMBERS, dtype=torch.int32, device="cuda")
+        self._arrived = torch.zeros(1, dtype=torch.int64, device="cuda")
+        self._sink = torch.empty(_NUMBERS, dtype=torch.int32, device="cuda")
         torch.cuda.synchronize()
         with torch.cuda.stream(self._streams[0]):
-            _hold_kernel[(self._processors,)](self._flag, arrived, sink, _NUMBERS, num_warps=4)
+            _hold_kernel[(self._processors,)](self._flag, self._arrived, self._sink, _NUMBERS, num_warps=4)
 
         def all_are_held() -> bool:
             with torch.cuda.stream(self._streams[1]):
-                self._count.copy_(arrived, non_blocking=True)
+                self._count.copy_(self._arrived, non_blocking=True)
             self._streams[1].synchronize()
             return int(self._count) == self._processors
 
