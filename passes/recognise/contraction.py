@@ -95,7 +95,7 @@ def exact(factor: Factor) -> Iterator[Source]:
         if known is not None and (is_shown(known.base) or not is_shown(base)):
             continue
         strided = [step for dim in source.layout.dims for step in dim if step[1]]
-        if not source.layout.offset and tiles(strided, base.numel):
+        if not source.layout.offset and 0 not in source.layout.shape and tiles(strided, base.numel):
             found[base.numel] = source
     yield from found.values()
 

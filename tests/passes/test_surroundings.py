@@ -281,6 +281,21 @@ def test_tensors_without_elements(dynamic: bool) -> None:
     assert outcome.operators == ["expand_combine", "generate_mix_and_aggregate"]
 
 
+class _SumsNothing(Sublayer):
+    """A sum over what is left of rows of one, which are no streams."""
+
+    def forward(self, x: Tensor) -> Any:
+        rest = x.flatten(1).square().mean(-1, keepdim=True).tensor_split(2, -1)[1]
+        return super().forward(x), rest.sum(), rest.sum(-1)
+
+
+def test_a_sum_without_elements() -> None:
+    outcome = check.run(_SumsNothing(N, C, 3, 2), (torch.randn(2, 3, N, C),), exact=False)
+    check.assert_equal_to_eager(outcome)
+    assert outcome.report.errors == []
+    assert outcome.operators == ["expand_combine", "generate_mix_and_aggregate"]
+
+
 class _WritesLater(Sublayer):
     """The norm and the weighted sum keep copies of the transposed streams, so eager code may write into these."""
 
