@@ -201,6 +201,7 @@ def test_all_sites_of_a_model_with_replicas_are_found(mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_the_host_waits_for_no_average(tmp_path: Path) -> None:
     """Of gradients; where each replica has one."""
     dist.init_process_group("nccl", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
