@@ -47,7 +47,15 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from mhc_compile.forms import Gates, Rms, Sinkhorn
 from mhc_compile.kernels import combine_project, communicates, gpus
 from mhc_compile.kernels.boundary_rest import boundary_rest_kernel
-from mhc_compile.kernels.boundary_steps import coefficients, dot, other_gates, pieces, rows_before, rows_of
+from mhc_compile.kernels.boundary_steps import (
+    coefficients,
+    dot,
+    other_gates,
+    pieces,
+    room_for_phi,
+    rows_before,
+    rows_of,
+)
 from mhc_compile.kernels.common import (
     cdiv,
     expected,
@@ -392,12 +400,7 @@ def boundary_pass_kernel(f, h_post, x, h_res, phi, norm_weight, scale, bias, out
     f_s = x_s[0]
     if f is not None:
         f_s = gl.allocate_shared_memory(gl.bfloat16, [AHEAD + 1, BLOCK_M, BLOCK_C], WIDE)
-    phi_s = ()
-    for piece in gl.static_range(pieces(K)):
-        parts_s = ()
-        for _ in gl.static_range(PARTS):
-            parts_s = parts_s + (gl.allocate_shared_memory(gl.bfloat16, [N * rows_of(piece, K), BLOCK_C], WIDE),)
-        phi_s = phi_s + (parts_s,)
+    phi_s = room_for_phi(N, K, PARTS, BLOCK_C, WIDE)
     # More than the tiles, LAG + 1, that `_stream` can be ahead of `_announce`.
     stored = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):

@@ -12,7 +12,15 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from mhc_compile.kernels.boundary_steps import coefficients, dot, other_gates, pieces, rows_before, rows_of
+from mhc_compile.kernels.boundary_steps import (
+    coefficients,
+    dot,
+    other_gates,
+    pieces,
+    room_for_phi,
+    rows_before,
+    rows_of,
+)
 from mhc_compile.kernels.gates import affine, rms_factor, sigmoid
 from mhc_compile.kernels.one_pass import barrier, combined, split_phi
 from mhc_compile.kernels.opaque import opaque
@@ -104,12 +112,7 @@ def boundary_rest_kernel(f, h_post, x, h_res, phi, norm_weight, scale, bias, out
     x_s = ()
     for _ in gl.static_range(N):
         x_s = x_s + (gl.allocate_shared_memory(gl.bfloat16, [BLOCK_M, BLOCK_C], WIDE),)
-    phi_s = ()
-    for piece in gl.static_range(pieces(K)):
-        parts_s = ()
-        for _ in gl.static_range(PARTS):
-            parts_s = parts_s + (gl.allocate_shared_memory(gl.bfloat16, [N * rows_of(piece, K), BLOCK_C], WIDE),)
-        phi_s = phi_s + (parts_s,)
+    phi_s = room_for_phi(N, K, PARTS, BLOCK_C, WIDE)
     tokens = M.to(gl.int64)
     tiles = (M + BLOCK_M - 1) // BLOCK_M
     ranks = (C + BLOCK_C - 1) // BLOCK_C

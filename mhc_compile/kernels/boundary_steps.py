@@ -31,6 +31,18 @@ def rows_before(piece: int, rows: int) -> int:
 
 
 @gluon.jit
+def room_for_phi(N: gl.constexpr, K: gl.constexpr, PARTS: gl.constexpr, BLOCK_C: gl.constexpr, LAYOUT: gl.constexpr):
+    """Shared memory for BLOCK_C columns of phi's parts, by pieces of its rows."""
+    room = ()
+    for piece in gl.static_range(pieces(K)):
+        parts = ()
+        for _ in gl.static_range(PARTS):
+            parts = parts + (gl.allocate_shared_memory(gl.bfloat16, [N * rows_of(piece, K), BLOCK_C], LAYOUT),)
+        room = room + (parts,)
+    return room
+
+
+@gluon.jit
 def coefficients(h_post, h_res, tok, tokens, N: gl.constexpr):
     """The n + n * n of each token; for tokens that are not there those of the last."""
     tok = gl.minimum(tok, tokens - 1)

@@ -14,10 +14,12 @@ from torch import Tensor
 from mhc_compile.encoding import to_text
 from mhc_compile.forms import Gates, Rms, Sinkhorn
 from mhc_compile.kernels import gpus
-from mhc_compile.kernels.common import recorded
+from mhc_compile.kernels.common import cdiv, recorded
 from mhc_compile.kernels.opaque import Opaque
 from tests.kernels.cases import DEVICE, combine, mix
 
+# What the kernels of one pass make for each token.
+_MADE = ("out", "layer_input", "next_post", "next_res", "h", "ms")
 GPU = pytest.mark.skipif(DEVICE == "cpu", reason="Gluon has no interpreter")
 
 
@@ -163,65 +165,23 @@ def _whole(rest: dict[str, Any]) -> tuple[int, str, str]:
     return steps + 1, "plain_exp", "rows" if rest["FIRST"] == "columns" else "columns"
 
 
-def _boundary_pass(
-    f: Tensor | None,
-    h_post: Tensor | None,
-    x: Tensor,
-    h_res: Tensor | None,
-    phi: Tensor,
-    norm_weight: Tensor | None,
-    scale: Tensor,
-    bias: Tensor,
-    out: Tensor | None,
-    layer_input: Tensor,
-    next_post: Tensor,
-    next_res: Tensor,
-    h: Tensor,
-    ms: Tensor,
-    parts: Tensor,
-    flags: Tensor,
-    *,
-    DRAWN: bool,
-    BLOCK_M: int,
-    **rest: Any,
-) -> None:
+def _boundary_pass(*, parts: Tensor, flags: Tensor, DRAWN: bool, BLOCK_M: int, **given: Any) -> None:
     """In float64; where tiles are drawn, the first of them only."""
     assert not flags.any()
-    made = out, layer_input, next_post, next_res, h, ms
-    _whole_boundary(f, h_post, x, h_res, phi, norm_weight, scale, bias, *made, **rest)
+    _whole_boundary(**given)
     if DRAWN:
-        flags[-1] = (len(x) + BLOCK_M - 1) // (2 * BLOCK_M)
-        for result in made:
-            if result is not None:
-                result[flags[-1] * BLOCK_M :] = torch.nan
+        flags[-1] = cdiv(len(given["x"]), 2 * BLOCK_M)
+        for name in _MADE:
+            if given[name] is not None:
+                given[name][flags[-1] * BLOCK_M :] = torch.nan
 
 
-def _boundary_rest(
-    f: Tensor | None,
-    h_post: Tensor | None,
-    x: Tensor,
-    h_res: Tensor | None,
-    phi: Tensor,
-    norm_weight: Tensor | None,
-    scale: Tensor,
-    bias: Tensor,
-    out: Tensor | None,
-    layer_input: Tensor,
-    next_post: Tensor,
-    next_res: Tensor,
-    h: Tensor,
-    ms: Tensor,
-    flags: Tensor,
-    *,
-    drawn_at: int,
-    BLOCK_M: int,
-    **rest: Any,
-) -> None:
+def _boundary_rest(*, parts: Tensor, flags: Tensor, drawn_at: int, BLOCK_M: int, **given: Any) -> None:
     """In float64."""
     left = slice(int(flags[drawn_at]) * BLOCK_M, None)
-    before = [None if t is None else t[left] for t in (f, h_post, x, h_res)]
-    made = [None if t is None else t[left] for t in (out, layer_input, next_post, next_res, h, ms)]
-    _whole_boundary(*before, phi, norm_weight, scale, bias, *made, **rest)  # type: ignore[arg-type]
+    for name in ("f", "h_post", "x", "h_res", *_MADE):
+        given[name] = None if given[name] is None else given[name][left]
+    _whole_boundary(**given)
 
 
 def _whole_boundary(

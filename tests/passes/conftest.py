@@ -17,6 +17,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> FakeTensorMode:
     monkeypatch.setattr(gpus, "runs_kernels", lambda index: True)
     monkeypatch.setattr(gpus, "of", lambda device: gpus.TABLE[90])
     monkeypatch.setattr(gpus, "processors", lambda device: 132)
+    monkeypatch.setattr(gpus, "bytes_per_second", lambda device: 3.35e12)
     return FakeTensorMode()
 
 

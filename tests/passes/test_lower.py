@@ -101,6 +101,26 @@ def test_kernels_in_gluon_are_launched_by_an_operator(fakes: FakeTensorMode) -> 
             assert not isinstance(value, fx.Node) or value.meta["val"].stride() == fake.stride()
 
 
+@pytest.mark.parametrize("communicates", [False, True])
+def test_a_boundary_in_one_pass(communicates: bool, fakes: FakeTensorMode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside communication, a second kernel does what the first one leaves, and both write the same tensors."""
+    monkeypatch.setattr("mhc_compile.kernels.boundary_pass.communicates", lambda: communicates)
+    values = arguments(fakes, tokens=512, width=4096)
+    with fakes:
+        values |= {name: values[name].bfloat16() for name in "xf"}
+    graph = graph_of(boundary_backward, values)
+    assert passes.lower(graph).lowered["boundary"] == 1
+    graph.lint()
+    made = graph.find_nodes(op="call_function", target=mhc._launch.default)
+    names = [re.search(r"boundary_\w+_kernel", str(node.args[0])) for node in made]
+    forward = ["boundary_pass_kernel", "boundary_rest_kernel"] if communicates else ["boundary_pass_kernel"]
+    assert [name and name.group() for name in names] == [*forward, "boundary_gradients_kernel"]
+    if communicates:
+        first, second = (node.kwargs["written"] for node in made[:2])
+        assert first[: len(second)] == second
+        assert first[-1] in made[1].args[1]
+
+
 def test_a_shifted_boundary_becomes_launches(fakes: FakeTensorMode) -> None:
     values = arguments(fakes)
     graph = graph_of(shifted_backward, values)
