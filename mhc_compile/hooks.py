@@ -222,9 +222,10 @@ class LowerPass(Configured):
     def _identity(self) -> tuple[Any, ...]:
         """With the properties of the GPU by which kernels are chosen. Inductor's key has only the GPU's name."""
         count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
-        processors = [torch.cuda.get_device_properties(i).multi_processor_count for i in range(count)]
+        devices = [torch.device("cuda", i) for i in range(count)]
+        chosen_by = [(kernels.gpus.processors(device), kernels.gpus.bytes_per_second(device)) for device in devices]
         traced = _compiled().digest()
-        return (super()._identity(), traced, kernels.communicates(), compat.makes_cuda_graphs(), *processors)
+        return (super()._identity(), traced, kernels.communicates(), compat.makes_cuda_graphs(), *chosen_by)
 
 
 _CALLED = "Inductor does not compile what operators became, and calls the operators instead"

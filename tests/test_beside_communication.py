@@ -1,6 +1,6 @@
 """On two GPUs: training steps in which the boundary's single pass runs beside communication end, with the same bits.
 
-BESIDE_STEPS says how many steps; 2,000 of each scenario were run (docs/distributed.md).
+BESIDE_STEPS says how many steps. docs/distributed.md says which scenarios were run.
 """
 
 from __future__ import annotations

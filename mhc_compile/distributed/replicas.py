@@ -224,11 +224,9 @@ class _Gradients:
         parts = [_part(replica) for replica in replicas]
         # What follows the gradients counts the ranks that have one. It is filled on the device: for a copy of a list,
         # the host would wait until the backward pass has run.
-        counts = parts[0].new_ones(len(exists))
-        for count, exist in zip(counts, exists, strict=True):
-            if not exist:
-                count.zero_()
-        parts.append(counts)
+        parts.append(parts[0].new_ones(len(exists)))
+        for i in [i for i, exist in enumerate(exists) if not exist]:
+            parts[-1][i].zero_()
         bucket = torch.cat([part.flatten() for part in parts]).div_(divisor)
         dist.all_reduce(bucket, group=self.group)
         *sums, counts = _split(bucket, parts)

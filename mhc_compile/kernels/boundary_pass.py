@@ -390,7 +390,7 @@ def boundary_pass_kernel(f, h_post, x, h_res, phi, norm_weight, scale, bias, out
     rank = program % ranks
     order = orders + team * RING
     rounds = gl.maximum(ranks // BLOCK_M, 1)
-    # Drawn ahead: no turn is asked for that nobody draws, nobody waits for a number, and few tiles are shared evenly.
+    # Tiles drawn ahead: enough that every turn asked for is drawn, and nobody waits. Few tiles are shared evenly.
     draws = gl.maximum(gl.minimum(LAG + AHEAD + 2, tiles // teams), gl.maximum(AHEAD + 1, rounds))
     if DRAWN and rank == ranks - 1:
         _begin(states + team, drawn, order, draws, tiles)
@@ -503,6 +503,8 @@ def forward(
     f, post, res, out = combine or (None, None, None, None)
     lag, ahead = (LAGS if combine else LAGS_ALONE)[n]
     slots = teams * (lag + 1)
+    # What the last program has told, and the others have not read yet.
+    assert max(lag + ahead + 2, ranks // TOKENS) + lag + 1 < RING.value
     # A column more for the squares.
     row = next_power_of_2(rows + 1)
     parts = torch.empty(slots * TOKENS * ranks * row, dtype=torch.float32, device=x.device)

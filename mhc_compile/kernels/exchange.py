@@ -96,8 +96,8 @@ done:
 _TAGGED_BY_NOW = gl.constexpr(_load_until_tagged(1))
 _NOW = gl.constexpr(_load(1))
 
-# $0: what is at $1, once it is not 0. Who has waited for $4 nanoseconds puts a 2 there, in place of a 0, after $5 if
-# something is at $2 by then, and at once if that is $3 or more.
+# $0: what is at $1, once it is not 0. Replaces 0 by 2 after $4 nanoseconds, after $5 if the number at $2 is not 0, and
+# at once if that is $3 or more.
 _UNTIL_DECIDED = gl.constexpr(
     """{
 .reg .pred %there, %some, %all, %late, %leave;

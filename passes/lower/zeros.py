@@ -38,8 +38,8 @@ def merge_zeros(graph: fx.Graph) -> None:
 
 
 def _is_for_a_launch(node: fx.Node) -> bool:
-    """Whether this is a row of zeros for one launch, and its length is known."""
-    if [user.target for user in node.users] != [_LAUNCH] or len(node.args) != 2:
+    """Whether this is a row of zeros for launches alone, and its length is known."""
+    if {user.target for user in node.users} != {_LAUNCH} or len(node.args) != 2:
         return False
     value = compat.example(node)
     one_row = value.dim() == 1 and isinstance(value.shape[0], int)

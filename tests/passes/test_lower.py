@@ -121,6 +121,27 @@ def test_a_boundary_in_one_pass(communicates: bool, fakes: FakeTensorMode, monke
         assert first[-1] in made[1].args[1]
 
 
+@pytest.mark.parametrize("communicates", [False, True])
+def test_boundaries_count_from_zeros_in_common(
+    communicates: bool, fakes: FakeTensorMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mhc_compile.kernels.boundary_pass.communicates", lambda: communicates)
+    values = arguments(fakes, tokens=512, width=4096)
+    with fakes:
+        values |= {name: values[name].bfloat16() for name in "xf"}
+
+    def two(x: Tensor, f: Tensor, phi: Tensor, scale: Tensor, bias: Tensor, post: Tensor, res: Tensor) -> Any:
+        first = mhc.boundary(f, None, post, x, res, phi, scale, bias)
+        return mhc.boundary(f, None, first[2], first[0], first[3], phi, scale, bias)
+
+    graph = graph_of(two, values)
+    assert passes.lower(graph).lowered["boundary"] == 2
+    graph.lint()
+    targets = [str(node.target) for node in graph.nodes]
+    assert targets.count("aten.fill_.Scalar") == 1
+    assert "aten.full.default" not in targets
+
+
 def test_a_shifted_boundary_becomes_launches(fakes: FakeTensorMode) -> None:
     values = arguments(fakes)
     graph = graph_of(shifted_backward, values)

@@ -25,7 +25,8 @@ class Kernel:
     lag: int = 1
     ahead: int = 1
     draws: int = 2
-    ring: int = 8
+    rounds: int = 1  # programs take turns in adding up
+    ring: int = 5
     slots: int = 2
     gives_up: bool = True
     counts_in_early: bool = False
@@ -107,7 +108,7 @@ def _begin(k: Kernel, s: State, rank: int) -> Iterator[State]:
             first = _tile(k, s, 0)
             if first is not None and _tile(k, s, k.ahead) is not None:
                 works = first < k.tiles
-                parts = {"stream": (0, 0), "announce": (0, 0), "add_up": (0, 0)} if works else {}
+                parts = {"stream": (0, 0), "announce": (0, 0), "add_up": (rank % k.rounds, -1)} if works else {}
                 yield to(s, begun="works" if works else "ended", **parts)
 
 
@@ -129,7 +130,8 @@ def _stream(k: Kernel, s: State, rank: int) -> Iterator[State]:
     else:
         then, done = turn - k.lag, p.done
         if then >= 0:
-            if k.waits_for_gates and any(gate != then for gate in s.gates[then % k.slots]):
+            adders = range(then % k.rounds, k.ranks, k.rounds)
+            if k.waits_for_gates and any(s.gates[then % k.slots][adder] != then for adder in adders):
                 return
             done = (*done, s.order[then])
         end = next((t for t, tile in enumerate(s.order) if tile >= k.tiles), None)
@@ -166,7 +168,7 @@ def _announce(k: Kernel, s: State, rank: int) -> Iterator[State]:
 
 
 def _add_up(k: Kernel, s: State, rank: int) -> Iterator[State]:
-    """Each program has some tokens of each tile."""
+    """Each program has some tokens of each tile, or of the tiles of its turns."""
     p = s.programs[rank]
     if p.add_up is None:
         return
@@ -176,19 +178,19 @@ def _add_up(k: Kernel, s: State, rank: int) -> Iterator[State]:
     def to(state: State, add_up: tuple[int, int] | None) -> State:
         return state._replace(programs=_set(state.programs, rank, p._replace(add_up=add_up)))
 
-    if step == 0:
+    if step == -1:
+        tile = _tile(k, s, turn)
+        if tile is not None:
+            yield to(s, (turn, 0) if tile < k.tiles else None)
+    elif step == 0:
         if s.counts[slot] >= k.ranks * (turn // k.slots + 1):
             yield to(s, (turn, 1))
     elif step <= k.ranks:
         if s.parts[slot][step - 1] != turn:
             raise Wrong("a part of another turn is added up")
         yield to(s, (turn, step + 1))
-    elif step == k.ranks + 1:
-        yield to(s._replace(gates=_set(s.gates, slot, _set(s.gates[slot], rank, turn))), (turn, step + 1))
     else:
-        tile = _tile(k, s, turn + 1)
-        if tile is not None:
-            yield to(s, (turn + 1, 0) if tile < k.tiles else None)
+        yield to(s._replace(gates=_set(s.gates, slot, _set(s.gates[slot], rank, turn))), (turn + k.rounds, -1))
 
 
 def _steps(k: Kernel, s: State) -> Iterator[State]:
@@ -233,7 +235,8 @@ TWO = Kernel()
 CASES = {
     "two programs": TWO,
     "room for one": replace(TWO, room=1),
-    "a longer lag": replace(TWO, lag=2, slots=3, draws=3),
+    "a longer lag": replace(TWO, lag=2, slots=3, draws=3, ring=7),
+    "turns": replace(TWO, rounds=2),
     "no tiles": replace(TWO, tiles=0),
     "one tile": replace(TWO, tiles=1),
     "three programs": replace(TWO, ranks=3, room=3, tiles=1),
@@ -262,7 +265,8 @@ def test_in_every_order(case: str) -> None:
         ({"counts_in_early": True}, "another turn"),
         ({"waits_for_gates": False}, "another turn|wait for each other"),
         ({"draws": 1}, "wait for each other"),
-        ({"ring": 1}, "wait for each other"),
+        ({"rounds": 2, "ahead": 0, "draws": 1}, "wait for each other"),
+        ({"tiles": 4, "ring": 4}, "wait for each other"),
     ],
     ids=str,
 )
