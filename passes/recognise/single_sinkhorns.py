@@ -34,6 +34,7 @@ def unexplained(
         seen.update(cone)
         if sums + sinkhorn.is_reduction(op) < 2 or any(value in values for value in cone):
             continue
+        within: tuple[Value, Matrices] | None = None
         nearly: tuple[Value, str] | None = None
         for value in filter(is_square, _ends(cone)):
             found: Matrices | str | None = None
@@ -41,13 +42,16 @@ def unexplained(
                 found = matrices(value, known)
             if isinstance(found, Matrices):
                 shown = _in_program(value)
-                yield shown, replace(found, out=shown)
-                break
-            if found is not None and found.startswith(sinkhorn.NEARLY):
+                if shown.nodes:
+                    yield shown, replace(found, out=shown)
+                    break
+                # A view within the node that reads it. What the program has comes later among the ends.
+                within = within or (shown, replace(found, out=shown))
+            elif found is not None and found.startswith(sinkhorn.NEARLY):
                 nearly = value, found
         else:
-            if nearly is not None:
-                yield nearly
+            if within is not None or nearly is not None:
+                yield within or nearly  # type: ignore[misc]
 
 
 def _in_program(value: Value) -> Value:

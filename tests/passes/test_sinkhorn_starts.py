@@ -277,3 +277,18 @@ def test_a_half_step_that_cancels_is_computed_where_it_is_written() -> None:
     out.backward(torch.randn(out.shape))
     assert "2 half-steps" in mhc_compile.report().details()
     assert not model.phi.grad[4:].any()
+
+
+@pytest.mark.parametrize("equation", ["bij,bjc->bic", "bji,bjc->bic", "bij,bjc->bci"])
+def test_an_einsum_that_reads_a_sinkhorn(equation: str) -> None:
+    """Which views it within its own node, before it multiplies."""
+
+    class Mixed(_Shifted):
+        def forward(self, x: Tensor) -> Tensor:
+            logits = (x.flatten(-2) @ self.phi[2 * N :].t()).unflatten(-1, (N, N))
+            return torch.einsum(equation, self.res(logits), x)
+
+    outcome = check.run(Mixed(), (torch.randn(5, N, WIDTH),))
+    assert outcome.operators == ["sinkhorn"], str(outcome.report)
+    assert "value of its own" not in str(outcome.report)
+    check.assert_as_accurate(outcome)
