@@ -426,17 +426,29 @@ def _residuals(
     found: list[Combine] = []
     products = {x for x in streams if reader.is_made(x)}
     reader = Reader(whole=products) if products else reader
-    # Programs read what they have normalised, and write to what it was before: a tensor of the same shape.
+    # Programs read what they have normalised, and write to what it was before: a tensor of the same shape, or of one in
+    # which a token's streams lie in as many dimensions as they like.
     alike = {x.shape: view for x, view in streams.items()}
+    views = {view: _token_dims(x, view) for x, view in streams.items()}
 
     def view_of(x: Value) -> StreamsView | None:
-        return streams.get(x) or alike.get(x.shape)
+        found = streams.get(x) or alike.get(x.shape)
+        return found or next((view for view, dims in views.items() if dims and dims == _token_dims(x, view)), None)
 
     sizes = {x.numel for x in streams}
     for op in shadow.ops:
         if op.name in _SUMS and op.out.numel in sizes:
             found += combine.of_sum(reader, op, partial(combine.residuals, out=op.out, streams=view_of), almost)
     return found
+
+
+def _token_dims(x: Value, view: StreamsView) -> tuple[int, ...] | None:
+    """The dimensions in front of those that hold a token's streams; None if these hold other tokens as well."""
+    width, rank = view.n * view.channels, len(x.shape)
+    while rank and width % max(x.shape[rank - 1], 1) == 0 and width > 1:
+        rank -= 1
+        width //= x.shape[rank]
+    return x.shape[:rank] if width == 1 and not view.holds_tokens else None
 
 
 def default_view(projection: Projection, n: int) -> StreamsView | None:

@@ -76,7 +76,10 @@ class Independent(nn.Module):
 
 
 class Gated(nn.Module):
-    """Qwen's: gates of low rank for every channel, after a norm of each stream. Not this family."""
+    """Qwen's: a read with gates of low rank for each channel, after a norm of each stream, and a usual write."""
+
+    flat = False
+    of_another = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,14 +91,36 @@ class Gated(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         u, residual, gate = self.mix(x.flatten(-2))
-        return residual.unflatten(-1, (N, WIDTH)) + gate.unsqueeze(-1) * self.layer(u).unsqueeze(-2)
+        if self.of_another:
+            residual = residual.softmax(-1)
+        written = gate.unsqueeze(-1) * self.layer(u).unsqueeze(-2)
+        if self.flat:  # as the model has it
+            return (residual + written.flatten(-2)).unflatten(-1, (N, WIDTH))
+        return residual.unflatten(-1, (N, WIDTH)) + written
+
+
+class Flat(Gated):
+    flat = True
+
+
+class OfAnother(Gated):
+    """What is written to are no streams that the sublayer reads."""
+
+    of_another = True
 
 
 PAIR = ["expand_combine", "generate_mix_and_aggregate"]
 
 
 @pytest.mark.parametrize(
-    ("build", "operators"), [(Mixed, sorted(PAIR * 2)), (Independent, sorted([*PAIR * 2, "head"])), (Gated, [])]
+    ("build", "operators"),
+    [
+        (Mixed, sorted(PAIR * 2)),
+        (Independent, sorted([*PAIR * 2, "head"])),
+        (Gated, ["expand_combine", "projection"]),
+        (Flat, ["expand_combine", "projection"]),
+        (OfAnother, []),
+    ],
 )
 def test_operators(build: type[nn.Module], operators: list[str]) -> None:
     outcome = check.run(build(), (torch.randn(2, 3, N, WIDTH),), repeats=2)
