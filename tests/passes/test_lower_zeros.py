@@ -84,14 +84,33 @@ def test_rows_of_another_kind_have_their_own() -> None:
     assert len({part.args[0] for part in parts}) == 3  # type: ignore[union-attr]
 
 
+def test_a_row_may_be_for_two_launches() -> None:
+    """As of a boundary, where the second goes on with what the first has counted."""
+
+    def program(x: Tensor) -> Tensor:
+        for size in (4, 6):
+            flags = torch.zeros(size, dtype=torch.int64)
+            _launch(x, flags)
+            torch.ops.mhc._launch("", [x, flags], [], written=[x])
+        return x
+
+    module = _graph(program)
+    lower(module.graph)
+    assert not module.graph.find_nodes(op="call_function", target=FULL)
+    first, second, third, fourth = _launches(module.graph)
+    for counts, goes_on in ((first, second), (third, fourth)):
+        assert counts.kwargs["written"][0] is goes_on.args[1][1]  # type: ignore[index]
+    assert first.kwargs["written"] != third.kwargs["written"]
+
+
 def test_what_stays() -> None:
-    """Others than zeros, rows with two readers or with one that is no launch, of two dimensions, and a single one."""
+    """Others than zeros, rows with a reader that is no launch, of two dimensions, and a single one."""
 
     def program(x: Tensor) -> Tensor:
         _launch(x, torch.ones(4, dtype=torch.int64))
         twice = torch.zeros(4, dtype=torch.int64)
         _launch(x, twice)
-        _launch(x, twice)
+        x = x + twice.sum()
         _launch(x, torch.zeros(4, 4, dtype=torch.int64))
         _launch(x, torch.zeros(4, dtype=torch.int32))
         _launch(x, torch.zeros(4, dtype=torch.int64))
