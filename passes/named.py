@@ -52,7 +52,7 @@ def named(shadow: Shadow, sites: list[tuple[Site, fx.Node]], refused: list[fx.No
     found: dict[str, _Named] = {}
     compiled: Any = type(compat.module_at(""))  # Dynamo does not name it in the graph
     for op in shadow.ops:
-        if op.name in _PRODUCTS or op.name == "sum":  # the quick part of what is asked below
+        if op.name in _PRODUCTS or op.name == "sum":
             stack = op.node.meta.get("nn_module_stack")
             kind = named_as(next(reversed(stack.values()))[1] if stack else compiled)
             if kind and _may_mix_streams(op):
@@ -93,9 +93,8 @@ def _is_named(name: str) -> bool:
 
 
 def _may_mix_streams(op: Op) -> bool:
-    """Whether a product sums over as many rows as there may be streams, or makes so many, and not of gates alone."""
-    values = [*op.sources, *op.outs] if op.name in _PRODUCTS or op.name == "sum" else []
-    largest = max(values, key=lambda value: value.numel, default=None)
+    """Whether a product, or a sum, is over as many rows as there may be streams, or makes so many, and not of gates."""
+    largest = max([*op.sources, *op.outs], key=lambda value: value.numel, default=None)
     if largest is None or _is_of_gates(largest):
         return False
     if op.name in _PRODUCTS:

@@ -224,9 +224,11 @@ class _Gradients:
         parts = [_part(replica) for replica in replicas]
         # What follows the gradients counts the ranks that have one. It is filled on the device: for a copy of a list,
         # the host would wait until the backward pass has run.
-        parts.append(parts[0].new_ones(len(exists)))
-        for i in [i for i, exist in enumerate(exists) if not exist]:
-            parts[-1][i].zero_()
+        own = parts[0].new_ones(len(exists))
+        for i, exist in enumerate(exists):
+            if not exist:
+                own[i].zero_()
+        parts.append(own)
         bucket = torch.cat([part.flatten() for part in parts]).div_(divisor)
         dist.all_reduce(bucket, group=self.group)
         *sums, counts = _split(bucket, parts)
