@@ -18,7 +18,9 @@ import torch
 import torch._inductor.config
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+import torch.profiler
 from torch import Tensor, nn
+from torch.autograd import DeviceType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -69,7 +71,7 @@ class Beside:
     def queued(self) -> None:
         """When the host has queued the forward pass."""
 
-    def end(self) -> None:
+    def end(self, step: int) -> None:
         """When the host has queued the backward pass."""
 
 
@@ -89,6 +91,33 @@ class SecondCommunicator(Beside):
                 dist.all_gather_into_tensor(self._whole, self._part, group=self._group)
                 dist.reduce_scatter_tensor(self._part, self._whole, group=self._group)
                 self._part.div_(dist.get_world_size())
+
+
+class Traced(SecondCommunicator):
+    """A profiler looks at some steps. It saw so many `passes`, and NCCL ran beside so many of them."""
+
+    FIRST, LAST = 30, 34
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        self.passes, self.beside = 0, 0
+
+    def begin(self, step: int) -> None:
+        if step == self.FIRST:
+            torch.cuda.synchronize()
+            self._profiler.start()
+        super().begin(step)
+
+    def end(self, step: int) -> None:
+        if step == self.LAST:
+            torch.cuda.synchronize()
+            self._profiler.stop()
+            kernels = [event for event in self._profiler.events() or () if event.device_type == DeviceType.CUDA]
+            passes = [event.time_range for event in kernels if "boundary_pass_kernel" in event.name]
+            nccl = [event.time_range for event in kernels if "nccl" in event.name]
+            self.passes = len(passes)
+            self.beside = sum(any(a.start < b.end and b.start < a.end for b in nccl) for a in passes)
 
 
 class Delays(Beside):
@@ -122,7 +151,7 @@ class Held(Beside):
         if self._random.random() < 0.5:
             self._holding.close()
 
-    def end(self) -> None:
+    def end(self, step: int) -> None:
         self._holding.close()
 
 
@@ -173,7 +202,7 @@ def _train(beside: Beside, *, steps: int = STEPS, one_pass: bool = True, gathere
             loss = run(x).float().square().mean()
             beside.queued()
             loss.backward()
-            beside.end()
+            beside.end(step)
             for parameter in shared:
                 dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
             optimizer.step()
@@ -184,12 +213,19 @@ def _train(beside: Beside, *, steps: int = STEPS, one_pass: bool = True, gathere
     return {"losses": torch.stack(losses).tolist(), "passes": len(seen)}
 
 
+def _traced() -> dict[str, Any]:
+    traced = Traced()
+    _train(traced, steps=Traced.LAST + 1)
+    return {"passes": traced.passes, "beside": traced.beside}
+
+
 def scenarios(_ranks: int, _folder: Path) -> Scenarios:
     few = min(STEPS, 300)
     return {
         "two passes": lambda: _train(Beside(), steps=few, one_pass=False),
         "one pass": lambda: _train(Beside()),
         "two communicators": lambda: _train(SecondCommunicator()),
+        "traced": _traced,
         "delays": lambda: _train(Delays()),
         "held": lambda: _train(Held()),
         "gathered, two passes": lambda: _train(Beside(), steps=few, one_pass=False, gathered=True),

@@ -19,7 +19,9 @@ GATHERED = ("gathered, two passes", "gathered and reordered")
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     folder: Path = tmp_path_factory.mktemp("beside")
-    return run_job("tests.beside", folder, 2, "two passes", "one pass", *BESIDE, *GATHERED, seconds=1800, device="cuda")
+    return run_job(
+        "tests.beside", folder, 2, "two passes", "one pass", "traced", *BESIDE, *GATHERED, seconds=1800, device="cuda"
+    )
 
 
 @pytest.mark.parametrize(("alone", "passes"), [("two passes", "one pass"), GATHERED])
@@ -35,3 +37,8 @@ def test_losses_are_those_of_two_passes(alone: str, passes: str, two: Seen) -> N
 def test_what_runs_beside_changes_no_bit(scenario: str, two: Seen) -> None:
     for usual, seen in zip(two["one pass"], two[scenario], strict=True):
         assert seen == usual
+
+
+def test_a_trace_shows_the_pass_beside_communication(two: Seen) -> None:
+    for rank in two["traced"]:
+        assert rank["beside"] > 0, f"NCCL ran beside none of {rank['passes']} passes"
