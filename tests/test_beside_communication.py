@@ -40,5 +40,6 @@ def test_what_runs_beside_changes_no_bit(scenario: str, two: Seen) -> None:
 
 
 def test_a_trace_shows_the_pass_beside_communication(two: Seen) -> None:
-    for rank in two["traced"]:
-        assert rank["beside"] > 0, f"NCCL ran beside none of {rank['passes']} passes"
+    """On one rank at least: one that comes late to a collective finds the other there, and ends it at once."""
+    ranks = two["traced"]
+    assert any(rank["beside"] > 0 for rank in ranks), ranks
