@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mhc_compile.passes.plan.sites import AggregateSite, MixingSite, MixSite, SinkhornSite, Site, WithGates
-from mhc_compile.passes.recognise import Findings
+from mhc_compile.passes.plan.sites import AggregateSite, CombineSite, MixingSite, MixSite, SinkhornSite, Site, WithGates
+from mhc_compile.passes.recognise import Findings, NotAGate
 from mhc_compile.passes.recognise.iterations import is_under_vmap
+from mhc_compile.passes.recognise.layout import any_view, origin
 from mhc_compile.passes.report import location
 from mhc_compile.passes.shadow import Value, spelled
 
@@ -21,9 +22,28 @@ def name_own_gates(sites: list[Site], findings: Findings) -> None:
             own = []
             for role, gate in _roles(site):
                 if gate not in made:
-                    reason = because[gate].reason if gate in because else _reason(gate, findings)
+                    reason = _of_what(site, gate, because.get(gate), findings)
+                    reason = reason or (because[gate].reason if gate in because else _reason(gate, findings))
                     own.append(f"{role}{_at(gate)}{reason and f', which {reason}'}")
             site.own = "; ".join(dict.fromkeys(own))
+
+
+def _of_what(site: WithGates, gate: Value, miss: NotAGate | None, findings: Findings) -> str:
+    """What a gate is made of, if not of all the streams of its site; an operator makes no such gate."""
+    if isinstance(site, CombineSite):
+        f = site.combine.outer.f
+        if not {f, origin(f, any_view)[0]}.isdisjoint(findings.connections.between(site.combine.x, gate)):
+            return "is made of the sublayer's output; the operators make gates of the streams"
+    x = next(site.sources())
+    if miss is not None and all(projected.numel * _streams(site) == x.numel for projected in miss.streams):
+        return "is projected from one vector of C numbers a token, and not from all n streams"
+    return ""
+
+
+def _streams(site: WithGates) -> int:
+    if isinstance(site, MixingSite):
+        return site.mixing.sizes[0]
+    return (site.combine if isinstance(site, CombineSite) else site.aggregate).streams.n
 
 
 def _at(gate: Value) -> str:

@@ -132,15 +132,18 @@ def recognise(shadow: Shadow, errors: list[str] | None = None) -> Findings:
     misses: dict[Value, NotAGate] = {}
     of_streams: dict[Value, NotAGate] = {}  # those of projections of what is read or written
     acted_on = {a.x for a in aggregates} | {c.x for c in combines}
-    # Behind new streams there is another layer.
+    # Behind new streams there is another layer, and behind a read the sublayer.
     new = {c.out for c in combines if c.streams.channels > c.streams.n}
+    read: dict[int, set[Value]] = {}
+    for a in aggregates:
+        read.setdefault(a.x.numel, set()).add(a.out)
     may_mix = single_sinkhorns.has_square_exponentials(shadow.ops)
     for found in readings.values():
         # If gates act on nothing here, only those of a Sinkhorn show that streams are projected, as in no other model.
         acts = any(reading.x in acted_on for reading in found)
         if not (acts or may_mix or streams_by_rows(found[0]) is not None):
             continue
-        cone = _cone(found[0].out, new)
+        cone = _cone(found[0].out, new | read.get(found[0].x.numel, set()))
         candidates = _candidates(cone, weighing)
         if not candidates:
             continue

@@ -10,6 +10,7 @@ from mhc_compile.passes.recognise.contraction import (
     StreamsView,
     axes_of,
     by_stride,
+    constant_in_sum,
     contractions,
     exact,
     is_stream_count,
@@ -104,7 +105,8 @@ def _of_channels(term: Term, out: Value) -> Iterator[Reading]:
             walked = streams_in([a for a in axes if not a.summed], source.base, stream)
             views = [view for _, _, view in walked if not view.holds_tokens]
             for view in views[-1:]:
-                yield Reading(out, source.base, view, len(factors) == 2)
+                by_channel = any(not constant_in_sum(other, len(out.shape)) for other in factors if other is not factor)
+                yield Reading(out, source.base, view, by_channel)
 
 
 def _read(c: Contraction) -> Aggregate | tuple[str, int]:

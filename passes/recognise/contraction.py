@@ -100,6 +100,11 @@ def exact(factor: Factor) -> Iterator[Source]:
     yield from found.values()
 
 
+def constant_in_sum(factor: Factor, rank: int) -> bool:
+    """Whether a factor of a value with `rank` dimensions is the same for all that is summed, as a repeated tensor is."""
+    return any(not any(stride for dim in source.layout.dims[rank:] for _, stride in dim) for source in factor)
+
+
 def axes_of(term: Term, out: Value, source: Source) -> tuple[Axis, ...]:
     """How one factor of a term is stepped through, with the result; left has no step."""
     nothing = Layout(tuple(((size, 0),) if size > 1 else () for size in source.layout.shape))

@@ -29,6 +29,10 @@ from mhc_compile.passes.shadow import Op, Value
 _TOLERANCE = 1e-13
 # Values looked at that make a matrix: 40 half-steps of a handful of operators each.
 _LIMIT = 600
+_ANOTHER_NUMBER = (
+    "has fewer or more elements than the logits that it is made of, as a sum or mean has; the operators make one gate "
+    "of each logit"
+)
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,8 @@ def identify(value: Value, walk: AffineWalk, known: Identified) -> Gate | NotAGa
         return NotAGate(value, "is the projection itself, before any gate")
     if rows is None and _has_tokens_last(logits):
         return NotAGate(value, "is computed with the tokens last, as [n, n, tokens]; the operators have them first")
+    if not found.by_element and found.leaf.numel != value.numel:
+        return NotAGate(value, _ANOTHER_NUMBER)
     size = logits.projection.tokens * len(rows or ()) if found.by_element else found.leaf.numel
     if rows is None or len(set(rows)) != len(rows) or size != value.numel:
         return NotAGate(value, "has the projection's elements repeated, left out, or its tokens in another order")
@@ -168,7 +174,7 @@ def _kind(found: Region, size: int) -> Sigmoid | Mixing | str:
     if side * side == size and square and found.out.shape[-2:] == (side, side):
         answer = sinkhorn.identify(found, side)
         return answer if isinstance(answer, str) else Mixing(*answer)
-    return "is neither a sigmoid gate nor a Sinkhorn projection"
+    return "is not mult * sigmoid(logits) + eps"
 
 
 @dataclass(frozen=True)
@@ -181,7 +187,6 @@ class Matrices:
     ops: tuple[Op, ...]
 
 
-EXPONENTIALS = {"exp", "autograd_function", "logsumexp", "_softmax", "_log_softmax"}
 _BEFORE_EXPONENTIAL = 4
 
 
@@ -220,7 +225,7 @@ def _first_exponential(value: Value) -> Op | None:
         if op is None or op.target is None or (current in seen and not done):
             continue
         if done:
-            if op.name in EXPONENTIALS:
+            if op.name in sinkhorn.EXPONENTIALS:
                 return op
             continue
         seen.add(current)

@@ -10,9 +10,10 @@ import torch
 from mhc_compile.guard import guard
 from mhc_compile.passes.recognise import sinkhorn
 from mhc_compile.passes.recognise.contraction import is_stream_count
-from mhc_compile.passes.recognise.gates import EXPONENTIALS, Gate, Identified, Matrices, matrices
+from mhc_compile.passes.recognise.gates import Gate, Identified, Matrices, matrices
 from mhc_compile.passes.recognise.layout import is_movement, keeps_order
 from mhc_compile.passes.recognise.region import Region, region
+from mhc_compile.passes.recognise.sinkhorn import EXPONENTIALS
 from mhc_compile.passes.shadow import Op, Value
 
 # What is looked into with the tokens last: attention of 2 heads in a batch of 2 has such a shape, too.

@@ -34,6 +34,8 @@ _LOG_ROUNDINGS = 4 * torch.finfo(torch.float64).eps
 _FAR_OFF = 1e-3
 # How many of the smallest numbers in a region are tried as an eps, if two are tried together.
 _EPS = 4
+# What a Sinkhorn projection may begin with, or hide.
+EXPONENTIALS = {"exp", "autograd_function", "logsumexp", "_softmax", "_log_softmax"}
 # The beginning of reasons about an iteration over both axes.
 NEARLY = "is a Sinkhorn"
 
@@ -121,11 +123,11 @@ def identify(found: Region, side: int) -> tuple[Sinkhorn, bool, bool] | str:
     if reason is not None:
         return reason
     small = [c for c in constants if c < 0.1]
-    if len(small) > 1:
+    if len(small) > 1 and any(op.name in EXPONENTIALS for op in found.ops):  # another start has small numbers, too
         return f"{NEARLY}-like iteration whose eps differ: {', '.join(f'{c:g}' for c in small)}"
     if nearest < _FAR_OFF:
         return f"comes near a Sinkhorn projection but differs from every known form (by {nearest:.1e})"
-    return "is neither a sigmoid gate nor a Sinkhorn projection"
+    return "is not a Sinkhorn projection of exp(logits) or softmax(logits)"
 
 
 def _is_another_spelling(found: Region, fit: tuple[_Start, Turn, int | None]) -> bool:
