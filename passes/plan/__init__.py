@@ -62,7 +62,7 @@ from mhc_compile.passes.recognise.gates import Matrices, Mixing, Sigmoid
 from mhc_compile.passes.recognise.input_norm import InputNorm, input_norm
 from mhc_compile.passes.recognise.layout import any_view, is_movement, origin
 from mhc_compile.passes.recognise.mixing import Mixing as StreamsMixing
-from mhc_compile.passes.recognise.mixing import mixed_alone
+from mhc_compile.passes.recognise.mixing import mixed_alone, mixed_last
 from mhc_compile.passes.recognise.part_writes import PartWrite
 from mhc_compile.passes.recognise.projection import streams_by_rows
 from mhc_compile.passes.shadow import Shadow, Value
@@ -234,6 +234,10 @@ class _Planner:
     def mixed_alone(self) -> None:
         """Streams that are mixed without a write."""
         self._consider_mixings(list(mixed_alone(self.findings.reader, _views(self.sites))))
+        read = self.findings.connections.read | {value for site in self.sites for value in site.sources()}
+        written = [site.combine for site in self.sites if isinstance(site, CombineSite)]
+        last = {c.out: c.out_view for c in written if c.out not in read}
+        self._consider_mixings(list(mixed_last(self.shadow.ops, self.findings.reader, last)))
 
     def projections(self) -> None:
         """Projections whose logits the program makes into gates itself."""

@@ -30,7 +30,7 @@ class Meetings:
 
     def __init__(self, shadow: Shadow, findings: Findings) -> None:
         self._ops = shadow.ops
-        self._reader = findings.reader
+        self.reader = findings.reader
         self._place = {op: i for i, op in enumerate(shadow.ops)}
         self._streams = {read.x for read in findings.aggregates}
         self._streams |= {projected[0].x for projected in findings.readings.values()}
@@ -38,7 +38,7 @@ class Meetings:
     def of(self, read: Aggregate | Reading) -> Meeting | None:
         """The first operator that reads the streams with what is made of the read, if new streams come of that."""
         start = self._place[read.x.op] + 1 if read.x.op is not None else 0
-        return _first_meeting(self._ops[start:], read, self._streams, self._reader)
+        return _first_meeting(self._ops[start:], read, self._streams, self.reader)
 
     def with_gates(self, read: Aggregate | Reading) -> bool:
         found = self.of(read)

@@ -11,15 +11,15 @@ from mhc_compile.passes.plan.meetings import Meetings
 from mhc_compile.passes.plan.sites import AggregateSite, CombineSite, Declined, MixSite, Site
 from mhc_compile.passes.recognise import Findings
 from mhc_compile.passes.recognise.aggregate import Aggregate, Reading
+from mhc_compile.passes.recognise.combine import ADDED, combines
 from mhc_compile.passes.recognise.contraction import StreamsView
 from mhc_compile.passes.recognise.layout import any_view, origin, seen
-from mhc_compile.passes.recognise.mixing import Mixing, mixings
-from mhc_compile.passes.recognise.reader import may_hold_products
+from mhc_compile.passes.recognise.misses import Miss
+from mhc_compile.passes.recognise.mixing import PRODUCTS, Mixing, mixings
+from mhc_compile.passes.recognise.reader import Reader, may_hold_products
 from mhc_compile.passes.recognise.streams import behind
 from mhc_compile.passes.shadow import Op, Shadow, Value
 
-# What sums products over streams.
-_PRODUCTS = {"mm", "bmm", "sum"}
 _REASON = (
     "this puts a sublayer's output together with the streams that the sublayer read, but not as h_post f + h_res x "
     "in one sum"
@@ -46,7 +46,7 @@ def come_back(shadow: Shadow, findings: Findings, meetings: Meetings, claimed: C
     projected = _Projected(findings)
     mixed: dict[Value, list[tuple[StreamsView, Mixing]]] = {}
     for op in shadow.ops:
-        if op.name in _PRODUCTS and op.outs and may_hold_products(op, findings.reader):
+        if op.name in PRODUCTS and op.outs and may_hold_products(op, findings.reader):
             for m in mixings(findings.reader, seen(op.out)):
                 if m.streams is not None and m.out not in claimed:
                     mixed.setdefault(m.x, []).append((m.streams, m))
@@ -105,7 +105,13 @@ def unwritten(
         first = shadow.position[read.x.op.node] if read.x.op is not None else -1
         if not any(first < position <= shadow.position[met.makes.node] for position in places):
             told.add(met.op)
-            yield Declined("expand_combine", _REASON, met.op.node)
+            yield Declined("expand_combine", _why(met.op, read, meetings.reader), met.op.node)
+
+
+def _why(op: Op, read: Aggregate | Reading, reader: Reader) -> str:
+    """What stopped the reading of a sum as a write: that of the streams mixed, and something else added."""
+    stopped = [miss for miss in combines(reader, op.out) if isinstance(miss, Miss) and miss.depth == ADDED]
+    return f"this {stopped[0].reason}" if stopped and op.out.numel == read.x.numel else _REASON
 
 
 def _reads(sites: list[Site]) -> Iterator[Aggregate]:

@@ -11,6 +11,7 @@ from mhc_compile.passes.recognise.contraction import (
     StreamsView,
     axes_of,
     by_stride,
+    constant_in_sum,
     contractions,
     exact,
     is_stream_count,
@@ -104,6 +105,8 @@ Views = Callable[[Value], StreamsView | None]
 
 # Products added to the mixed streams: those of f and of its bias; and matrices that are added.
 _MAX_TERMS = 5
+# How far a reading got that knows the mixed streams, and does not know what is added to them.
+ADDED = 3
 
 
 def of_sum(
@@ -222,16 +225,20 @@ def _written_with(
             if outer.f.numel == x.numel // streams.n:
                 yield Combine(out, outer, mixes, x, streams, written, bias)
             reason = "adds something to the mixed streams that does not have the width of one stream"
-    if mixes[0].is_matrix and any(_is_other_mixture(term, out, x) for term in terms):
+    others = [term for term in terms if _is_other_mixture(term, out, x)] if mixes[0].is_matrix else []
+    copied = any(source.base.numel < x.numel for source in reader.views(x))
+    if others and (copied or any(constant_in_sum(f, len(out.shape)) for term in others for f in term.factors)):
+        reason = "mixes n copies of one tensor by a matrix; add the matrix up over them to have one h_post"
+    elif others:
         reason = (
             "mixes two tensors by a matrix each, and the operator mixes one; if one was made of the other by a matrix, "
             "multiply the matrices before they mix"
         )
-    yield Miss(out, gate, reason, 3)
+    yield Miss(out, gate, reason, ADDED)
     for term in terms if len(terms) > 1 else ():
         for outer, bias in outer_sums((term,), out, written):
             if outer.f.numel == x.numel // streams.n:
-                yield Almost(out, gate, reason, 3, Combine(out, outer, mixes, x, streams, written, bias))
+                yield Almost(out, gate, reason, ADDED, Combine(out, outer, mixes, x, streams, written, bias))
 
 
 def _is_other_mixture(term: Term, out: Value, x: Value) -> bool:

@@ -101,7 +101,7 @@ def exact(factor: Factor) -> Iterator[Source]:
 
 
 def constant_in_sum(factor: Factor, rank: int) -> bool:
-    """Whether a factor of a value with `rank` dimensions is the same for all that is summed, as a repeated tensor is."""
+    """Whether a factor of a value with `rank` dimensions is the same for all that is summed, as what is repeated is."""
     return any(not any(stride for dim in source.layout.dims[rank:] for _, stride in dim) for source in factor)
 
 

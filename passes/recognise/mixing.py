@@ -23,10 +23,13 @@ from mhc_compile.passes.recognise.contraction import (
     steps_in,
     streams_in,
 )
-from mhc_compile.passes.recognise.layout import Dim, Layout, is_movement
+from mhc_compile.passes.recognise.layout import Dim, Layout, is_movement, seen
 from mhc_compile.passes.recognise.reader import Reader
 from mhc_compile.passes.recognise.streams import Connections
 from mhc_compile.passes.shadow import Op, Value
+
+# What sums products over streams.
+PRODUCTS = {"mm", "bmm", "sum"}
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,19 @@ def mixed_alone(reader: Reader, views: Mapping[Value, StreamsView]) -> Iterator[
                 if mixing.x not in known and mixing.streams is not None:
                     known[mixing.x] = mixing.streams
                     pending.append(mixing.x)
+                break
+
+
+def mixed_last(ops: Iterable[Op], reader: Reader, views: Mapping[Value, StreamsView]) -> Iterator[Mixing]:
+    """What streams are mixed into that nothing else reads, and so on forward; views: where these streams lie."""
+    known = dict(views)
+    for op in ops if known else ():
+        for mixing in mixings(reader, seen(op.out)) if op.name in PRODUCTS and op.outs else ():
+            view = known.get(mixing.x)
+            if view is not None and mixing.streams == view and mixing.sizes[:2] == (view.n, view.n):
+                yield mixing
+                tokens, stream, channel = mixing.out_layout.dims
+                known.setdefault(mixing.out, StreamsView(tokens, stream[0], channel))
                 break
 
 

@@ -32,6 +32,11 @@ class Connections:
             self._reads.setdefault(read.out, []).append(read)
         self._behind: dict[tuple[Value, Value], dict[Value, None]] = {}
 
+    @property
+    def read(self) -> set[Value]:
+        """The streams of all reads."""
+        return {read.x for reads in self._reads.values() for read in reads}
+
     def reads_before(self, write: Combine) -> list[Aggregate | Reading]:
         """The reads of the streams of a write, or of what is made of them, that its f depends on.
 

@@ -141,6 +141,27 @@ class OfAMean(Softmax):
         return x + p.unsqueeze(-1) * f.unsqueeze(-2)
 
 
+class MixedLast(Softmax):
+    """Nothing but a matrix reads the new streams."""
+
+    def write(self, x: Tensor, f: Tensor, p: Tensor, r: Tensor) -> Tensor:
+        return torch.einsum("io,bsic->bsoc", self.r, super().write(x, f, p, r))
+
+
+class MixedAndPooled(MixedLast):
+    """The streams that are mixed last, and pooled."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x).mean(-2)
+
+
+class FewerRowsLast(Softmax):
+    """A near miss: three rows are made of four streams."""
+
+    def write(self, x: Tensor, f: Tensor, p: Tensor, r: Tensor) -> Tensor:
+        return self.r[:3] @ super().write(x, f, p, r)
+
+
 FORMS: list[tuple[type[Own], list[str]]] = [
     (PostOfOne, ALL),
     (PostOfOneExpanded, ALL),
@@ -156,6 +177,9 @@ FORMS: list[tuple[type[Own], list[str]]] = [
     (StaticInOneProduct, BOTH),
     (InOneSum, ALL),
     (OfAMean, ALL),
+    (MixedLast, sorted([*ALL, "mix_streams"])),
+    (MixedAndPooled, sorted([*ALL, "mix_streams"])),
+    (FewerRowsLast, ALL),
 ]
 
 

@@ -240,6 +240,30 @@ class MixedTwice(Sublayer):
         return mixed + h_post.unsqueeze(-1) * f.unsqueeze(-2)
 
 
+class CopiesMixed(Sublayer):
+    """A matrix of gates mixes n copies of the sublayer's output."""
+
+    def matrix(self, h_post: Tensor) -> Tensor:
+        return h_post.unsqueeze(-1) * self.per_stream
+
+    def write(self, x: Tensor, f: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
+        copies = f.unsqueeze(-2).expand(-1, -1, self.n, -1)
+        return torch.einsum("bsoi,bsic->bsoc", self.matrix(h_post), copies) + h_res.transpose(-1, -2) @ x
+
+
+class RepeatedAndMixed(CopiesMixed):
+    def write(self, x: Tensor, f: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
+        copies = f.unsqueeze(-2).repeat(1, 1, self.n, 1)
+        return h_res.transpose(-1, -2) @ x + self.matrix(h_post) @ copies
+
+
+class RowsMixed(CopiesMixed):
+    """A near miss: what the other matrix mixes differs from row to row."""
+
+    def write(self, x: Tensor, f: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
+        return h_res.transpose(-1, -2) @ x + self.matrix(h_post) @ (f.unsqueeze(-2) * x)
+
+
 class MixedOnceAndAdded(MixedTwice):
     """A near miss: the other tensor is added as it is."""
 
@@ -277,6 +301,9 @@ REASONS: list[tuple[type[Sublayer], str, str]] = [
     (FiniteStart, "equals a Sinkhorn projection, but not for logits that are NaN or infinite", ""),
     (ScaledByPosition, "but also from another tensor, [3, 1], in mul", "pre"),
     (MixedTwice, "mixes two tensors by a matrix each, and the operator mixes one", "write"),
+    (CopiesMixed, "mixes n copies of one tensor by a matrix", "write"),
+    (RepeatedAndMixed, "mixes n copies of one tensor by a matrix", "write"),
+    (RowsMixed, "mixes two tensors by a matrix each, and the operator mixes one", "write"),
     (NormedTwice, "comes from a projection that is normalised twice", ""),
 ]
 
@@ -474,6 +501,22 @@ def test_matrices_that_are_changed_before_they_mix() -> None:
     assert outcome.operators == ["expand_combine", "generate_mix_and_aggregate"], str(outcome.report)
     assert "sinkhorn softmax" in next(site.detail for site in outcome.report.rewritten if "generate" in site.op)
     assert not outcome.report.declined, str(outcome.report)
+
+
+class TwoLayers(SquashedBeforeAdded):
+    """The streams that a squashed product mixes are new ones, which the second sublayer reads."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = super().forward(x)
+        h_pre, h_post, h_res = self.gates(x)
+        return self.write(x, self.layer(self.read(x, h_pre), x), h_post, h_res)
+
+
+def test_new_streams_that_are_read_are_not_mixed_last() -> None:
+    report = check.run(TwoLayers(4, 6, 3, 2), (torch.randn(SHAPE),)).report
+    assert all("(it goes into tanh)" in str(site.reason) for site in report.declined), str(report)
+    assert [site.op for site in report.declined] == ["expand_combine"] * 2, str(report)
+    assert "mix_streams" not in [site.op for site in report.rewritten], str(report)
 
 
 class ListOfStreams(Sublayer):
