@@ -180,7 +180,7 @@ def recognise(shadow: Shadow, errors: list[str] | None = None) -> Findings:
             matrices[value] = answer
     matrices |= dict(single_sinkhorns.with_tokens_last(shadow.ops, errors))
     left = [m for value, m in misses.items() if not understood.intersection((value, _before_factor(value, understood)))]
-    connections = Connections(shadow.ops, [*aggregates, *others])
+    connections = Connections(shadow.ops, [*aggregates, *others], reader)
     mixings: list[Mixing] = []
     with guard("fractions of channels are not looked for", errors):
         written = {c.out for c in combines}

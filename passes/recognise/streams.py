@@ -15,6 +15,7 @@ from collections.abc import Collection, Container, Iterable, Iterator
 from mhc_compile.passes.recognise.aggregate import Aggregate, Reading
 from mhc_compile.passes.recognise.combine import Combine
 from mhc_compile.passes.recognise.layout import any_view, is_movement, is_pointwise, origin
+from mhc_compile.passes.recognise.reader import Reader
 from mhc_compile.passes.shadow import Op, Value
 
 # How many values back streams are followed, and what changes no more than the order of elements, or drops some.
@@ -25,7 +26,8 @@ _REORDERING = {"roll", "flip", "index", "index_select", "gather", "cumsum", "nat
 class Connections:
     """Which writes and reads of a record belong to streams."""
 
-    def __init__(self, ops: Iterable[Op], reads: Collection[Aggregate | Reading]) -> None:
+    def __init__(self, ops: Iterable[Op], reads: Collection[Aggregate | Reading], reader: Reader) -> None:
+        self._reader = reader
         self._position = {op: i for i, op in enumerate(ops)}
         self._reads: dict[Value, list[Aggregate | Reading]] = {}
         for read in reads:
@@ -98,11 +100,29 @@ class Connections:
             if write.in_one_product:  # attention over keys, and one key more, is such a product, too
                 return False
             return mix is not None and _is_each(mix.res_layout.dims[0]) and _is_each(write.outer.post_layout.dims[0])
+        if write.mix is None and not any(isinstance(read, Aggregate) for read in before) and self._reflects(write):
+            return False
         made = origin(f)[0]
         return any(read.out is not made for read in before) or any(
             value.numel * write.streams.n == x.numel and value is not made and origin(value, any_view)[0] is x
             for value in behind
         )
+
+    def _reflects(self, write: Combine) -> bool:
+        """Whether the gate is x times f, summed over channels, so that x + gate f reflects or projects each vector.
+
+        If f comes from a mean, the vectors are as likely to be few tokens as streams.
+        """
+        both = [origin(value, any_view)[0] for value in (write.x, write.outer.f)]
+        pending = [write.outer.post] if write.outer.post is not None else []
+        for gate in pending:
+            for term in self._reader.terms(gate):
+                bases = [{source.base for source in factor} for factor in term.factors]
+                if term.summed and all(any(value in some for some in bases) for value in both):
+                    return True
+                factors = [factor[0].base for factor in term.factors if not term.summed]
+                pending += [factor for factor in factors if factor not in pending]
+        return False
 
     def of_channels(self, writes: Iterable[Combine]) -> list[Reading]:
         """The reads with a gate for each channel that the f of writes depend on, and that are nothing else."""
