@@ -24,7 +24,7 @@ from mhc_compile.passes.recognise.contraction import (
     streams_in,
 )
 from mhc_compile.passes.recognise.layout import Dim, Layout, is_movement, seen
-from mhc_compile.passes.recognise.reader import Reader
+from mhc_compile.passes.recognise.reader import Reader, may_hold_products
 from mhc_compile.passes.recognise.streams import Connections
 from mhc_compile.passes.shadow import Op, Value
 
@@ -115,7 +115,9 @@ def mixed_last(ops: Iterable[Op], reader: Reader, views: Mapping[Value, StreamsV
     """What streams are mixed into that nothing else reads, and so on forward; views: where these streams lie."""
     known = dict(views)
     for op in ops if known else ():
-        for mixing in mixings(reader, seen(op.out)) if op.name in PRODUCTS and op.outs else ():
+        if op.name not in PRODUCTS or not op.outs or not may_hold_products(op, reader):
+            continue
+        for mixing in mixings(reader, seen(op.out)):
             view = known.get(mixing.x)
             if view is not None and mixing.streams == view and mixing.sizes[:2] == (view.n, view.n):
                 yield mixing
