@@ -136,7 +136,8 @@ def recognise(shadow: Shadow, errors: list[str] | None = None) -> Findings:
     new = {c.out for c in combines if c.streams.channels > c.streams.n}
     read: dict[int, set[Value]] = {}
     for a in aggregates:
-        read.setdefault(a.x.numel, set()).add(a.out)
+        if a.streams.channels > a.streams.n:
+            read.setdefault(a.x.numel, set()).add(a.out)
     may_mix = single_sinkhorns.has_square_exponentials(shadow.ops)
     for found in readings.values():
         # If gates act on nothing here, only those of a Sinkhorn show that streams are projected, as in no other model.
