@@ -352,7 +352,7 @@ def _single_operators(
         out = alike[0].out
         if origin(out, any_view)[0] in mixed:  # a row of what another operator makes
             continue
-        reads = [a for a in alike if out in evident or a.gate in known or _is_view(a, views) or came_in(a)]
+        reads = [a for a in alike if out in evident or _is_view(a, views) or _has_gate_of_streams(a, known)]
         made = [lambda a=a: AggregateSite(a) for a in reads]
         if reads and consider("aggregate", reads[0].op.node, *made):
             taken.add(out)
@@ -361,6 +361,11 @@ def _single_operators(
             assert found.out.op is not None
             if consider("sinkhorn", found.out.op.node, lambda m=found: SinkhornSite(m)):
                 taken.add(found.out)
+
+
+def _has_gate_of_streams(read: Aggregate, known: set[Value]) -> bool:
+    """Whether the gate shows that a read is one of streams. Attention and graphs also pool what a matrix mixes."""
+    return not read.rows and (read.gate in known or came_in(read))
 
 
 def _is_view(read: Aggregate, views: dict[Value, StreamsView]) -> bool:
@@ -420,8 +425,8 @@ def _is_hyper_connection(mixtures: list[Mixture], findings: Findings) -> bool:
     x = mixtures[0].projection.x
     gates = {value for mixture in mixtures for value in mixture.gates}
     return (
-        any(a.x is x and a.gate in gates and a.gate_layout.is_identity() for a in findings.aggregates)
-        or any(c.x is x and c.outer.post in gates for c in findings.combines)
+        any(a.x is x and a.gate in gates and a.has_whole_gate for a in findings.aggregates)
+        or any(c.x is x and c.outer.post in gates and not c.outer.columns for c in findings.combines)
         or any(isinstance(gate.kind, Mixing) for mixture in mixtures for gate in mixture.gates.values())
         or any(map(_splits_as_gates, mixtures))
     )

@@ -22,9 +22,7 @@ def mix_site(roles: Roles, findings: Findings, *, read: bool = True) -> MixSite:
     x = mixture.projection.x
     n = gates[0].size if isinstance(gates[0].kind, Sigmoid) else round(gates[0].size ** 0.5)
     aggregates = [
-        a
-        for a in findings.aggregates
-        if a.x is x and pre is not None and a.gate is pre.value and a.gate_layout.is_identity()
+        a for a in findings.aggregates if a.x is x and pre is not None and a.gate is pre.value and a.has_whole_gate
     ]
     elsewhere = any(pre is not None and a.gate is pre.value and a not in aggregates for a in findings.aggregates)
     aggregate = aggregates[0] if read and not elsewhere and len({a.out for a in aggregates}) == 1 else None

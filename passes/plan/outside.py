@@ -75,7 +75,7 @@ def reads_of_torn(shadow: Shadow, findings: Findings, whole: Container[Value]) -
 
 
 def _is_of_same_streams(gate: Value, read: Aggregate, findings: Findings) -> bool:
-    if gate.numel != read.gate.numel or read.streams.n not in gate.shape[-2:]:
+    if read.rows or gate.numel != read.gate.numel or read.streams.n not in gate.shape[-2:]:
         return False
     own, other = (findings.connections.between(read.x, value) for value in (read.gate, gate))
     projected, beside = ([v for v in way if v in findings.readings] for way in (own, other))

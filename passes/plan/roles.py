@@ -43,7 +43,7 @@ def connections(mixtures: list[Mixture], findings: Findings) -> list[Roles]:
     x = mixtures[0].projection.x
     written: dict[Value, Roles] = {}
     for c in findings.combines:
-        post = every.get(c.outer.post) if c.outer.post is not None else None
+        post = every.get(c.outer.post) if c.outer.post is not None and not c.outer.columns else None
         if post is None or not isinstance(post.kind, Sigmoid) or post.value in written:
             continue
         res = every.get(c.mix.res) if c.mix is not None and c.mix.res is not None else None
@@ -54,7 +54,7 @@ def connections(mixtures: list[Mixture], findings: Findings) -> list[Roles]:
         written[post.value] = Roles(owners, post=post, res=res)
     pairs = list(written.values())
     used = {gate.value for pair in pairs for gate in pair.gates()}
-    read = {a.gate for a in findings.aggregates if a.x is x and a.gate_layout.is_identity()} - used
+    read = {a.gate for a in findings.aggregates if a.x is x and a.has_whole_gate} - used
     rest = [gate for gate in every.values() if gate.value not in used and gate.value not in read]
     squares = [gate for gate in rest if isinstance(gate.kind, Mixing)]
     loose = sorted((g for g in rest if isinstance(g.kind, Sigmoid)), key=lambda g: g.rows)

@@ -53,6 +53,7 @@ def come_back(shadow: Shadow, findings: Findings, meetings: Meetings, claimed: C
     written = {origin(m.out, any_view)[0] for m in findings.mixings}
     for read in findings.aggregates:
         same = [m for streams, m in mixed.get(read.x, ()) if streams == read.streams and m.sizes[1] >= m.sizes[0]]
+        same = [m for m in same if not (read.rows and m.gate is read.gate)]  # that is the read itself
         shown = read.out not in claimed and (same or projected.makes(read.gate, read.x, read.streams))
         if shown and meetings.with_gates(read):
             row = any(origin(read.out, any_view)[0] is origin(m.out, any_view)[0] for m in same)

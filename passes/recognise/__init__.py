@@ -189,7 +189,7 @@ def recognise(shadow: Shadow, errors: list[str] | None = None) -> Findings:
         mixings = fractions(sums, reader, connections)
     some: list[PartWrite] = []
     with guard("writes to some of the streams are not looked for", errors):
-        some = list(part_writes(shadow.ops, reader, connections, aggregates))
+        some = list(part_writes(shadow.ops, reader, connections, [a for a in aggregates if not a.rows]))
     return Findings(
         mixtures, aggregates, combines, mixings, left, matrices, reader, connections, readings, some, almost
     )
@@ -420,7 +420,8 @@ def _residuals(
     known = {value for mixture in mixtures for value in mixture.gates}
     reads = sorted(reads, key=lambda read: not read.streams.holds_tokens)  # the likelier readings of x last
     streams = {read.x: read.streams for read in reads}
-    streams |= {read.x: read.streams for read in reads if isinstance(read, Aggregate) and read.gate in known}
+    weighed = [read for read in reads if isinstance(read, Aggregate) and not read.rows]
+    streams |= {read.x: read.streams for read in weighed if read.gate in known}
     for mixture in mixtures:
         sizes = {gate.size for gate in mixture.gates.values() if isinstance(gate.kind, gates.Sigmoid)}
         if mixture.projection.x not in streams and len(sizes) == 1:

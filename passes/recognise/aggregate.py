@@ -1,4 +1,7 @@
-"""Reading: the weighted sum of the streams, layer_input = sum_i gate[i] * x[i]."""
+"""Reading: the weighted sum of the streams, layer_input = sum_i gate[i] * x[i].
+
+The sum of rows that a matrix mixes is such a sum, too: sum_r sum_i H[r, i] x[i] has the gates sum_r H[r, i].
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,9 @@ from mhc_compile.passes.recognise.contraction import (
     steps_in,
     streams_in,
 )
-from mhc_compile.passes.recognise.layout import Layout
+from mhc_compile.passes.recognise.layout import Dim, Layout
 from mhc_compile.passes.recognise.misses import Miss
-from mhc_compile.passes.recognise.reader import Reader
+from mhc_compile.passes.recognise.reader import Reader, sums_what_others_read
 from mhc_compile.passes.recognise.sums_of_products import Term
 from mhc_compile.passes.shadow import Op, Value
 
@@ -40,7 +43,7 @@ class Aggregate:
     """out[token] = const * the sum over the streams of gate[token, i] * x[token, i].
 
     gate_layout is indexed [token, i] over the gate, out_layout [token, channel] over the result. A gate may be a part
-    of a tensor, and one for several tokens.
+    of a tensor, and one for several tokens. If it is a matrix, rows says along which steps its rows are added.
     """
 
     out: Value
@@ -50,11 +53,17 @@ class Aggregate:
     streams: StreamsView
     out_layout: Layout
     const: float
+    rows: Dim = ()
 
     @property
     def op(self) -> Op:
         assert self.out.op is not None
         return self.out.op
+
+    @property
+    def has_whole_gate(self) -> bool:
+        """Whether each element of the gate weighs one stream of one token, in their order."""
+        return not self.rows and self.gate_layout.is_identity()
 
 
 def aggregates(reader: Reader, out: Value) -> Iterator[Aggregate | Miss]:
@@ -68,6 +77,8 @@ def aggregates(reader: Reader, out: Value) -> Iterator[Aggregate | Miss]:
         return
     for c in contractions(terms[0], out, parts=True):
         found = _read(c)
+        if isinstance(found, Aggregate) and found.rows and sums_what_others_read(out):
+            found = "is the sum of mixed streams that other code reads as well", 2
         yield Miss(out, c.left, found[0], found[1]) if isinstance(found, tuple) else found
 
 
@@ -82,7 +93,8 @@ def other_readings(reader: Reader, out: Value) -> Iterator[Reading]:
     if len(terms) != 1 or not terms[0].summed or len(terms[0].factors) > 2:
         return
     found = list(_of_channels(terms[0], out))
-    if found and not any(isinstance(a, Aggregate) and not a.streams.holds_tokens for a in aggregates(reader, out)):
+    read = (a for a in aggregates(reader, out) if isinstance(a, Aggregate))
+    if found and not any(not a.rows and not a.streams.holds_tokens for a in read):
         yield from found
 
 
@@ -110,14 +122,17 @@ def _of_channels(term: Term, out: Value) -> Iterator[Reading]:
 
 
 def _read(c: Contraction) -> Aggregate | tuple[str, int]:
-    summed = joined(by_stride([a for a in c.axes if a.summed], "left"))
+    summed = joined(by_stride([a for a in c.axes if a.summed and a.right], "left"))
+    rows = joined(by_stride([a for a in c.axes if a.summed and not a.right], "left"))
     if len(summed) != 1 or not summed[0].left or not summed[0].right or c.left is c.right:
         return "is not the sum over i of h_pre[i] x[i] for streams [..., n, C]", 1
     stream = (summed[0].size, summed[0].right)
-    if not is_stream_count(stream[0], c.right) or any(a.right == 0 for a in c.axes):
+    if not is_stream_count(stream[0], c.right) or any(a.right == 0 for a in c.axes if not a.summed):
         return f"sums {stream[0]} streams (the operators take at most 31), or reads streams that are broadcast", 1
+    if not all(a.left and is_stream_count(a.size) for a in rows):
+        return "adds more rows of a matrix than there may be streams", 1
     for token, channel, streams in streams_in([a for a in c.axes if not a.summed], c.right, stream):
         gate = Layout((steps_in(token, "left"), ((stream[0], summed[0].left),)), c.left_offset)
         out = Layout((steps_in(token, "out"), steps_in(channel, "out")))
-        return Aggregate(c.out, c.left, gate, c.right, streams, out, c.const)
+        return Aggregate(c.out, c.left, gate, c.right, streams, out, c.const, steps_in(rows, "left"))
     return "reads streams whose channels are not adjacent", 2

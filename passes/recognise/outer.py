@@ -6,7 +6,17 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from mhc_compile.passes.recognise.contraction import Contraction, StreamsView, axes_of, contractions, exact
+from mhc_compile.passes.recognise.contraction import (
+    Contraction,
+    StreamsView,
+    axes_of,
+    by_stride,
+    contractions,
+    exact,
+    is_stream_count,
+    joined,
+    steps_in,
+)
 from mhc_compile.passes.recognise.layout import Dim, Layout, NotALayout, Steps, is_shown, merged, origin, refine, tidy
 from mhc_compile.passes.recognise.sums_of_products import Term
 from mhc_compile.passes.shadow import Value
@@ -16,7 +26,8 @@ from mhc_compile.passes.shadow import Value
 class Outer:
     """const * post[o] * f, with layouts [token, o] and [token, channel]; for a bias f has no tokens.
 
-    Where post is None, every stream gets the same const * f.
+    Where post is None, every stream gets the same const * f. If post is a matrix, it multiplies n times the same f, and
+    columns says along which steps its columns are added.
     """
 
     post: Value | None
@@ -24,6 +35,7 @@ class Outer:
     f: Value
     f_layout: Layout
     const: float
+    columns: Dim = ()
 
 
 def outer_sums(terms: tuple[Term, ...], out: Value, written: StreamsView) -> Iterator[tuple[Outer, Value | None]]:
@@ -38,7 +50,7 @@ def outer_sums(terms: tuple[Term, ...], out: Value, written: StreamsView) -> Ite
         for first, second in (terms, terms[::-1]):
             for outer in _outers(first, out, written):
                 for other in _outers(second, out, written, bias=True):
-                    if (other.post, other.post_layout, other.const) == (outer.post, outer.post_layout, outer.const):
+                    if replace(other, f=outer.f, f_layout=outer.f_layout) == outer:
                         yield outer, other.f
 
 
@@ -67,9 +79,9 @@ def _without_bias(outer: Outer, written: StreamsView) -> tuple[Outer, Value] | N
 
 
 def _outers(term: Term, out: Value, written: StreamsView, *, bias: bool = False) -> Iterator[Outer]:
-    if term.summed:
-        return
     alone = len(term.factors) == 1
+    if term.summed and alone:
+        return
     for c in _alone(term, out) if alone else contractions(term, out, parts=True):
         outer = _read_outer(c, written, alone=alone, bias=bias)
         if outer is not None:
@@ -85,7 +97,8 @@ def _alone(term: Term, out: Value) -> Iterator[Contraction]:
 
 def _read_outer(c: Contraction, written: StreamsView, *, alone: bool, bias: bool) -> Outer | None:
     """post times a tensor that has a row for each token or, for a bias, one row for all."""
-    if any(a.summed for a in c.axes):
+    summed = [a for a in c.axes if a.summed]
+    if not all(a.left and not a.right and is_stream_count(a.size) for a in summed):
         return None
     places = {"token": written.tokens, "stream": (written.stream,), "channel": written.channel}
     post: dict[str, list[tuple[int, int]]] = {name: [] for name in places}
@@ -115,7 +128,8 @@ def _read_outer(c: Contraction, written: StreamsView, *, alone: bool, bias: bool
         return None
     post_layout = Layout((tidy(post["token"]), tidy(post["stream"])), c.left_offset)
     f_layout = Layout((() if bias else tidy(f["token"]), tidy(f["channel"])))
-    return Outer(None if alone else c.left, post_layout, c.right, f_layout, c.const)
+    columns = steps_in(joined(by_stride(summed, "left")), "left")
+    return Outer(None if alone else c.left, post_layout, c.right, f_layout, c.const, columns)
 
 
 def flat(dim: Dim) -> Dim:
@@ -125,5 +139,5 @@ def flat(dim: Dim) -> Dim:
 
 def _over(c: Contraction, places: dict[str, Dim], side: str) -> Layout:
     """One operand laid out over [token, stream, channel], from how both are written into the result."""
-    steps = Steps([(a.size, a.out, getattr(a, side)) for a in c.axes])
+    steps = Steps([(a.size, a.out, getattr(a, side)) for a in c.axes if not a.summed])
     return Layout(tuple(tidy(steps.translate(flat(dim))) for dim in places.values()))

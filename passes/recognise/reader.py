@@ -427,6 +427,15 @@ def _is_shared(value: Value) -> bool:
     return True
 
 
+def sums_what_others_read(value: Value) -> bool:
+    """Whether a value may be the sum, seen through views and factors, of something that other code reads as well."""
+    while value.op is not None and value.op.name not in ("sum", "mean"):
+        if len(value.op.sources) != 1:
+            return True
+        (value,) = value.op.sources
+    return value.op is None or _is_shared(value.op.args[0])
+
+
 def may_hold_products(op: Op, reader: Reader) -> bool:
     """Whether a result may be read as a product summed: the thousands of small operators of a Sinkhorn are not."""
     if op.name in _OF_ONE:

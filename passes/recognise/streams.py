@@ -87,14 +87,17 @@ class Connections:
         """Whether f depends on a read of the streams, or comes in from outside for a write that has all its gates.
 
         What is added to all streams alike also follows from pooling. It is a write if f depends on a weighted sum, and
-        the streams are mixed or the weights are `known`.
+        the streams are mixed or the weights are `known`. The mean of mixed vectors is pooling as well.
         """
         x, f = write.x, write.outer.f
         if write.outer.post is None:
-            reads = [read for read in self.reads_before(write) if isinstance(read, Aggregate)]
+            reads = [read for read in self.reads_before(write) if isinstance(read, Aggregate) and not read.rows]
             return any(write.mix is not None or read.gate in known for read in reads)
         behind = self.between(x, f)
         before = self.reads_before(write)
+        if write.outer.columns:
+            # What is made of all nodes of a graph also goes along its edges, to them all. Weights show streams.
+            return any(isinstance(read, Aggregate) and read.gate not in write.gates() for read in before)
         if x not in behind and not before:
             mix = write.mix
             if write.in_one_product:  # attention over keys, and one key more, is such a product, too

@@ -29,7 +29,7 @@ from mhc_compile.passes.plan import (
 )
 from mhc_compile.passes.recognise.combine import Mix
 from mhc_compile.passes.recognise.contraction import StreamsView
-from mhc_compile.passes.recognise.layout import Layout, NotALayout, tiles
+from mhc_compile.passes.recognise.layout import Dim, Layout, NotALayout, tiles
 from mhc_compile.passes.recognise.outer import Outer
 from mhc_compile.passes.rewrite.copies import Copies
 from mhc_compile.passes.rewrite.order import erase_dead, sort
@@ -184,7 +184,7 @@ class Rewriter(Vectors):
 
     def _post(self, outer: Outer, dims: list[int], shape: Sequence[Any]) -> fx.Node:
         if outer.post is not None:
-            return self._gate_operand(outer.post, outer.post_layout, dims, shape)
+            return self._gates(outer.post, outer.post_layout, outer.columns, dims, shape)
         return self._call("expand", self._filled(1.0, shape[-1]), *map(self._size, shape))
 
     def _mixed(self, mix: Mix, dims: list[int], tokens: Sequence[Any], n: int) -> fx.Node:
@@ -212,7 +212,7 @@ class Rewriter(Vectors):
         a, target = site.aggregate, surface(site.aggregate.out)
         self.anchor = self.copies[self._node(target)]
         x, dims = self._streams(a.x, a.streams)
-        gate = self._gate_operand(a.gate, a.gate_layout, dims, (*compat.example(x).shape[:-2], a.streams.n))
+        gate = self._gates(a.gate, a.gate_layout, a.rows, dims, (*compat.example(x).shape[:-2], a.streams.n))
         new = self._operator(site.op, x, self._times(gate, a.const), **self._out_dtype(target, x))
         self.calls.append((new, site))
         self._replace(target, self._laid_out(new, dims, a.out_layout))
@@ -341,6 +341,14 @@ class Rewriter(Vectors):
         self._gate(target, new, m.kind.transposed)
         if not target.nodes:
             self._replace(surface(target), self._call("transpose", new, -1, -2) if m.kind.transposed else new)
+
+    def _gates(self, value: Value, layout: Layout, added: Dim, tokens: Sequence[int], shape: Sequence[Any]) -> fx.Node:
+        """A gate as [*tokens, n]: a value as it is, or the sums over a matrix along the steps `added`."""
+        if not added:
+            return self._gate_operand(value, layout, tokens, shape)
+        matrix = Layout((*layout.dims, added), layout.offset)
+        node = self._gate_operand(value, matrix, tokens, (*shape, prod(size for size, _ in added)))
+        return self._call("sum", self._call("float", node), -1)
 
     def _gate_operand(self, value: Value, layout: Layout, tokens: Sequence[int], shape: Sequence[Any]) -> fx.Node:
         """A gate as [*tokens, n] or [*tokens, n, n], which `layout` says how to read from the value."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from tests.passes import test_channels_first as channels_first
 from tests.passes import test_fractions as fractions
 from tests.passes import test_lists as lists
+from tests.passes import test_matrix_gates as matrices
 from tests.passes import test_norms as norms
 from tests.passes import test_other_writes as writes
 from tests.passes import test_own_gates as own
@@ -76,6 +77,7 @@ def _embeddings() -> tuple[Tensor, ...]:
 
 READ_FUSED, READ, WRITE, PROJECT = "generate_mix_and_aggregate", "aggregate", "expand_combine", "projection"
 MIX = "mix_streams"
+ALL = (READ, WRITE, PROJECT)
 
 
 def _own(text: str, kind: Any, *operators: str, state: str = "own gates", reason: str = "") -> Form:
@@ -167,6 +169,14 @@ GROUPS: dict[str, list[Form]] = {
         _own("a product of two gates inside the einsum", writes.ProductOfGates, READ, WRITE, PROJECT),
         _own("a mixture of matrices inside the einsum", writes.Mixture, READ, WRITE, PROJECT),
         _own("the output as one more stream, and one [n, n + 1] matrix", writes.InOneProduct, READ, WRITE, PROJECT),
+    ],
+    "Matrices in place of vectors, as in JPmHC": [
+        _own("the mean of rows that a matrix mixes, and a matrix times n equal outputs", matrices.Matrices, *ALL),
+        _own("the same for all tokens", matrices.ForAllTokens, READ, WRITE),
+        _own("the first, with the streams added as they are", matrices.Unmixed, *ALL),
+        _own(
+            "the first, with matrices by Sinkhorn", matrices.BySinkhorn, READ, WRITE, *["sinkhorn"] * 3, state="fused"
+        ),
     ],
     "Streams in a Python list of n tensors": [
         _list("taken from one tensor, and summed in the end", lists.Listed, *[READ_FUSED, WRITE] * 2),

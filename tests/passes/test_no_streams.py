@@ -326,6 +326,58 @@ def tasks_of_which_one_shares_a_feature(m: Any, x: Tensor) -> Any:
     return tasks[0] + torch.relu(m.two(sum(experts) / N)), *tasks[1:]  # type: ignore[operator, arg-type]
 
 
+@_model((B, N, C), (B, N, N))
+def graph_layer_with_a_virtual_node(m: Any, x: Tensor, adjacency: Tensor) -> Tensor:
+    """All nodes get what is made of the mean of their neighbours."""
+    for _ in range(2):
+        x = adjacency @ x + m.two(torch.relu(m.one((adjacency @ x).mean(1)))).unsqueeze(1)
+    return x
+
+
+@_model((B, N, C), (B, N, N))
+def graph_layer_that_pools_what_it_makes(m: Any, x: Tensor, adjacency: Tensor) -> Tensor:
+    for _ in range(2):
+        near = adjacency @ x
+        x = near + m.two(torch.relu(m.one(near.mean(1)))).unsqueeze(1)
+    return x
+
+
+@_model((B, N, C))
+def attention_that_is_pooled(m: Any, x: Tensor) -> Tensor:
+    return x + m.two(((m.one(x) @ x.mT).softmax(-1) @ x).mean(1)).unsqueeze(1)
+
+
+@_model((B, N, C), (B, N, N))
+def state_of_a_graph_along_its_edges(m: Any, x: Tensor, adjacency: Tensor) -> Tensor:
+    for _ in range(2):
+        state = torch.relu(m.one((adjacency @ x).mean(1)))
+        x = adjacency @ x + adjacency @ state.unsqueeze(1).expand_as(x)
+    return x
+
+
+@_model((B, N, C), (B, N, N), (B, N, N))
+def state_of_a_graph_along_other_edges(m: Any, x: Tensor, adjacency: Tensor, others: Tensor) -> Tensor:
+    for _ in range(2):
+        state = torch.relu(m.one(x.mean(1)))
+        x = adjacency @ x + others @ state.unsqueeze(1).expand_as(x)
+    return x
+
+
+@_model((B, N, C), (B, C), (B, N, N))
+def state_from_outside_along_edges(m: Any, x: Tensor, state: Tensor, adjacency: Tensor) -> Tensor:
+    return adjacency @ x + adjacency.mT @ m.one(state).unsqueeze(1).expand_as(x)
+
+
+@_model((B, N, C))
+def mixer_with_a_pooled_mix(m: Any, x: Tensor) -> Tensor:
+    return m.matrix @ x + m.two(torch.relu(m.one((m.matrix.mT @ x).mean(1)))).unsqueeze(1)
+
+
+@_model(TOKENS, SETS)
+def experts_that_attend_to_each_other(m: Any, x: Tensor, experts: Tensor) -> Tensor:
+    return x + m.one(((experts @ experts.mT).softmax(-1) @ experts).mean(-2))
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_nothing_is_rewritten_or_told(name: str, dynamic: bool) -> None:
