@@ -21,6 +21,7 @@ from mhc_compile.passes.plan.sites import Site, WithGates
 from mhc_compile.passes.plan.surroundings import between
 from mhc_compile.passes.recognise.contraction import is_stream_count
 from mhc_compile.passes.recognise.layout import is_movement
+from mhc_compile.passes.recognise.lists import scaled_alone
 from mhc_compile.passes.report import MODULE, module_path
 from mhc_compile.passes.shadow import Op, Shadow, Value
 
@@ -33,6 +34,7 @@ _VERSION = re.compile(r"(?<=[A-Z])v(?=\d)")  # as in mHCv2
 # How far the making of gates is followed.
 _MOST = 2_000
 _PRODUCTS = {"mm", "bmm", "mv", "addmm", "baddbmm"}
+_SCALING = {"mul", "addcmul"}
 
 
 @dataclass
@@ -50,13 +52,21 @@ def named(shadow: Shadow, sites: list[tuple[Site, fx.Node]], refused: list[fx.No
     sites are those of the graph, each with its node. refused: where something else is said of a step.
     """
     found: dict[str, _Named] = {}
+    scaling: dict[tuple[str, str], list[Op]] = {}
     compiled: Any = type(compat.module_at(""))  # Dynamo does not name it in the graph
     for op in shadow.ops:
-        if op.name in _PRODUCTS or op.name == "sum":
+        if op.name in _PRODUCTS or op.name in _SCALING or op.name == "sum":
             stack = op.node.meta.get("nn_module_stack")
             kind = named_as(next(reversed(stack.values()))[1] if stack else compiled)
-            if kind and _may_mix_streams(op):
+            if kind and op.name in _SCALING:
+                scaling.setdefault((module_path(op.node), kind), []).append(op)
+            elif kind and _may_mix_streams(op):
                 found.setdefault(module_path(op.node), _Named(kind, op.node))
+    position = {op: i for i, op in enumerate(shadow.ops)} if scaling else {}
+    for (path, kind), products in scaling.items():
+        first = scaled_alone(products, position) if path not in found else None
+        if first is not None:
+            found[path] = _Named(kind, first.node)
     if not found:
         return
     for op in shadow.ops:

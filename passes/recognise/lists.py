@@ -13,11 +13,15 @@ from dataclasses import dataclass
 
 from mhc_compile.passes.recognise.concatenation import TOGETHER
 from mhc_compile.passes.recognise.contraction import is_stream_count
-from mhc_compile.passes.recognise.layout import any_view, keeps_order, origin
+from mhc_compile.passes.recognise.layout import any_view, is_movement, keeps_order, origin
 from mhc_compile.passes.recognise.reader import is_nought
 from mhc_compile.passes.shadow import Op, Value
 
 Streams = tuple[Value, ...]
+# Two tensors that are scaled and added are an ordinary residual with gates.
+_LEAST_APART = 3
+# How many values are looked at for one that a tensor is made of.
+_MOST = 2_000
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,7 @@ def _sums(position: dict[Op, int]) -> Iterator[_Sum]:
         return _Sum(value, {}, [] if is_nought(value) else [value])
 
     for op in position:
-        factors = _factors(op)
+        factors = wide_and_narrow(op)
         summands = [v for v in op.args[:2] if isinstance(v, Value)] if op.name == "add" and not op.kwargs else []
         if op.name == "_to_copy" and keeps_order(op):
             summands = [*op.sources]
@@ -134,7 +138,7 @@ def _sums(position: dict[Op, int]) -> Iterator[_Sum]:
             yield _Sum(one.out, dict(ordered), one.plain)
 
 
-def _factors(op: Op) -> tuple[Value, Value] | None:
+def wide_and_narrow(op: Op) -> tuple[Value, Value] | None:
     """The wide and the narrow factor of a product: the narrow one has one number for all channels."""
     if op.name == "mul":
         left, right = op.args[:2]
@@ -215,6 +219,47 @@ def _to_some(sums: Iterable[_Sum], position: dict[Op, int], known: set[frozenset
         new = frozenset(write.new)
         if new in read or any(op.name in TOGETHER and new <= {*op.sources} for op in write.new[0].users):
             yield write
+
+
+def scaled_alone(products: Iterable[Op], position: dict[Op, int]) -> Op | None:
+    """The first of some products, if at least three tensors of one shape are scaled in them and added to something.
+
+    Each has its own numbers, one for all channels. None of the tensors is computed from another one, as the output of
+    an ordinary residual is from what it is added to. position: that of each operator in the record.
+    """
+    groups: dict[tuple[int, ...], dict[Value, Op]] = {}
+    for op in products:
+        factors = wide_and_narrow(op)
+        if factors is not None and (op.name == "addcmul" or _is_added(op.out)):
+            groups.setdefault(op.out.shape, {}).setdefault(factors[0], op)
+    for group in groups.values():
+        if len(group) < _LEAST_APART:
+            continue
+        apart: list[Value] = []
+        for wide in sorted(group, key=lambda value: position[value.op] if value.op is not None else -1):
+            if not apart or not _is_made_of(wide, apart, position):
+                apart.append(wide)
+        if len(apart) >= _LEAST_APART and is_stream_count(len(apart)):
+            return group[apart[0]]
+    return None
+
+
+def _is_added(value: Value) -> bool:
+    """Whether a sum reads a value, seen through views."""
+    return any(op.name in ("add", "sub") or (is_movement(op) and any(map(_is_added, op.outs))) for op in value.users)
+
+
+def _is_made_of(value: Value, others: list[Value], position: dict[Op, int]) -> bool:
+    """Whether a value is computed from one of others, of which the first comes first; or may be, after many steps."""
+    first = position[others[0].op] if others[0].op is not None else -1
+    seen, pending = {value}, [value]
+    while pending and len(seen) < _MOST:
+        op = pending.pop().op
+        if op is not None and position[op] > first:
+            fresh = [source for source in op.sources if source not in seen]
+            seen.update(fresh)
+            pending += fresh
+    return bool(pending) or not seen.isdisjoint(others)
 
 
 def _depends(f: Value, streams: Streams, position: dict[Op, int]) -> bool:

@@ -285,6 +285,86 @@ def test_modules_of_rewritten_models_have_no_line(name: str, monkeypatch: pytest
     assert all(site.op != MODULE for site in report.sites), str(report)
 
 
+class ListOfTensors(nn.Module):
+    """Learned numbers scale the tensors of a list, which no code puts together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.layer = nn.ParameterList(nn.Parameter(torch.randn(())) for _ in range(N)), nn.Linear(C, C)
+
+    def forward(self, *streams: Tensor) -> Any:
+        return self.layer(sum(a * x for a, x in zip(self.scale, streams, strict=True)))
+
+
+class ListOfTensorsByToken(ListOfTensors):
+    def forward(self, *streams: Tensor) -> Any:
+        total = streams[0].cos()
+        for x in streams:
+            total = total + torch.sigmoid(x.mean(-1, keepdim=True)) * x
+        return total
+
+
+class ListOfScaledResiduals(ListOfTensors):
+    """Each tensor has a number of its own, and all get the same."""
+
+    def forward(self, *streams: Tensor) -> Any:
+        f = self.layer(streams[0])
+        return [a * x + f for a, x in zip(self.scale, streams, strict=True)]
+
+
+LISTS = [ListOfTensors, ListOfTensorsByToken, ListOfScaledResiduals]
+
+
+@pytest.mark.parametrize("form", LISTS)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_list_of_scaled_tensors_has_a_line(form: type[nn.Module], dynamic: bool) -> None:
+    inputs = [torch.randn(2, 5, C) for _ in range(N)]
+    with torch._dynamo.config.patch(assume_static_by_default=not dynamic):
+        report = mhc_compile.explain(_called("HyperConnection", form), *inputs)
+    assert [site.op for site in report.sites] == [MODULE], str(report)
+    assert not mhc_compile.explain(_called("HyperNetwork", form), *inputs).sites
+
+
+class OneStream(ListOfTensors):
+    """An ordinary residual with two gates: each sublayer's output is made of what it is added to."""
+
+    def forward(self, *streams: Tensor) -> Any:
+        x = streams[0]
+        for a, b in (self.scale[:2], self.scale[2:]):
+            x = b * self.layer(x) + a * x
+        return x
+
+
+class TwoBranches(ListOfTensors):
+    """The outputs of two sublayers beside a residual, which may come in from outside."""
+
+    def forward(self, *streams: Tensor) -> Any:
+        x, f = streams[:2]
+        return self.scale[0] * x + self.scale[1] * f
+
+
+class ScaledHeads(ListOfTensors):
+    """Norms of queries, keys and values, which are not added."""
+
+    def forward(self, *streams: Tensor) -> Any:
+        q, k, v = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) for x in streams[:3])
+        return torch.softmax(q @ k.mT, -1) @ v
+
+
+class ScaledChannels(ListOfTensors):
+    """A number for each channel, as the weight of a norm has."""
+
+    def forward(self, *streams: Tensor) -> Any:
+        return sum(self.layer.bias * x for x in streams)
+
+
+@pytest.mark.parametrize("form", [OneStream, TwoBranches, ScaledHeads, ScaledChannels])
+def test_other_scaled_tensors_say_nothing(form: type[nn.Module]) -> None:
+    inputs = [torch.randn(2, 40, C) for _ in range(N)]
+    report = mhc_compile.explain(_called("HyperConnection", form), *inputs)
+    assert not report.sites, str(report)
+
+
 def test_strict_options_raise_for_it() -> None:
     model = nn.Sequential(_called("HyperConnection", ThreeMatrices))
     (site,) = mhc_compile.explain(model, torch.randn(SHAPE)).sites
