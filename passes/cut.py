@@ -121,7 +121,8 @@ def _gates_made(node: fx.Node) -> Iterator[fx.Node]:
 
 def _is_given(gate: fx.Node) -> bool:
     """Whether a gate is an input of the graph, and no parameter, as in static hyper-connections."""
-    while _name(gate) in _FORMS and gate.all_input_nodes:
+    # A matrix as a gate is summed over its rows or columns for the operator.
+    while (_name(gate) in _FORMS or (_name(gate) == "sum" and INSERTED in gate.meta)) and gate.all_input_nodes:
         gate = gate.all_input_nodes[0]
     return gate.op == "placeholder" and not isinstance(compat.example(gate), torch.nn.Parameter)
 

@@ -75,7 +75,7 @@ def reads_of_torn(shadow: Shadow, findings: Findings, whole: Container[Value]) -
 
 
 def _is_of_same_streams(gate: Value, read: Aggregate, findings: Findings) -> bool:
-    if read.rows or gate.numel != read.gate.numel or read.streams.n not in gate.shape[-2:]:
+    if gate.numel != read.gate.numel or read.streams.n not in gate.shape[-2:]:
         return False
     own, other = (findings.connections.between(read.x, value) for value in (read.gate, gate))
     projected, beside = ([v for v in way if v in findings.readings] for way in (own, other))
@@ -87,7 +87,13 @@ def _is_of_same_streams(gate: Value, read: Aggregate, findings: Findings) -> boo
         and read.out not in other
         and bool(projected and beside)
         and all(v.numel >= 2 * gate.numel for v in projected if v in other)
+        and not (read.rows and any(_is_of_one_vector(v, read, findings) for v in (*projected, *beside)))
     )
+
+
+def _is_of_one_vector(value: Value, read: Aggregate, findings: Findings) -> bool:
+    """Whether a projection is of less than all streams of a token, as the queries and keys of attention are."""
+    return all(reading.width < read.streams.n * read.streams.channels for reading in findings.readings[value])
 
 
 def _only_leaves(value: Value) -> bool:
@@ -101,14 +107,21 @@ def remember_torn(read: Aggregate, gate: Value) -> None:
 
 
 def writes(shadow: Shadow, findings: Findings) -> Iterator[Combine]:
-    """The writes to streams as they are, h_post f + x, whose streams and gate come in from outside."""
+    """The writes whose streams and gate come in from outside: to streams as they are, or by a matrix, P [f, ..., f]."""
+    if _left:
+        yield from (write for write in findings.combines if write.outer.columns and _came_in(write))
     for op in shadow.ops if _left else ():
         if op.name in _SUMS and op.outs:
             for found in residuals(findings.reader, op.out, _streams):
-                if isinstance(found, Combine) and found.outer.post is not None:
-                    gate, x = origin(found.outer.post)[0], origin(found.x, any_view)[0]
-                    if gate.op is None and x.op is None and _left.has(x, gate):
-                        yield found
+                if isinstance(found, Combine) and _came_in(found):
+                    yield found
+
+
+def _came_in(write: Combine) -> bool:
+    if write.outer.post is None:
+        return False
+    gate, x = origin(write.outer.post)[0], origin(write.x, any_view)[0]
+    return gate.op is None and x.op is None and _left.has(x, gate)
 
 
 _SUMS = {"add", "sub", "addcmul"}

@@ -132,6 +132,9 @@ def _read(c: Contraction) -> Aggregate | tuple[str, int]:
     if not all(a.left and is_stream_count(a.size) for a in rows):
         return "adds more rows of a matrix than there may be streams", 1
     for token, channel, streams in streams_in([a for a in c.axes if not a.summed], c.right, stream):
+        # A linear layer also multiplies the channels of each token by a matrix.
+        if rows and (streams.channels == 1 or streams.channels_first):
+            continue
         gate = Layout((steps_in(token, "left"), ((stream[0], summed[0].left),)), c.left_offset)
         out = Layout((steps_in(token, "out"), steps_in(channel, "out")))
         return Aggregate(c.out, c.left, gate, c.right, streams, out, c.const, steps_in(rows, "left"))

@@ -100,6 +100,8 @@ def _read_outer(c: Contraction, written: StreamsView, *, alone: bool, bias: bool
     summed = [a for a in c.axes if a.summed]
     if not all(a.left and not a.right and is_stream_count(a.size) for a in summed):
         return None
+    if summed and (written.channels == 1 or written.channels_first):  # a linear layer multiplies channels by a matrix
+        return None
     places = {"token": written.tokens, "stream": (written.stream,), "channel": written.channel}
     post: dict[str, list[tuple[int, int]]] = {name: [] for name in places}
     f: dict[str, list[tuple[int, int]]] = {name: [] for name in places}

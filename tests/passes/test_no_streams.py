@@ -373,6 +373,30 @@ def mixer_with_a_pooled_mix(m: Any, x: Tensor) -> Tensor:
     return m.matrix @ x + m.two(torch.relu(m.one((m.matrix.mT @ x).mean(1)))).unsqueeze(1)
 
 
+@_model((B, N, C))
+def pooling_on_a_graph_with_learned_edges(m: Any, x: Tensor) -> Tensor:
+    """Each layer takes a step, pools, and hands the pooled state to all nodes along with a second step."""
+    steps = [m.matrix.softmax(-1), m.matrix.tanh(), m.matrix.mT.softmax(-1)]
+    for first, second, third in (steps, steps[::-1]):
+        near = first @ x
+        x = third @ (m.two(torch.relu(m.one(near.sum(1)))).unsqueeze(1) + second @ near)
+    return x
+
+
+@_model((B, N, C))
+def pooled_attention_that_returns_other_weights(m: Any, x: Tensor) -> Any:
+    """As a module does whose weights somebody wants to see."""
+    weights, others = (m.one(x) @ x.mT).softmax(-1), (m.two(x) @ x.mT).softmax(-1)
+    return (weights @ x).mean(1), others
+
+
+@_model(TOKENS)
+def linear_layer_of_few_channels(m: Any, x: Tensor) -> Tensor:
+    """A vector, repeated for a wide layer, is one sum over rows of its weight."""
+    wide = m.wide(torch.cat([x] * N, -1))
+    return x + wide.mean(-1, keepdim=True) * torch.relu(m.one(x))
+
+
 @_model(TOKENS, SETS)
 def experts_that_attend_to_each_other(m: Any, x: Tensor, experts: Tensor) -> Tensor:
     return x + m.one(((experts @ experts.mT).softmax(-1) @ experts).mean(-2))

@@ -64,6 +64,30 @@ class OtherGates(Torn):
         return h_pre.softmax(-1), torch.tanh(h_post)
 
 
+class ByMatrices(Torn):
+    """The mean of rows that a matrix mixes, and a matrix times n equal outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(N * C, 2 * N * N)
+
+    def gates(self, x: Tensor) -> Any:
+        return self.project(self.norm(x.flatten(-2))).reshape(*x.shape[:-2], 2, N, N).softmax(-1).unbind(-3)
+
+    def read(self, x: Tensor, h_pre: Tensor) -> Tensor:
+        return (h_pre @ x).mean(-2)
+
+    def write(self, x: Tensor, f: Tensor, h_post: Tensor) -> Tensor:
+        return x + h_post @ f.unsqueeze(-2).expand(*x.shape)
+
+
+class ByMatricesMixed(ByMatrices):
+    """The write mixes the streams as well."""
+
+    def write(self, x: Tensor, f: Tensor, h_post: Tensor) -> Tensor:
+        return h_post.mT.contiguous() @ x + h_post @ f.unsqueeze(-2).expand(*x.shape)
+
+
 class OtherSpelling(Torn):
     def gates(self, x: Tensor) -> Any:
         h_pre, h_post = super().gates(x)
@@ -104,7 +128,14 @@ def _check(report: Report, read: str, modules: int = 1, broken: type[nn.Module] 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize(
     ("kind", "read"),
-    [(Torn, "head"), (TwoProjections, "head"), (OtherGates, "aggregate"), (OtherSpelling, "head")],
+    [
+        (Torn, "head"),
+        (TwoProjections, "head"),
+        (OtherGates, "aggregate"),
+        (OtherSpelling, "head"),
+        (ByMatrices, "aggregate"),
+        (ByMatricesMixed, "aggregate"),
+    ],
 )
 def test_both_halves_are_told(kind: type[Torn], read: str, dynamic: bool) -> None:
     x = torch.randn(2, 3, N, C)

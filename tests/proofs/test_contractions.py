@@ -130,6 +130,21 @@ def test_every_spelling_of_a_read_is_the_operator(n: int, dtype: torch.dtype) ->
         prove(_read(symbols, spelled, tensors), operator, name)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", SIZES)
+def test_a_matrix_is_read_and_written_by_its_sums(n: int, dtype: torch.dtype) -> None:
+    """The sum of rows that it mixes, and its product with n equal outputs."""
+    symbols = Symbols(dtype=dtype)
+    f, _, x, matrix = _tensors(symbols, n)
+    with symbols:
+        read, written = (matrix @ x).sum(-2), x + matrix @ f.unsqueeze(-2).expand(x.shape)
+        by_rows, by_columns = aggregate(x, matrix.sum(-2)), expand_combine(f, None, matrix.sum(-1), x, None)
+        transposed = aggregate(x, matrix.sum(-1))
+        prove(symbols.terms(by_rows), symbols.terms(read))
+        prove(symbols.terms(by_columns), symbols.terms(written))
+        refute(symbols.terms(transposed), symbols.terms(read))
+
+
 def test_another_read_is_refuted() -> None:
     symbols = Symbols()
     tensors = _tensors(symbols, 2)
