@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import fx
@@ -173,9 +174,7 @@ class Lists:
 
     def _is_written(self, streams: Streams) -> bool:
         written = {key for _, keys in self._shadow.writes for key in keys}
-        return bool(written) and any(
-            compat.storage_of(tensor) in written for x in streams for node in x.nodes for tensor in tensors_of(node)
-        )
+        return bool(written) and any(not written.isdisjoint(_memory(x.nodes)) for x in streams)
 
     def _gates(self) -> Iterator[Streams]:
         """Gates of stacked streams that are tensors of their own: they are stacked, too."""
@@ -275,5 +274,14 @@ def _can_go_anywhere(value: Value) -> bool:
 
 def _leaves(value: Value) -> bool:
     """Whether a value, or a view of it, leaves the graph."""
-    views = (op for op in value.users if is_movement(op) or op.name == "detach")
+    views = (op for op in value.users if is_movement(op) or op.name == "detach" or _may_view(op, value))
     return value.is_output or any(_leaves(out) for op in views for out in op.outs)
+
+
+def _may_view(op: Op, value: Value) -> bool:
+    """Whether an operator that nobody knows makes a tensor in the memory of a value, as `x.data` is."""
+    return op.target is None and not _memory([op.node]).isdisjoint(_memory(value.nodes))
+
+
+def _memory(nodes: Iterable[fx.Node]) -> set[Any]:
+    return {key for node in nodes for tensor in tensors_of(node) if (key := compat.storage_of(tensor)) is not None}

@@ -388,8 +388,16 @@ class Detached(Stacked):
         return super().go(xs[::-1]), [x.detach() for x in xs]
 
 
-def test_streams_that_leave_detached_keep_their_strides() -> None:
-    outcome = check.run(Detached(), (torch.randn(2, 3, 4, WIDTH),))
+class AsData(Stacked):
+    """As `Detached`, by an attribute, of which Dynamo makes a call that no dispatcher knows."""
+
+    def go(self, xs: Streams) -> Any:
+        return super().go(xs[::-1]), [x.data for x in xs]
+
+
+@pytest.mark.parametrize("kind", [Detached, AsData])
+def test_streams_that_leave_detached_keep_their_strides(kind: type[Listed]) -> None:
+    outcome = check.run(kind(), (torch.randn(2, 3, 4, WIDTH),))
     check.assert_as_accurate(outcome)
     assert not outcome.strides, outcome.strides
     assert any("leave the graph as separate tensors" in str(site.reason) for site in outcome.report.declined)
