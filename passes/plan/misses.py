@@ -138,7 +138,7 @@ def _wide_use(gate: Value, read: set[Value]) -> Op | None:
             # Gates of some tokens are put together with those of others.
             gathered = op.name in TOGETHER
             if not gathered and any(v.numel > value.numel for v in (*op.sources, *op.outs)):
-                return op
+                return None if any(_is_part_of(out, read) for out in op.outs) else op
             kept = gathered or is_movement(op)  # of a gate for each stream, a part is read at a time
             fresh = [out for out in op.outs if out not in seen and (kept or out.numel == value.numel)]
             seen.update(fresh)
@@ -146,6 +146,12 @@ def _wide_use(gate: Value, read: set[Value]) -> Op | None:
         if len(seen) > _LIMIT:
             break
     return None
+
+
+def _is_part_of(value: Value, gates: set[Value]) -> bool:
+    """Whether a value, or a view of it, is one of some gates, which may be larger than the gate that it is made of."""
+    views = (out for op in value.users if is_movement(op) for out in op.outs)
+    return value in gates or any(_is_part_of(out, gates) for out in views)
 
 
 def _sums(use: Op, gate: Value, findings: Findings) -> Iterator[Op]:

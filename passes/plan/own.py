@@ -34,16 +34,17 @@ def _of_what(site: WithGates, gate: Value, miss: NotAGate | None, findings: Find
         f = site.combine.outer.f
         if not {f, origin(f, any_view)[0]}.isdisjoint(findings.connections.between(site.combine.x, gate)):
             return "is made of the sublayer's output; the operators make gates of the streams"
-    x = next(site.sources())
-    if miss is not None and all(projected.numel * _streams(site) == x.numel for projected in miss.streams):
-        return "is projected from one vector of C numbers a token, and not from all n streams"
+    if miss is not None:
+        projections = (r for found in findings.readings.values() for r in found if r.x in miss.streams)
+        if {r.width for r in projections} == {_channels(site)}:
+            return "is projected from C numbers of a token, and not from all n C"
     return ""
 
 
-def _streams(site: WithGates) -> int:
+def _channels(site: WithGates) -> int | None:
     if isinstance(site, MixingSite):
-        return site.mixing.sizes[0]
-    return (site.combine if isinstance(site, CombineSite) else site.aggregate).streams.n
+        return None if site.mixing.streams is None else site.mixing.streams.channels
+    return (site.combine if isinstance(site, CombineSite) else site.aggregate).streams.channels
 
 
 def _at(gate: Value) -> str:

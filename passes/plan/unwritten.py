@@ -11,13 +11,12 @@ from mhc_compile.passes.plan.meetings import Meetings
 from mhc_compile.passes.plan.sites import AggregateSite, CombineSite, Declined, MixSite, Site
 from mhc_compile.passes.recognise import Findings
 from mhc_compile.passes.recognise.aggregate import Aggregate, Reading
-from mhc_compile.passes.recognise.combine import ADDED, combines
+from mhc_compile.passes.recognise.combine import ADDED, Combine, combines
 from mhc_compile.passes.recognise.contraction import StreamsView
 from mhc_compile.passes.recognise.layout import any_view, origin, seen
 from mhc_compile.passes.recognise.misses import Miss
 from mhc_compile.passes.recognise.mixing import PRODUCTS, Mixing, mixings
 from mhc_compile.passes.recognise.reader import Reader, may_hold_products
-from mhc_compile.passes.recognise.streams import behind
 from mhc_compile.passes.shadow import Op, Shadow, Value
 
 _REASON = (
@@ -43,7 +42,7 @@ def come_back(shadow: Shadow, findings: Findings, meetings: Meetings, claimed: C
     A projection of all channels makes the gates, or a matrix mixes the same streams. And what comes back has a gate for
     each stream: what comes back to all of them alike may as well be pooling, or the readout of a graph.
     """
-    projected = _Projected(findings)
+    projected = findings.connections.projected
     mixed: dict[Value, list[tuple[StreamsView, Mixing]]] = {}
     for op in shadow.ops:
         if op.name in PRODUCTS and op.outs and may_hold_products(op, findings.reader):
@@ -53,9 +52,12 @@ def come_back(shadow: Shadow, findings: Findings, meetings: Meetings, claimed: C
     written = {origin(m.out, any_view)[0] for m in findings.mixings}
     for read in findings.aggregates:
         same = [m for streams, m in mixed.get(read.x, ()) if streams == read.streams and m.sizes[1] >= m.sizes[0]]
-        same = [m for m in same if not (read.rows and m.gate is read.gate)]  # that is the read itself
-        shown = read.out not in claimed and (same or projected.makes(read.gate, read.x, read.streams))
-        if shown and meetings.with_gates(read):
+        if read.rows:  # layers for graphs, and attention, also pool what a matrix mixes
+            same = [m for m in same if m.gate is not read.gate]  # that is the read itself
+            shown = any(projected.may_make(gate, read.x, read.streams) for gate in (read.gate, *(m.gate for m in same)))
+        else:
+            shown = bool(same) or projected.makes(read.gate, read.x, read.streams)
+        if shown and read.out not in claimed and meetings.with_gates(read):
             row = any(origin(read.out, any_view)[0] is origin(m.out, any_view)[0] for m in same)
             yield ComesBack(Reading(read.out, read.x, read.streams) if row else read, same)
     for streams, m in (one for ones in mixed.values() for one in ones):
@@ -63,20 +65,6 @@ def come_back(shadow: Shadow, findings: Findings, meetings: Meetings, claimed: C
         fewer = m.sizes[1] < m.sizes[0] and origin(m.out, any_view)[0] not in written
         if fewer and projected.makes(m.gate, m.x, streams) and meetings.with_gates(rows):
             yield ComesBack(rows, [m])
-
-
-class _Projected:
-    """Which gates are made, in whatever way, from a projection of all channels of their streams."""
-
-    def __init__(self, findings: Findings) -> None:
-        self._of: dict[tuple[Value, object, int], set[Value]] = {}
-        for out, readings in findings.readings.items():
-            for r in readings:
-                self._of.setdefault((r.x, r.tokens_at, r.width), set()).add(out)
-
-    def makes(self, gate: Value, x: Value, streams: StreamsView) -> bool:
-        own = self._of.get((x, streams.tokens, streams.n * streams.channels))
-        return own is not None and bool(behind([gate], own, {x}))
 
 
 def unwritten(
@@ -111,8 +99,13 @@ def unwritten(
 
 def _why(op: Op, read: Aggregate | Reading, reader: Reader) -> str:
     """What stopped the reading of a sum as a write: that of the streams mixed, and something else added."""
-    stopped = [miss for miss in combines(reader, op.out) if isinstance(miss, Miss) and miss.depth == ADDED]
-    return f"this {stopped[0].reason}" if stopped and op.out.numel == read.x.numel else _REASON
+    found = list(combines(reader, op.out)) if op.out.numel == read.x.numel else []
+    written = [origin(one.outer.f)[0] for one in found if isinstance(one, Combine)]
+    if written:  # which is not enough
+        back = origin(read.out)[0] in written
+        return "this writes back what was read, without a sublayer in between" if back else _REASON
+    stopped = [one for one in found if isinstance(one, Miss) and one.depth == ADDED]
+    return f"this {stopped[0].reason}" if stopped else _REASON
 
 
 def _reads(sites: list[Site]) -> Iterator[Aggregate]:

@@ -34,7 +34,7 @@ from mhc_compile.passes.recognise.projection import (
     weight_axes,
 )
 from mhc_compile.passes.recognise.reader import Reader, may_hold_products
-from mhc_compile.passes.recognise.streams import Connections
+from mhc_compile.passes.recognise.streams import Connections, Projected
 from mhc_compile.passes.shadow import Op, Shadow, Value
 
 # What may complete a sum of products.
@@ -181,7 +181,7 @@ def recognise(shadow: Shadow, errors: list[str] | None = None) -> Findings:
             matrices[value] = answer
     matrices |= dict(single_sinkhorns.with_tokens_last(shadow.ops, errors))
     left = [m for value, m in misses.items() if not understood.intersection((value, _before_factor(value, understood)))]
-    connections = Connections(shadow.ops, [*aggregates, *others], reader)
+    connections = Connections(shadow.ops, [*aggregates, *others], reader, Projected(readings))
     mixings: list[Mixing] = []
     with guard("fractions of channels are not looked for", errors):
         written = {c.out for c in combines}

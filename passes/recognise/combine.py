@@ -11,7 +11,6 @@ from mhc_compile.passes.recognise.contraction import (
     StreamsView,
     axes_of,
     by_stride,
-    constant_in_sum,
     contractions,
     exact,
     is_stream_count,
@@ -226,10 +225,7 @@ def _written_with(
                 yield Combine(out, outer, mixes, x, streams, written, bias)
             reason = "adds something to the mixed streams that does not have the width of one stream"
     others = [term for term in terms if _is_other_mixture(term, out, x)] if mixes[0].is_matrix else []
-    copied = any(source.base.numel < x.numel for source in reader.views(x))
-    if others and (copied or any(constant_in_sum(f, len(out.shape)) for term in others for f in term.factors)):
-        reason = "mixes n copies of one tensor by a matrix; add the matrix up over them to have one h_post"
-    elif others:
+    if others:
         reason = (
             "mixes two tensors by a matrix each, and the operator mixes one; if one was made of the other by a matrix, "
             "multiply the matrices before they mix"

@@ -10,11 +10,13 @@ for each token, in two tensors.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 
 from mhc_compile.passes.recognise.aggregate import Aggregate, Reading
 from mhc_compile.passes.recognise.combine import Combine
+from mhc_compile.passes.recognise.contraction import StreamsView
 from mhc_compile.passes.recognise.layout import any_view, is_movement, is_pointwise, origin
+from mhc_compile.passes.recognise.projection import Projection
 from mhc_compile.passes.recognise.reader import Reader
 from mhc_compile.passes.shadow import Op, Value
 
@@ -23,11 +25,35 @@ _STEPS = 6
 _REORDERING = {"roll", "flip", "index", "index_select", "gather", "cumsum", "native_dropout"}
 
 
+class Projected:
+    """Which gates are made, in whatever way, from a projection of all channels of their streams."""
+
+    def __init__(self, readings: Mapping[Value, Iterable[Projection]]) -> None:
+        self._of: dict[tuple[Value, object, int], set[Value]] = {}
+        self._as_large: dict[tuple[int, int], set[Value]] = {}
+        for out, found in readings.items():
+            for r in found:
+                self._of.setdefault((r.x, r.tokens_at, r.width), set()).add(out)
+                self._as_large.setdefault((r.x.numel, r.width), set()).add(out)
+
+    def makes(self, gate: Value, x: Value, streams: StreamsView) -> bool:
+        own = self._of.get((x, streams.tokens, streams.n * streams.channels))
+        return own is not None and bool(behind([gate], own, {x}))
+
+    def may_make(self, gate: Value, x: Value, streams: StreamsView) -> bool:
+        """Whether a projection makes the gate that is as wide as one of these streams, as one of normed streams is."""
+        wide = self._as_large.get((x.numel, streams.n * streams.channels))
+        return wide is not None and bool(behind([gate], wide, {x}))
+
+
 class Connections:
     """Which writes and reads of a record belong to streams."""
 
-    def __init__(self, ops: Iterable[Op], reads: Collection[Aggregate | Reading], reader: Reader) -> None:
+    def __init__(
+        self, ops: Iterable[Op], reads: Collection[Aggregate | Reading], reader: Reader, projected: Projected
+    ) -> None:
         self._reader = reader
+        self.projected = projected
         self._position = {op: i for i, op in enumerate(ops)}
         self._reads: dict[Value, list[Aggregate | Reading]] = {}
         for read in reads:
@@ -96,8 +122,11 @@ class Connections:
         behind = self.between(x, f)
         before = self.reads_before(write)
         if write.outer.columns:
-            # What is made of all nodes of a graph also goes along its edges, to them all. Weights show streams.
-            return any(isinstance(read, Aggregate) and read.gate not in write.gates() for read in before)
+            # Along a graph's edges, and in attention, what is made of all vectors goes to each by a matrix, too.
+            matrices = {*write.gates(), *(read.gate for read in before if isinstance(read, Aggregate))}
+            return bool(before) and any(
+                gate in known or self.projected.may_make(gate, x, write.streams) for gate in matrices
+            )
         if x not in behind and not before:
             mix = write.mix
             if write.in_one_product:  # attention over keys, and one key more, is such a product, too
@@ -124,6 +153,8 @@ class Connections:
                 if term.summed and all(any(value in some for some in bases) for value in both):
                     return True
                 factors = [factor[0].base for factor in term.factors if not term.summed]
+                quotients = [base.op for base in factors if base.op is not None and base.op.name == "div"]
+                factors += [numerator for op in quotients for numerator in op.sources[:1]]
                 pending += [factor for factor in factors if factor not in pending]
         return False
 

@@ -172,7 +172,6 @@ GROUPS: dict[str, list[Form]] = {
     ],
     "Matrices in place of vectors, as in JPmHC": [
         _own("the mean of rows that a matrix mixes, and a matrix times n equal outputs", matrices.Matrices, *ALL),
-        _own("the same for all tokens", matrices.ForAllTokens, READ, WRITE),
         _own("the first, with the streams added as they are", matrices.Unmixed, *ALL),
         _own(
             "the first, with matrices by Sinkhorn", matrices.BySinkhorn, READ, WRITE, *["sinkhorn"] * 3, state="fused"

@@ -68,6 +68,8 @@ class ByProducts(Matrices):
 
 
 class ForAllTokens(Matrices):
+    """As a layer for a graph whose edges are learned has it."""
+
     def gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         a, p, r = self.stacked.unbind(0)
         return a.sigmoid(), 2 * p.sigmoid(), r.softmax(-1)
@@ -79,11 +81,18 @@ class ForAllTokens(Matrices):
         return r @ x + p @ f.unsqueeze(-2).expand(*x.shape)
 
 
-class FewerRows(ForAllTokens):
+class FewerRows(Matrices):
     """Two rows of a matrix alone are added."""
 
     def read(self, x: Tensor, a: Tensor) -> Tensor:
-        return (a[:2] @ x).sum(-2)
+        return (a[..., :2, :] @ x).sum(-2)
+
+
+class Pooled(Matrices):
+    """The read is a plain mean."""
+
+    def read(self, x: Tensor, a: Tensor) -> Tensor:
+        return x.mean(-2)
 
 
 class ReadAlone(Matrices):
@@ -120,11 +129,11 @@ FORMS: list[tuple[type[Own], list[str]]] = [
     (Unmixed, [*BOTH, "projection"]),
     (Transposed, [*BOTH, "projection"]),
     (ByProducts, [*BOTH, "projection"]),
-    (ForAllTokens, BOTH),
-    (FewerRows, BOTH),
+    (FewerRows, [*BOTH, "projection"]),
     (ReadAlone, [*BOTH, "projection"]),
     (WriteAlone, [*BOTH, "projection"]),
     (WriteAloneUnmixed, [*BOTH, "projection"]),
+    (Pooled, ["expand_combine", "projection"]),
     (BySinkhorn, [*BOTH, *["sinkhorn"] * 3]),
 ]
 
@@ -137,7 +146,7 @@ def test_matrices_are_gates(kind: type[Own], operators: list[str]) -> None:
     assert not outcome.report.declined, str(outcome.report)
 
 
-@pytest.mark.parametrize("kind", [Matrices, Transposed, ForAllTokens])
+@pytest.mark.parametrize("kind", [Matrices, Transposed, Unmixed])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_in_half_precision(kind: type[Own], dtype: torch.dtype) -> None:
     outcome = check.run(kind().to(dtype), (torch.randn(SHAPE).to(dtype),))
@@ -155,14 +164,15 @@ def test_with_dynamic_tokens() -> None:
 
 
 def test_what_the_operators_get() -> None:
-    text = str(capture(ForAllTokens(), torch.randn(SHAPE)))
+    text = str(capture(Matrices(), torch.randn(SHAPE)))
     assert (
         text
         == """\
-%0 = aggregate(x=f32[2, 3, 4, 6], h_pre=f32[2, 3, 4])
-%1 = expand_combine(f=f32[2, 3, 6](%0), h_post=f32[2, 3, 4], x=f32[2, 3, 4, 6], h_res=f32[2, 3, 4,
-    4])
-return %1"""
+%0 = projection(x=f32[2, 3, 1, 24], phi=f32[48, 24])
+%1 = aggregate(x=f32[2, 3, 4, 6], h_pre=f32[2, 3, 4](%0.0))
+%2 = expand_combine(f=f32[2, 3, 6](%1), h_post=f32[2, 3, 4](%0.0), x=f32[2, 3, 4, 6], h_res=f32[2,
+    3, 4, 4](%0.0))
+return %2"""
     )
 
 
@@ -212,6 +222,7 @@ class Squared(Matrices):
         (WeighedByChannel, ["expand_combine", "projection"]),
         (Squared, []),
         (OutputsOfTheirOwn, ["aggregate", "mix_streams", "projection"]),
+        (ForAllTokens, []),
     ],
 )
 def test_near_misses(kind: type[Own], operators: list[str]) -> None:

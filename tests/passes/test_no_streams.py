@@ -363,6 +363,45 @@ def state_of_a_graph_along_other_edges(m: Any, x: Tensor, adjacency: Tensor, oth
     return x
 
 
+@_model((B, N, C), (N, N))
+def state_of_one_graph_along_its_edges(m: Any, x: Tensor, adjacency: Tensor) -> Tensor:
+    return x + adjacency @ m.one((adjacency @ x).mean(1)).unsqueeze(1).expand_as(x)
+
+
+@_model((B, N, C), (B, N, N))
+def state_of_a_graph_against_its_edges(m: Any, x: Tensor, adjacency: Tensor) -> Tensor:
+    return x + adjacency.mT @ m.one((adjacency @ x).mean(1)).unsqueeze(1).expand_as(x)
+
+
+@_model((B, N, C))
+def virtual_node_of_learned_edges(m: Any, x: Tensor) -> Tensor:
+    near, far = m.matrix.softmax(-1), m.matrix.tanh()
+    for layer in (m.one, m.two):
+        state = torch.relu(layer((near @ x).sum(1)))
+        x = near @ x + far @ state.unsqueeze(1).expand_as(x)
+    return x
+
+
+@_model((B, N, C))
+def pooled_attention_that_attends_back(m: Any, x: Tensor) -> Tensor:
+    near, far = (m.one(x) @ x.mT).softmax(-1), (m.two(x) @ x.mT).softmax(-1)
+    return far @ x + near @ m.one((near @ x).mean(1)).unsqueeze(1).expand_as(x)
+
+
+@_model((B, N, C))
+def attention_to_few_slots(m: Any, x: Tensor) -> Tensor:
+    """As a Perceiver has, and a layer of inducing points."""
+    slots = m.gate.expand(3, C) * m.nodes[:3, None]
+    there, back = (slots @ m.one(x).mT).softmax(-1), (m.two(x) @ slots.T).softmax(-1)
+    return x + back @ m.one((there @ x).mean(1, keepdim=True)).expand(-1, 3, -1)
+
+
+@_model((B, N, C))
+def soft_mixture_of_experts(m: Any, x: Tensor) -> Tensor:
+    logits = x @ m.many.weight[:3, :C].T
+    return x + logits.softmax(-1) @ m.one((logits.softmax(1).mT @ x).mean(1, keepdim=True)).expand(-1, 3, -1)
+
+
 @_model((B, N, C), (B, C), (B, N, N))
 def state_from_outside_along_edges(m: Any, x: Tensor, state: Tensor, adjacency: Tensor) -> Tensor:
     return adjacency @ x + adjacency.mT @ m.one(state).unsqueeze(1).expand_as(x)

@@ -241,7 +241,7 @@ class MixedTwice(Sublayer):
 
 
 class CopiesMixed(Sublayer):
-    """A matrix of gates mixes n copies of the sublayer's output."""
+    """A matrix, which is made of the gates, mixes n copies of the sublayer's output."""
 
     def matrix(self, h_post: Tensor) -> Tensor:
         return h_post.unsqueeze(-1) * self.per_stream
@@ -262,6 +262,23 @@ class RowsMixed(CopiesMixed):
 
     def write(self, x: Tensor, f: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
         return h_res.transpose(-1, -2) @ x + self.matrix(h_post) @ (f.unsqueeze(-2) * x)
+
+
+class RowsOfAllMixed(RowsMixed):
+    """A near miss: the streams are the same for all tokens, and differ from each other."""
+
+    def body(self, x: Tensor) -> Any:
+        return super().body(x[:1, :1].expand_as(x))
+
+
+class WrittenBack(NoNorm):
+    """There is no sublayer, and no known gate."""
+
+    def res(self, logits: Tensor) -> Tensor:
+        return logits.tanh()
+
+    def layer(self, layer_input: Tensor, x: Tensor) -> Tensor:
+        return layer_input
 
 
 class MixedOnceAndAdded(MixedTwice):
@@ -301,9 +318,9 @@ REASONS: list[tuple[type[Sublayer], str, str]] = [
     (FiniteStart, "equals a Sinkhorn projection, but not for logits that are NaN or infinite", ""),
     (ScaledByPosition, "but also from another tensor, [3, 1], in mul", "pre"),
     (MixedTwice, "mixes two tensors by a matrix each, and the operator mixes one", "write"),
-    (CopiesMixed, "mixes n copies of one tensor by a matrix", "write"),
-    (RepeatedAndMixed, "mixes n copies of one tensor by a matrix", "write"),
     (RowsMixed, "mixes two tensors by a matrix each, and the operator mixes one", "write"),
+    (RowsOfAllMixed, "mixes two tensors by a matrix each, and the operator mixes one", ""),
+    (WrittenBack, "writes back what was read, without a sublayer in between", ""),
     (NormedTwice, "comes from a projection that is normalised twice", ""),
 ]
 
@@ -322,6 +339,15 @@ def test_reason(kind: type[Sublayer], reason: str, piece: str) -> None:
         file, line = told[0][0]
         assert __file__.endswith(file)
         assert first <= line < first + len(lines)
+
+
+@pytest.mark.parametrize("kind", [CopiesMixed, RepeatedAndMixed])
+def test_nothing_is_said_of_a_gate_that_another_gate_is_made_of(kind: type[Sublayer]) -> None:
+    model: Any = kind(4, 6, 3, 2)
+    outcome = check.run(model, (torch.randn(SHAPE),))
+    check.assert_as_accurate(outcome)
+    assert "expand_combine" in outcome.operators
+    assert not outcome.report.declined, str(outcome.report)
 
 
 @pytest.mark.parametrize(("kind", "writes"), [(MixedOnceAndAdded, 0), (SameMixedTwice, 1)])

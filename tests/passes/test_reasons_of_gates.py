@@ -24,7 +24,7 @@ NO_SINKHORN = "is not a Sinkhorn projection of exp(logits) or softmax(logits)"
 ANOTHER_NUMBER = "has fewer or more elements than the logits that it is made of"
 REPEATED = "has the projection's elements repeated, left out, or its tokens in another order"
 OF_THE_OUTPUT = "is made of the sublayer's output"
-OF_ONE_VECTOR = "is projected from one vector of C numbers a token"
+OF_ONE_VECTOR = "is projected from C numbers of a token, and not from all n C"
 
 
 def _reasons(report: Report) -> dict[str, str]:
@@ -178,6 +178,14 @@ class WithoutNorm(Sublayer):
         return self.project(self.flat(x))
 
 
+class OfOneToken(Sublayer):
+    """A near miss: all streams of one token."""
+
+    def read(self, x: Tensor, h_pre: Tensor) -> Tensor:
+        logits = F.linear(self.flat(x)[:, -1:], self.phi[: self.n])
+        return super().read(x, torch.sigmoid(logits).expand(-1, x.shape[1], -1))
+
+
 class Softmax(Sublayer):
     """A near miss: a projection of all streams, and another function."""
 
@@ -190,6 +198,7 @@ OF_WHAT = [
     (OfTheInput, "h_post", OF_ONE_VECTOR),
     (OfTheMean, "h_pre", OF_ONE_VECTOR),
     (WithoutNorm, "h_pre", "comes from a projection that is not normalised by an RMS norm of the streams"),
+    (OfOneToken, "h_pre", "comes from a projection that is not normalised by an RMS norm of the streams"),
     (Softmax, "h_pre", NO_SIGMOID),
 ]
 

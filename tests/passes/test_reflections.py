@@ -53,6 +53,16 @@ class Damped(Reflection):
         return (x @ self.weight[:, :1]).sigmoid() * (x @ k.mT)
 
 
+class NotNormed(Reflection):
+    """By a vector of any length, whose square divides the product."""
+
+    def normal(self, x: Tensor) -> Tensor:
+        return F.linear(self.read(x), self.weight).unsqueeze(1)
+
+    def gate(self, x: Tensor, k: Tensor) -> Tensor:
+        return 2 * (x @ k.mT) / (k * k).sum(-1, keepdim=True)
+
+
 class OfOneTensor(Reflection):
     """The vectors are seen as [b, t, 4, C / 4] before and after, as streams are."""
 
@@ -74,7 +84,7 @@ class OfAWeightedSum(Reflection):
         return torch.einsum("n,bnc->bc", self.a, x)
 
 
-@pytest.mark.parametrize("kind", [Reflection, ByProducts, Damped, OfOneTensor])
+@pytest.mark.parametrize("kind", [Reflection, ByProducts, Damped, NotNormed, OfOneTensor])
 def test_reflected_vectors_are_no_streams(kind: type[Reflection]) -> None:
     outcome = check.run(kind(), (torch.randn(2, N, WIDTH),), exact=False, repeats=1)
     check.assert_equal_to_eager(outcome)
