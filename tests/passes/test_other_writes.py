@@ -149,7 +149,7 @@ class MixedLast(Softmax):
 
 
 class MixedAndPooled(MixedLast):
-    """The streams that are mixed last, and pooled."""
+    """The mean of the streams that are mixed last, which is a weighted sum of those before."""
 
     def forward(self, x: Tensor) -> Any:
         return super().forward(x).mean(-2)
@@ -178,7 +178,7 @@ FORMS: list[tuple[type[Own], list[str]]] = [
     (InOneSum, ALL),
     (OfAMean, ALL),
     (MixedLast, sorted([*ALL, "mix_streams"])),
-    (MixedAndPooled, sorted([*ALL, "mix_streams"])),
+    (MixedAndPooled, sorted([*ALL, "aggregate"])),
     (FewerRowsLast, ALL),
 ]
 
