@@ -170,7 +170,7 @@ class _Planner:
         """Writes with a gate that is known, or of a connection."""
         known, connections = self.known, self.findings.connections
         for readings in _by_result(self.findings.combines)[::-1]:  # later sums first, since they take in earlier ones
-            readings = [c for c in readings if not known.isdisjoint(c.gates()) or connections.is_write(c, known)]
+            readings = [c for c in readings if _has_gates_of(c, known) or connections.is_write(c, known)]
             if not readings or readings[0].out in self.claimed:
                 continue
             self._note_reads(readings[0])
@@ -361,6 +361,11 @@ def _single_operators(
             assert found.out.op is not None
             if consider("sinkhorn", found.out.op.node, lambda m=found: SinkhornSite(m)):
                 taken.add(found.out)
+
+
+def _has_gates_of(write: Combine, known: set[Value]) -> bool:
+    """Whether gates show that it is a write. A known matrix may as well mix streams that are n copies of one tensor."""
+    return not write.outer.columns and not known.isdisjoint(write.gates())
 
 
 def _has_gate_of_streams(read: Aggregate, known: set[Value]) -> bool:
