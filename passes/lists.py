@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import fx
@@ -26,7 +25,7 @@ from mhc_compile.passes.recognise.concatenation import TOGETHER, Together, put_t
 from mhc_compile.passes.recognise.layout import is_movement, is_pointwise, origin
 from mhc_compile.passes.recognise.lists import ListRead, ListWrite, Streams, list_writes
 from mhc_compile.passes.recognise.reader import Reader
-from mhc_compile.passes.shadow import Op, Shadow, Value, tensors_of
+from mhc_compile.passes.shadow import Op, Shadow, Value, memory_of
 
 KEEP = "keep the streams in one tensor [..., n, C]"
 LEAVE = f"the new streams leave the graph as separate tensors, so stacking them would cost a copy: {KEEP}"
@@ -174,7 +173,7 @@ class Lists:
 
     def _is_written(self, streams: Streams) -> bool:
         written = {key for _, keys in self._shadow.writes for key in keys}
-        return bool(written) and any(not written.isdisjoint(_memory(x.nodes)) for x in streams)
+        return bool(written) and any(not written.isdisjoint(memory_of(*x.nodes)) for x in streams)
 
     def _gates(self) -> Iterator[Streams]:
         """Gates of stacked streams that are tensors of their own: they are stacked, too."""
@@ -280,8 +279,4 @@ def _leaves(value: Value) -> bool:
 
 def _may_view(op: Op, value: Value) -> bool:
     """Whether an operator that nobody knows makes a tensor in the memory of a value, as `x.data` is."""
-    return op.target is None and not _memory([op.node]).isdisjoint(_memory(value.nodes))
-
-
-def _memory(nodes: Iterable[fx.Node]) -> set[Any]:
-    return {key for node in nodes for tensor in tensors_of(node) if (key := compat.storage_of(tensor)) is not None}
+    return op.target is None and not memory_of(op.node).isdisjoint(memory_of(*value.nodes))

@@ -430,6 +430,11 @@ def tensors_of(node: fx.Node) -> Iterator[torch.Tensor]:
     return tensors(compat.example(node))
 
 
+def memory_of(*nodes: fx.Node) -> set[Any]:
+    """The memory of nodes, by Dynamo's example tensors: only these share memory as the program's tensors do."""
+    return {key for node in nodes for tensor in tensors_of(node) if (key := compat.storage_of(tensor)) is not None}
+
+
 def _examples(arguments: Any) -> Any:
     return fx.node.map_arg(arguments, lambda n: compat.example(n))
 

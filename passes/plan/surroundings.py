@@ -5,7 +5,7 @@ Not autocast: its casts are in the record as any other, and the operators comput
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from math import inf, prod
 from typing import Any
 
@@ -27,7 +27,7 @@ from mhc_compile.passes.plan.sites import (
 from mhc_compile.passes.recognise.layout import Layout, NotALayout, Steps, is_movement, tidy
 from mhc_compile.passes.recognise.outer import flat
 from mhc_compile.passes.report import in_words
-from mhc_compile.passes.shadow import Op, Shadow, Value, tensors_of
+from mhc_compile.passes.shadow import Op, Shadow, Value, memory_of
 
 
 def check_surroundings(shadow: Shadow, site: Site) -> None:
@@ -49,12 +49,12 @@ def check_surroundings(shadow: Shadow, site: Site) -> None:
     if not shadow.writes:
         return
     first, last = min(shadow.position[n] for n in nodes), max(shadow.position[n] for n in nodes)
-    read = _memory(node for value in sources if (held := visible(value)) is not None for node in held.nodes)
-    touched = read | _memory(held for node in nodes for held in (node, *node.all_input_nodes))
+    read = memory_of(*(node for value in sources if (held := visible(value)) is not None for node in held.nodes))
+    touched = read | memory_of(*(held for node in nodes for held in (node, *node.all_input_nodes)))
     _refuse_writes(shadow, touched, "a tensor that the site uses", first, last)
     # The backward pass needs them as they are; the program may have kept copies of its own.
     _refuse_writes(shadow, read, "a tensor that the backward pass needs", first)
-    results = _memory(node for value in site.targets() for node in value.nodes)
+    results = memory_of(*(node for value in site.targets() for node in value.nodes))
     # Autograd refuses a program whose backward pass needs a copy that was written, unless the write is into `.data`.
     _refuse_writes(shadow, touched - results, "a tensor that the backward pass reads", first, unseen=True)
     if isinstance(site, MixSite):
@@ -105,11 +105,6 @@ def _in_rows(value: Value, layout: Layout) -> bool:
     return len(token) == 1 and len(channel) == 1 and channel[0][1] == 1
 
 
-def _memory(nodes: Iterable[fx.Node]) -> set[Any]:
-    """The memory of nodes, by Dynamo's example tensors: only these share memory as the program's tensors do."""
-    return {compat.storage_of(tensor) for node in nodes for tensor in tensors_of(node)}
-
-
 def _refuse_writes(
     shadow: Shadow, memory: set[Any], what: str, after: int, before: float = inf, *, unseen: bool = False
 ) -> None:
@@ -123,7 +118,7 @@ def _is_unseen(write: fx.Node, written: frozenset[Any]) -> bool:
     """Whether a write may be into the `.data` of a tensor."""
     seen, pending = {write}, [write]
     while pending:
-        fresh = [node for node in pending.pop().all_input_nodes if node not in seen and _memory([node]) & written]
+        fresh = [node for node in pending.pop().all_input_nodes if node not in seen and memory_of(node) & written]
         if any(map(compat.is_data, fresh)):
             return True
         seen.update(fresh)

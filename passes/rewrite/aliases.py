@@ -13,11 +13,10 @@ from typing import Any
 
 from torch import fx
 
-from mhc_compile import compat
 from mhc_compile.passes.plan import Decline, Site
 from mhc_compile.passes.report import in_words
 from mhc_compile.passes.rewrite.copies import Copies
-from mhc_compile.passes.shadow import Shadow, tensors_of
+from mhc_compile.passes.shadow import Shadow, memory_of
 
 
 class Aliases:
@@ -75,11 +74,6 @@ class Aliases:
 
 def _keys(nodes: list[fx.Node]) -> Iterator[Any]:
     return (key for node in nodes for key in memory_of(node))
-
-
-def memory_of(node: fx.Node) -> set[Any]:
-    """The memory of a node's tensors, by Dynamo's examples: only these share memory as the program's tensors do."""
-    return {key for tensor in tensors_of(node) if (key := compat.storage_of(tensor)) is not None}
 
 
 def _places(graph: fx.Graph, stands_for: dict[fx.Node, list[fx.Node]]) -> dict[fx.Node, dict[Any, int]]:
