@@ -19,7 +19,7 @@ from mhc_compile.forms import Gates, Rms
 from mhc_compile.kernels import gpus
 from mhc_compile.kernels.common import cdiv, expected, group_scale, launch, next_power_of_2, on_device
 from mhc_compile.kernels.config import Tile
-from mhc_compile.kernels.gates import affine, rms_factor, sigmoid
+from mhc_compile.kernels.gates import affine, rms_factor, rounded_product, sigmoid
 
 # Programs per processor.
 WAVES = 2
@@ -55,6 +55,12 @@ def backward_tile(n: int, width: int, itemsize: int) -> Tile:
 
 
 @triton.jit
+def _product(x, y, BLOCK_C: tl.constexpr):
+    """x * y, to be added up over BLOCK_C columns: rounded where a thread may have a single one of them."""
+    return rounded_product(x, y) if BLOCK_C <= 128 else x * y
+
+
+@triton.jit
 def normed_rows(gates, i, x, weight, out, tok, live, C, x_m, x_n, x_c, inverse_width, eps, N: tl.constexpr,
                 HAS_WEIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr):  # fmt: skip
     """out[tok] of rows of C <= BLOCK_C columns; i is the rows of gates."""
@@ -65,7 +71,7 @@ def normed_rows(gates, i, x, weight, out, tok, live, C, x_m, x_n, x_c, inverse_w
         gate = tl.sum(tl.where(i == stream, gates, 0.0), axis=0)[:, None]
         v = tl.load(x + tok[:, None] * x_m + stream * x_n + c[None, :] * x_c, mask=mask, other=0.0)
         u += gate * v.to(tl.float32)
-    normed = u / tl.sqrt(tl.sum(u * u, axis=1) * inverse_width + eps)[:, None]
+    normed = u / tl.sqrt(tl.sum(_product(u, u, BLOCK_C), axis=1) * inverse_width + eps)[:, None]
     if HAS_WEIGHT:
         normed = normed * tl.load(weight + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
     tl.store(out + tok[:, None] * C + c[None, :], normed.to(out.dtype.element_ty), mask=mask)
@@ -116,7 +122,7 @@ def input_norm_backward_kernel(x, d_out, weight, h, ms, scale, bias, du, d_pre, 
         if HAS_WEIGHT:
             g = g * w
         # Sums that are taken together cost the threads of a row one exchange.
-        squares, with_u = tl.reduce((u * u, g * u), 1, _add_two)
+        squares, with_u = tl.reduce((_product(u, u, BLOCK_C), _product(g, u, BLOCK_C)), 1, _add_two)
         factor = (1.0 / tl.sqrt(squares * inverse_width + eps))[:, None]
         if NEED_DWEIGHT:
             d_weight += out * (u * factor)
@@ -127,7 +133,7 @@ def input_norm_backward_kernel(x, d_out, weight, h, ms, scale, bias, du, d_pre, 
         for i in tl.static_range(0, N, 4):
             terms = ()
             for j in tl.static_range(i, i + 4):
-                terms = terms + (d * streams[j if j < N else i].to(tl.float32),)
+                terms = terms + (_product(d, streams[j if j < N else i].to(tl.float32), BLOCK_C),)
             sums = tl.reduce(terms, 1, _add_four)
             for j in tl.static_range(i, i + 4):
                 if j < N:

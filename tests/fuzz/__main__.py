@@ -23,7 +23,7 @@ from typing import Any
 import torch._dynamo.guards
 
 from tests.fuzz.grammar import compose
-from tests.fuzz.judge import LIMIT_OF_INDUCTOR, Verdict, check
+from tests.fuzz.judge import LIMIT_OF_INDUCTOR, Verdict, alone, check
 from tests.fuzz.program import Program
 
 LINE = "-" * 80
@@ -138,6 +138,29 @@ def _judge(seeds: Iterator[int], sent: Connection, received: Connection) -> None
             print(f"WRONG, seed {seed}: {verdict.complaint}\n{LINE}\n{program}\n{LINE}", flush=True)
 
 
+def _judge_alone(seed: int, sent: Connection) -> None:
+    """In a process of its own, which may not survive it either."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    sent.send(alone(compose(Choices(seed))))
+
+
+def _ended(end: str, seed: int) -> Verdict:
+    """The verdict on a program that ended its process, unless it does so without the passes, too."""
+    context = multiprocessing.get_context("fork")
+    received, sent = context.Pipe(duplex=False)
+    process = context.Process(target=_judge_alone, args=(seed, sent), daemon=True)
+    process.start()
+    sent.close()
+    try:
+        complaint = received.recv() if received.poll(2 * LIMIT_OF_INDUCTOR) else "hang"
+    except EOFError:
+        process.join()
+        complaint = f"crash: exit code {process.exitcode}"
+    finally:
+        process.kill()
+    return Verdict(invalid=f"without the passes: {complaint}") if complaint else Verdict(complaint=end)
+
+
 def verdicts(first: int) -> Generator[tuple[int, Verdict], None, None]:
     """Seeds and verdicts, without end. Where the other process does not survive a program, another one goes on."""
     context = multiprocessing.get_context("fork")
@@ -161,7 +184,7 @@ def verdicts(first: int) -> Generator[tuple[int, Verdict], None, None]:
         finally:
             process.kill()
         if not shrinking:  # else the one that was to be made smaller is known already
-            yield seed, Verdict(complaint=end)
+            yield seed, _ended(end, seed)
             seed += 1
         shrinking = False
 

@@ -22,7 +22,7 @@ from tests.fuzz.program import Program
 from tests.fuzz.watch import Verdict, Watch
 from tests.zoo.check import FEW, SLACK_FEW
 
-__all__ = ["LIMIT", "Verdict", "check"]
+__all__ = ["LIMIT", "Verdict", "alone", "check"]
 
 # Luck of a few numbers makes a factor of 3; what is larger is tried again on this many inputs, where luck averages out.
 # Where gates are saturated, a few of many tokens carry all of a gradient: what is still larger is tried on more.
@@ -67,17 +67,28 @@ def check(program: Program) -> Verdict:
     does. The passes make constants of sizes that guards leave only one value for, so one that torch.compile alone does
     not run with constants, and for the same reason, is none either (docs/limits.md).
     """
-    verdict = _check(program, rewriting=True)
-    if program.inductor and not verdict.complaint and not verdict.invalid:
-        verdict.complaint = _check(program, rewriting=True).complaint  # what the first one left in Inductor's caches
+    verdict = _check_with_caches(program, rewriting=True)
     if verdict.complaint:
-        alone = _check(program, rewriting=False)
-        if alone.complaint:
-            return Verdict(invalid=f"without the passes: {alone.complaint}")
+        complaint = alone(program)
+        if complaint:
+            return Verdict(invalid=f"without the passes: {complaint}")
         if program.dynamic is not False:
             constant = _check(replace(program, dynamic=False, marked=(), later=()), rewriting=False)
             if constant.complaint == verdict.complaint:
                 return Verdict(invalid=f"without the passes, where sizes are constants: {constant.complaint}")
+    return verdict
+
+
+def alone(program: Program) -> str | None:
+    """What is wrong with a program that torch.compile runs alone."""
+    return _check_with_caches(program, rewriting=False).complaint
+
+
+def _check_with_caches(program: Program, *, rewriting: bool) -> Verdict:
+    """Twice if Inductor compiles it: the second one finds what the first one left in Inductor's caches."""
+    verdict = _check(program, rewriting=rewriting)
+    if program.inductor and not verdict.complaint and not verdict.invalid:
+        verdict.complaint = _check(program, rewriting=rewriting).complaint
     return verdict
 
 

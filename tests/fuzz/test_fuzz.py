@@ -135,9 +135,10 @@ def test_what_one_kind_of_program_shows_is_found(kind: str, monkeypatch: pytest.
     assert complaint in (check(program).complaint or "")
 
 
+@pytest.mark.parametrize("without_the_passes", [False, True])
 @pytest.mark.parametrize(("end", "complaint"), [(os.abort, "crash: exit code -6"), (lambda: time.sleep(60), "hang")])
 def test_the_next_program_is_judged_after_one_that_ends_its_process(
-    end: Callable[[], None], complaint: str, monkeypatch: pytest.MonkeyPatch
+    end: Callable[[], None], complaint: str, without_the_passes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     programs = [compose(Choices(seed)) for seed in range(3)]
 
@@ -147,13 +148,32 @@ def test_the_next_program_is_judged_after_one_that_ends_its_process(
         return Verdict()
 
     monkeypatch.setattr(fuzzer, "check", check)
+    monkeypatch.setattr(fuzzer, "alone", lambda program: end() if without_the_passes else None)
     monkeypatch.setattr(fuzzer, "LIMIT_OF_INDUCTOR", 0.5)
     found = fuzzer.verdicts(0)
     seen = [next(found) for _ in range(3)]
     found.close()
     assert [seed for seed, _ in seen] == [0, 1, 2]
-    assert [verdict.complaint is None for _, verdict in seen] == [True, False, True]
-    assert complaint in (seen[1][1].complaint or "")
+    ended = seen[1][1]
+    assert [verdict for _, verdict in seen] == [Verdict(), ended, Verdict()]
+    assert complaint in ((ended.invalid if without_the_passes else ended.complaint) or "")
+    assert (ended.complaint is None) == without_the_passes
+
+
+def test_what_inductor_alone_finds_wrong_in_its_caches_is_no_fault_of_the_passes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second of two runs is wrong, with the passes and without."""
+    runs: dict[bool, int] = {True: 0, False: 0}
+
+    def checked(program: Program, *, rewriting: bool) -> Verdict:
+        runs[rewriting] += 1
+        return Verdict(complaint="wrong" if runs[rewriting] == 2 else None)
+
+    monkeypatch.setattr(judge, "_check", checked)
+    verdict = check(replace(PLAIN, inductor=True))
+    assert verdict.complaint is None
+    assert verdict.invalid == "without the passes: wrong"
 
 
 def test_a_wrong_program_shrinks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,6 +193,7 @@ CASES: dict[str, Callable[[], None]] = {
     "gates": lambda: _bf16_gates(4, 4096, 512),
     "eight": lambda: _eight(4096, 512),
     "norm": lambda: _norm(4, 4096, 512, torch.bfloat16),
+    "norm, narrow": lambda: _norm(9, 24, 512, torch.bfloat16),
     "norm, wide": lambda: _norm(4, 16384, 512, torch.bfloat16),
     "norm, f32": lambda: _norm(4, 8192, 512, torch.float32),
     "norm, many": lambda: _norm(16, 1280, 512, torch.bfloat16),

@@ -48,10 +48,10 @@ SPILLS: dict[str, dict[int, dict[str, int]]] = {
 # Kernels whose sums over threads consist of products.
 SUMMING = {
     "mix_kernel", "mix_backward_kernel", "scale_kernel", "scale_backward_kernel", "sinkhorn_kernel",
-    "sinkhorn_backward_kernel", "mix_streams_backward_kernel",
+    "sinkhorn_backward_kernel", "mix_streams_backward_kernel", "input_norm_backward_kernel",
 }  # fmt: skip
 # float32 and more streams take minutes.
-CASES = ("bf16", "few", "some", "pass", "tf32", "starts", "gates", "eight", "norm")
+CASES = ("bf16", "few", "some", "pass", "tf32", "starts", "gates", "eight", "norm", "norm, narrow")
 
 
 # The GPUs that are measured, and the others.
