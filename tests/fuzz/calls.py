@@ -39,7 +39,13 @@ def draw_calls(pick: Pick, features: list[str], letters: tuple[str, ...], sizes:
     drawn: dict[str, Any] = {"mode": mode, "inductor": pick(INDUCTOR), "seed": pick(range(100))}
     if len(letters) > 1:
         drawn["extra"] = tuple(tuple(sizes[letter] for letter in one) for one in letters[1:])
+    if mode == "training" and pick([False] * 7 + [True]):
+        drawn["flips"] = True
+        features.append("calls with other gradients")
     if "dynamic sizes" not in features:
+        if "flips" in drawn:
+            same = tuple(tuple(sizes[letter] for letter in one) for one in letters)
+            drawn["later"] = (same, same)
         return drawn
     drawn["dynamic"] = pick([True, True, None])
     if pick([False, True]):

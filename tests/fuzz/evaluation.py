@@ -39,14 +39,25 @@ class Evaluation:
 
 
 def evaluate(
-    call: Callable[..., Any], module: nn.Module, inputs: Sequence[Tensor], program: Program, wide: bool = False
+    call: Callable[..., Any],
+    module: nn.Module,
+    inputs: Sequence[Tensor],
+    program: Program,
+    wide: bool = False,
+    flipped: bool = False,
 ) -> Evaluation:
-    """Call a program that computes with the parameters of `module`, and take derivatives of all its outputs."""
+    """Call a program that computes with the parameters of `module`, and take derivatives of all its outputs.
+
+    flipped: inputs need gradients where they usually do not, and every second parameter is frozen.
+    """
     torch.manual_seed(11)
     module.zero_grad(set_to_none=True)
     training = program.mode == "training"
     given = [value.double() if wide else value for value in inputs]
-    given = [value.detach().clone().requires_grad_(training and program.leaves) for value in given]
+    leaves = training and program.leaves != flipped
+    given = [value.detach().clone().requires_grad_(leaves) for value in given]
+    for index, parameter in enumerate(module.parameters()):
+        parameter.requires_grad_(not (flipped and index % 2))
     for index, axis in program.marked:
         torch._dynamo.maybe_mark_dynamic(given[index], axis)
     found = Evaluation()

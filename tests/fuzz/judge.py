@@ -128,23 +128,26 @@ def _complaint(program: Program, verdict: Verdict, rewriting: bool) -> str | Non
     compiled = _compiled(model, program, verdict, rewriting)
     state = copy.deepcopy(model.state_dict())
 
-    def evaluated(call: Any, module: nn.Module, given: Sequence[Tensor], wide: bool = False) -> Evaluation:
+    def evaluated(
+        call: Any, module: nn.Module, given: Sequence[Tensor], flipped: bool, wide: bool = False
+    ) -> Evaluation:
         with torch.no_grad():
             module.load_state_dict(state)  # buffers as they were: a program may count in them
-        return evaluate(call, module, given, program, wide)
+        return evaluate(call, module, given, program, wide, flipped)
 
     def attempt(call: int, number: int) -> tuple[Results, tuple[Norms, ...]]:
         # With a generator of its own: `evaluate` seeds torch's, which would make every draw the same.
         given = program.inputs(call, torch.Generator().manual_seed(100 * program.seed + number))
+        flipped = program.flips and call % 2 == 1
         try:
-            eager = evaluated(model, model, given)
-            exact = evaluated(reference, reference.module, given, wide=True).results
+            eager = evaluated(model, model, given, flipped)
+            exact = evaluated(reference, reference.module, given, flipped, wide=True).results
         except Exception as error:
             raise _Invalid(f"{type(error).__name__}: {error}") from error
         if not all(value.isfinite().all() for value in (*eager.results.values(), *exact.values())):
             raise _Invalid("eager's results are not finite")
         try:
-            ours = evaluated(compiled, model, given)
+            ours = evaluated(compiled, model, given, flipped)
         except Exception as error:
             raise _Wrong(f"raised {type(error).__name__}: {str(error)[:2000]}") from error
         other = verdict.complaint or difference(eager, ours)

@@ -18,6 +18,10 @@ MUTATIONS = (
     # what is computed changes from here on
     "{v} = {v}.detach()",
     "{v} = 0.5 * {v} + 0.5 * {v}.detach()",
+    "{v} = Halved.apply({v})",
+    "{v} = Opposed.apply({v})",
+    "if {v}.requires_grad: {v}.register_hook(lambda grad: 0.75 * grad)",
+    "if {v}.requires_grad: {v}.register_hook(lambda grad: None)",
     "{v} = {v}.bfloat16().to({v}.dtype)",
     "{v} = {v}.half().to({v}.dtype)",
     "{v} = {v}.double().mul(1.25).to({v}.dtype)",

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from tests.fuzz.functions import Halved, Opposed
 """
 
 
@@ -32,8 +33,9 @@ class Program:
 
     extra holds the shapes of further inputs, later the shapes of all inputs of further calls. marked holds the input
     and the dimension of sizes that are marked as dynamic. mode is "training", "no_grad" or "inference"; leaves says
-    whether inputs need gradients. inductor says whether the whole backend compiles it, or AOTAutograd and the fusions
-    alone. features are the kinds that the program was drawn to have.
+    whether inputs need gradients. flips: every second call has that otherwise, with every second parameter frozen.
+    inductor says whether the whole backend compiles it, or AOTAutograd and the fusions alone. features are the kinds
+    that the program was drawn to have.
     """
 
     source: str
@@ -47,6 +49,7 @@ class Program:
     marked: tuple[tuple[int, int], ...] = ()
     mode: str = "training"
     leaves: bool = True
+    flips: bool = False
     inductor: bool = False
     features: tuple[str, ...] = ()
 

@@ -230,8 +230,8 @@ def test_a_fault_of_few_inputs_shows_in_others_too(
     """The rewritten program's error is far too large at these places of all inputs, of which a round has 12."""
     evaluate, seen = judge.evaluate, iter(range(1000))
 
-    def evaluated(call: Any, module: Any, given: Any, program: Program, wide: bool) -> Any:
-        found = evaluate(call, module, given, program, wide)
+    def evaluated(call: Any, module: Any, given: Any, program: Program, wide: bool, flipped: bool) -> Any:
+        found = evaluate(call, module, given, program, wide, flipped)
         if call is not module and not wide and next(seen) in places:
             found.results["output 0"].add_(1e-3)
         return found

@@ -22,6 +22,7 @@ def test_all_kinds_are_drawn() -> None:
     programs = [compose(Choices(seed)) for seed in range(DRAWN)]
     drawn = Counter(kind for program in programs for kind in program.features)
     others = ["without gradients", "without duck shapes", "marked sizes", "calls of other sizes"]
+    others += ["calls with other gradients"]
     others += [kind for kind in MAKERS if kind]
     assert {kind for kind in (*KINDS, *others) if drawn[kind] < DRAWN // 100} == set()
     assert 0 < sum(program.inductor for program in programs) < DRAWN // 20

@@ -51,7 +51,7 @@ SUMMING = {
     "sinkhorn_backward_kernel", "mix_streams_backward_kernel", "input_norm_backward_kernel",
 }  # fmt: skip
 # float32 and more streams take minutes.
-CASES = ("bf16", "few", "some", "pass", "tf32", "starts", "gates", "eight", "norm", "norm, narrow")
+CASES = ("bf16", "few", "some", "pass", "tf32", "starts", "gates", "eight", "norm", "narrow")
 
 
 # The GPUs that are measured, and the others.
