@@ -13,6 +13,7 @@ from collections.abc import Collection
 
 from tests.fuzz.calls import draw_calls, draw_sizes
 from tests.fuzz.identities import apply_identities
+from tests.fuzz.mutated import MODELS, places, told
 from tests.fuzz.mutations import mutate, put_in_block
 from tests.fuzz.other_streams import MAKERS
 from tests.fuzz.program import Pick, Program
@@ -64,7 +65,7 @@ PUT = {
 
 def compose(pick: Pick) -> Program:
     """One program, by the choices of `pick`."""
-    return pick([_written, _written, _written, _written, _nearly, _spelled])(pick)
+    return pick([_written, _written, _written, _written, _nearly, _spelled, _mutated])(pick)
 
 
 def _drawn_kinds(pick: Pick, kinds: Collection[str]) -> list[str]:
@@ -198,6 +199,26 @@ class Model(Spelled):
 """
     kinds = ("writes", "aliasing outputs", "detach beside", "equal streams", "saturated gates", "dynamic sizes")
     return _around(pick, source, shape, kinds)
+
+
+def _mutated(pick: Pick) -> Program:
+    """A model of the zoo, whole, with one place of its source changed."""
+    name = pick([*MODELS])
+    place = pick(range(len(places(name)) + 1))
+    n, width = pick([4, 2, 3]), pick([24, 6])
+    given = {"streams": n, "width": width, "layers": pick([1, 2]), **MODELS[name][2]}
+    source = f"""
+from tests.fuzz.mutated import mutated
+
+
+class Model(mutated({name!r}, {place})):  # {told(name, place)}
+    def __init__(self):
+        super().__init__(**{given!r})
+"""
+    features = ["mutant of a model"] if place else []
+    shape = (pick([2, 1]), pick([3, n, 1]), width)
+    calls = draw_calls(pick, features, ("bsc",), dict(zip("bsc", shape, strict=True)))
+    return Program(source, shape, dynamic=pick([None] * 7 + [True]), features=tuple(features), **calls)
 
 
 def _around(pick: Pick, source: str, shape: tuple[int, ...], kinds: Collection[str]) -> Program:

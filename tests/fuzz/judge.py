@@ -123,7 +123,10 @@ def _compiled(model: nn.Module, program: Program, verdict: Verdict, rewriting: b
 
 
 def _complaint(program: Program, verdict: Verdict, rewriting: bool) -> str | None:
-    model, _ = program.build()
+    try:
+        model, _ = program.build()
+    except Exception as error:
+        raise _Invalid(f"no model: {type(error).__name__}: {error}") from error
     reference = Float64Reference(model)
     compiled = _compiled(model, program, verdict, rewriting)
     state = copy.deepcopy(model.state_dict())

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from tests.fuzz import identities
 from tests.fuzz.__main__ import Choices
 from tests.fuzz.grammar import KINDS, compose
+from tests.fuzz.mutated import MODELS, mutated, places
 from tests.fuzz.other_streams import MAKERS
 
 DRAWN = 300
@@ -22,7 +23,7 @@ def test_all_kinds_are_drawn() -> None:
     programs = [compose(Choices(seed)) for seed in range(DRAWN)]
     drawn = Counter(kind for program in programs for kind in program.features)
     others = ["without gradients", "without duck shapes", "marked sizes", "calls of other sizes"]
-    others += ["calls with other gradients"]
+    others += ["calls with other gradients", "mutant of a model"]
     others += [kind for kind in MAKERS if kind]
     assert {kind for kind in (*KINDS, *others) if drawn[kind] < DRAWN // 100} == set()
     assert 0 < sum(program.inductor for program in programs) < DRAWN // 20
@@ -34,6 +35,23 @@ def test_the_same_choices_make_the_same_program() -> None:
         program = compose(choices)
         assert program == compose(Choices(1000, choices.made))
         ast.parse(program.source)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_without_a_change_is_the_one_of_the_zoo(name: str) -> None:
+    module, model, given = MODELS[name]
+    made = []
+    for build in (getattr(module, model), mutated(name, 0)):
+        torch.manual_seed(1)
+        made.append(build(**given)(torch.ones(1, 2, 24)))
+    assert all(torch.equal(one, other) for one, other in zip(*made, strict=True))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_changes_of_a_model_change_its_source(name: str) -> None:
+    changed = places(name)
+    assert len({(mutant.begin, mutant.new) for mutant in changed}) == len(changed) >= 30
+    assert {"-1", "-2"} & {mutant.old for mutant in changed}, "no axis is changed"
 
 
 def _values(pattern: str) -> dict[str, Any]:
