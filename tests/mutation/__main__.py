@@ -4,7 +4,8 @@ python -m tests.mutation --mutants 500 --seed 0 --processes 32 --out mutants.jso
 
 Each line of the output is a judged mutant; those that are there are not judged again. The last line on the terminal is
 a summary as JSON. The tests that judge run once without a mutant, which says how long each file of tests takes. Those
-of the mutant's stage come first, and then as many others, the fastest first, as fit into --budget seconds in all.
+of the mutant's stage come first, and then as many others, the fastest first, as fit into --budget seconds in all. Tests
+that fail without a mutant, as with another torch, are named by --deselect.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class Copy:
                 shutil.copy2(source, target, follow_symlinks=False)
         (folder / "tmp").mkdir()
         self._environment = os.environ | {
-            "PYTHONPATH": str(self.root),
+            "PYTHONPATH": os.pathsep.join([str(self.root), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
             "PYTHONDONTWRITEBYTECODE": "1",
             "OMP_NUM_THREADS": "1",
             "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),
@@ -142,10 +143,11 @@ class Copy:
         return asdict(mutant) | {"name": mutant.name, "outcome": outcome, "by": by, "seconds": took}
 
 
-def durations(copy: Copy, seconds: float) -> dict[str, float]:
+def durations(copy: Copy, seconds: float, processes: int, *more: str) -> dict[str, float]:
     """How long each file of tests takes without a mutant. Raises SystemExit if one fails."""
     report = copy.root.parent / "report.xml"
-    outcome, said = copy.test(list(_OTHERS), seconds, f"--junitxml={report}", "-o", "junit_family=xunit1")
+    options = (f"--junitxml={report}", "-o", "junit_family=xunit1", "-n", str(processes), *more)
+    outcome, said = copy.test(list(_OTHERS), seconds, *options)
     if outcome != "survived":
         raise SystemExit(f"without a mutant the tests fail: {outcome} {said}")
     found: Counter[str] = Counter()
@@ -218,6 +220,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=1, help="each has a copy of the checkout")
     parser.add_argument("--budget", type=float, default=600.0, help="seconds that the tests of a mutant take in all")
     parser.add_argument("--files", nargs="*", help="files of passes/ to draw from, such as passes/plan/roles.py")
+    parser.add_argument("--deselect", nargs="*", default=[], help="tests that fail without a mutant, too")
     parser.add_argument("--out", type=Path, default=Path("mutants.jsonl"), help="judged mutants, one a line")
     parser.add_argument(
         "--seconds",
@@ -225,6 +228,7 @@ def main(arguments: list[str] | None = None) -> int:
         help="a sample: one case of each of a few tests judges, and no mutant begins after that",
     )
     given = parser.parse_args(arguments)
+    deselected = [f"--deselect={test}" for test in given.deselect]
     end = math.inf if given.seconds is None else time.monotonic() + given.seconds
     files = given.files or [str(path.relative_to(ROOT)) for path in sorted((ROOT / "passes").rglob("*.py"))]
     wanted = drawn(ROOT, files, given.mutants, given.seed)
@@ -240,7 +244,7 @@ def main(arguments: list[str] | None = None) -> int:
         times: dict[str, float] = {}
         if given.seconds is None and todo:
             copy = free.get()
-            times = durations(copy, 20 * given.budget)
+            times = durations(copy, 20 * given.budget, given.processes, *deselected)
             free.put(copy)
         lock = threading.Lock()
 
@@ -252,7 +256,7 @@ def main(arguments: list[str] | None = None) -> int:
                 tests = selected(mutant.file, times, given.budget) if times else few(mutant.file)
                 # Others use the machine, too; and a mutant may be slow without being wrong.
                 sample = [] if given.seconds is None else ["--thin", "1"]
-                result = copy.judge(mutant, tests, 4 * given.budget, *sample)
+                result = copy.judge(mutant, tests, 4 * given.budget, *sample, *deselected)
             finally:
                 free.put(copy)
             with lock:
