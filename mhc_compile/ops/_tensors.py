@@ -137,7 +137,13 @@ def weighted_sums(weights: Tensor, x: Tensor) -> Tensor:
     """out[m, o] = sum_i weights[m, o, i] * x[m, i] in the dtype of weights; from [M, o, i] and [M, i, C]."""
     # In float64, BLAS orders these sums by the number of tokens and threads.
     if _matmul_is_exact(weights) and weights.dtype != torch.float64:
-        return torch.bmm(weights, _aligned(upcast(x, weights.dtype)))[..., : x.shape[-1]]
+        streams = _aligned(upcast(x, weights.dtype))
+        # A batch of one goes to another routine, which may sum in another order than that for many tokens.
+        pair = x.shape[0] == 1
+        sums = (
+            torch.bmm(weights.expand(2, -1, -1), streams.expand(2, -1, -1))[:1] if pair else torch.bmm(weights, streams)
+        )
+        return sums[..., : x.shape[-1]]
     total = weights[:, :, :1] * x[:, :1]
     for i in range(1, x.shape[1]):
         total.addcmul_(weights[:, :, i : i + 1], upcast(x[:, i : i + 1], weights.dtype))

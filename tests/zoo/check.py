@@ -40,6 +40,8 @@ ENOUGH = 8
 # Rounding of a result to its own dtype is not an error that one program can avoid and the other cannot; several
 # such roundings are in any result that passes through more than one operator.
 FLOOR_ROUNDINGS = 4.0
+# A gradient below this part of the others' root mean square is 0 but for the rounding of float64.
+VANISHING = 1e-12
 
 Results = dict[str, Tensor]
 
@@ -185,10 +187,21 @@ def _is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def error(value: Tensor, exact: Tensor) -> float:
-    """The root mean square difference, relative to the root mean square of the exact values."""
+def error(value: Tensor, exact: Tensor, least: float = 1e-30) -> float:
+    """The root mean square difference, relative to the root mean square of the exact values.
+
+    least: the size of the exact values, if they have none of their own.
+    """
     difference = (value.double() - exact.double()).norm().item()
-    return difference / max(exact.double().norm().item(), 1e-30)
+    return difference / max(exact.double().norm().item(), least)
+
+
+def _least(name: str, exact: Results) -> float:
+    """The size below which a result vanishes but for rounding, among the gradients or the outputs."""
+    kind = [other for one, other in exact.items() if one.startswith("gradient") == name.startswith("gradient")]
+    whole = sum(other.double().square().sum().item() for other in kind)
+    mean = whole / max(1, sum(other.numel() for other in kind))
+    return max(1e-30, VANISHING * (mean * exact[name].numel()) ** 0.5)
 
 
 def assert_as_accurate(outcome: Outcome) -> None:
@@ -207,14 +220,16 @@ def assert_as_accurate(outcome: Outcome) -> None:
 
 def _complaints(outcome: Outcome) -> list[str]:
     assert outcome.exact is not None
-    errors = {name: error(value, outcome.exact[name]) for name, value in outcome.eager.items()}
+    least = {name: _least(name, outcome.exact) for name in outcome.exact}
+    errors = {name: error(value, outcome.exact[name], least[name]) for name, value in outcome.eager.items()}
     typical = median(errors.values())
     complaints = []
     ratios = []
     for name, value in outcome.rewritten.items():
-        ours = error(value, outcome.exact[name])
+        ours = error(value, outcome.exact[name], least[name])
         floor = FLOOR_ROUNDINGS * torch.finfo(value.dtype).eps
-        few = value[0].numel() < FEW
+        # What is left of a gradient that vanishes comes through few numbers, however many it has.
+        few = value[0].numel() < FEW or outcome.exact[name].double().norm().item() < least[name]
         slack = SLACK_FEW if few else SLACK
         allowed = slack * max(errors[name], typical) + floor
         if not ours <= allowed:
