@@ -133,17 +133,16 @@ def _aligned(value: Tensor) -> Tensor:
     return padded
 
 
+def _bmm(a: Tensor, b: Tensor) -> Tensor:
+    """torch.bmm, of a single token as of many: a batch of one goes to a routine that may sum in another order."""
+    return torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1))[:1] if a.shape[0] == 1 else torch.bmm(a, b)
+
+
 def weighted_sums(weights: Tensor, x: Tensor) -> Tensor:
     """out[m, o] = sum_i weights[m, o, i] * x[m, i] in the dtype of weights; from [M, o, i] and [M, i, C]."""
     # In float64, BLAS orders these sums by the number of tokens and threads.
     if _matmul_is_exact(weights) and weights.dtype != torch.float64:
-        streams = _aligned(upcast(x, weights.dtype))
-        # A batch of one goes to another routine, which may sum in another order than that for many tokens.
-        pair = x.shape[0] == 1
-        sums = (
-            torch.bmm(weights.expand(2, -1, -1), streams.expand(2, -1, -1))[:1] if pair else torch.bmm(weights, streams)
-        )
-        return sums[..., : x.shape[-1]]
+        return _bmm(weights, _aligned(upcast(x, weights.dtype)))[..., : x.shape[-1]]
     total = weights[:, :, :1] * x[:, :1]
     for i in range(1, x.shape[1]):
         total.addcmul_(weights[:, :, i : i + 1], upcast(x[:, i : i + 1], weights.dtype))
@@ -158,11 +157,7 @@ def stream_products(a: Tensor, b: Tensor) -> Tensor:
         # BLAS may add up equal rows in different orders, and the gradients of equal streams have to cancel.
         return (a * b).sum(-1, keepdim=True)
     if _matmul_is_exact(a):
-        a, b = _aligned(a), _aligned(b)
-        # A batch of one goes to another routine, which sums in another order than that for many tokens.
-        pair = a.shape[0] == 1
-        products = torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1).mT) if pair else torch.bmm(a, b.mT)
-        return products[:1] if pair else products
+        return _bmm(_aligned(a), _aligned(b).mT)
     return torch.stack([(a * b[:, o : o + 1]).sum(-1) for o in range(b.shape[1])], -1)
 
 
