@@ -25,6 +25,8 @@ from mhc_compile.kernels.gates import affine, rms_factor, rounded_product, sigmo
 WAVES = 2
 # The most bytes of shared memory for one of the two tiles of rows that are on their way.
 _PREFETCHED = 48 << 10
+# In rows of up to so many columns, a thread may have a single number.
+_SHORT = tl.constexpr(128)
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,13 @@ def row_tile(width: int) -> Tile:
 
 
 def backward_tile(n: int, width: int, itemsize: int) -> Tile:
-    """As `row_tile`, with half the numbers in a thread, and the next rows are copied ahead if they fit, too."""
+    """As `row_tile`, with half the numbers in a thread where rows are long or short, and the next rows copied ahead.
+
+    They are copied ahead if they fit. Short rows have rounded products, which take more registers.
+    """
     tile = row_tile(width)
+    if tile.columns <= _SHORT.value:
+        tile = replace(tile, tokens=tile.tokens // 2)
     row_bytes = (n + 1) * tile.tokens * tile.columns * itemsize
     warps = max(4, min(32, tile.columns // (512 if n <= 4 else 256)))
     return replace(tile, warps=warps, stages=3 if row_bytes <= _PREFETCHED else 1)
@@ -57,7 +64,7 @@ def backward_tile(n: int, width: int, itemsize: int) -> Tile:
 @triton.jit
 def _product(x, y, BLOCK_C: tl.constexpr):
     """x * y, to be added up over BLOCK_C columns: rounded where a thread may have a single one of them."""
-    return rounded_product(x, y) if BLOCK_C <= 128 else x * y
+    return rounded_product(x, y) if BLOCK_C <= _SHORT else x * y
 
 
 @triton.jit

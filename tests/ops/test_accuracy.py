@@ -321,6 +321,7 @@ number of values.
   whichever is larger. All these tensors together may have 1.1 + 5 / sqrt(N) times eager's error, but at least 1.25
   times.
 - **Gradients that vanish** may have 10 times eager's error, or 1e-12 of the root mean square of all gradients.
+  If only some gradients of a tensor vanish, 10 times holds for the median run, and 100 times for the worst one.
 - An error of 4 roundings always passes, except for gradients that vanish.
 
 A gradient vanishes if it is below 1e-12 of its tensor's root mean square. All gradients of a tensor vanish if their

@@ -7,6 +7,7 @@ import torch
 
 from mhc_compile.testing import Errors, judge
 
+_BOTH = ["phi, where it vanishes", "phi, where it vanishes, at worst"]
 SIZES = {"large": 5000, "scale": 3, "other scale": 3, "nought": 10}
 
 
@@ -54,9 +55,35 @@ def test_a_value_that_vanishes_has_the_size_of_its_group(own: float, fails: bool
 
     # The root mean square of all is 1 / sqrt(3).
     found = judge(errors(1e-14), errors(own), ["phi"], "gradients")
-    assert [finding.what for finding in found if not finding.ok] == ["phi, where it vanishes"] * fails
+    assert [finding.what for finding in found if not finding.ok] == _BOTH * fails
     assert all(finding.ok for finding in judge(errors(own / 9), errors(own), ["phi"], "gradients"))
     assert all(finding.ok for finding in judge(errors(1e-14), errors(own), ["phi"], "outputs", vanishing=False))
+
+
+@pytest.mark.parametrize(
+    ("ours", "failing"),
+    [
+        ([1e-9, 1e-13, 1e-14], []),
+        ([1e-8, 1e-13, 1e-14], []),  # chance, in the one evaluation where much is left
+        ([1e-9, 1e-10, 1e-14], _BOTH[:1]),
+        ([1e-9, 1e-10, 1e-6], _BOTH),
+        ([1e-14, 1e-14, 1e-6], _BOTH[1:]),
+        ([1e-9, float("nan"), 1e-14], _BOTH),
+    ],
+)
+def test_evaluations_where_values_vanish_are_judged_one_by_one(ours: list[float], failing: list[str]) -> None:
+    exact = torch.ones(24, 100, dtype=torch.float64)
+    exact[8:] = 0.0
+
+    def errors(left: list[float]) -> Errors:
+        found = Errors()
+        for each in left:
+            found.add({"phi": exact + torch.where(exact == 0.0, each, 1e-5)}, {"phi": exact})
+        return found
+
+    found = judge(errors([1e-9, 1e-13, 1e-14]), errors(ours), ["phi"], "gradients")
+    judged = [finding for finding in found if finding.what in _BOTH]
+    assert [finding.what for finding in judged if not finding.ok] == failing
 
 
 @pytest.mark.parametrize("own", [1e-11, 1e-7])
