@@ -39,13 +39,14 @@ def draw_calls(pick: Pick, features: list[str], letters: tuple[str, ...], sizes:
     drawn: dict[str, Any] = {"mode": mode, "inductor": pick(INDUCTOR), "seed": pick(range(100))}
     if len(letters) > 1:
         drawn["extra"] = tuple(tuple(sizes[letter] for letter in one) for one in letters[1:])
+    if "process group" in features:
+        drawn["ranks"] = 2
     if mode == "training" and pick([False] * 7 + [True]):
         drawn["flips"] = True
         features.append("calls with other gradients")
+        same = tuple(tuple(sizes[letter] for letter in one) for one in letters)
+        drawn["later"] = (same, same)
     if "dynamic sizes" not in features:
-        if "flips" in drawn:
-            same = tuple(tuple(sizes[letter] for letter in one) for one in letters)
-            drawn["later"] = (same, same)
         return drawn
     drawn["dynamic"] = pick([True, True, None])
     if pick([False, True]):
@@ -60,6 +61,6 @@ def draw_calls(pick: Pick, features: list[str], letters: tuple[str, ...], sizes:
         other = {letter: pick([size, size + 1, size + 2, 1, 7]) for letter, size in sizes.items() if letter in "bst"}
         later.append(tuple(tuple((sizes | other)[letter] for letter in one) for one in letters))
     if later:
-        drawn["later"] = tuple(later)
+        drawn["later"] = drawn.get("later", ()) + tuple(later)
         features.append("calls of other sizes")
     return drawn

@@ -17,6 +17,7 @@ from tests.fuzz.mutated import MODELS, places, told
 from tests.fuzz.mutations import mutate, put_in_block
 from tests.fuzz.other_streams import MAKERS
 from tests.fuzz.program import Pick, Program
+from tests.fuzz.ranks import put_ranks
 from tests.fuzz.results import HEADS, put_aliases, put_detached
 from tests.fuzz.rows import put_rows
 from tests.fuzz.sublayer_lines import LAYOUTS, Layout, Line
@@ -45,6 +46,7 @@ KINDS = {
     "equal streams": 1,
     "saturated gates": 1,
     "dynamic sizes": 2,
+    "process group": 2,
 }
 # Streams that are all equal, by the layout's letters.
 EQUAL = {
@@ -55,6 +57,8 @@ EQUAL = {
     "bnsc": ("x[:, :1].expand(-1, N, -1, -1)", "x[:, :1].repeat_interleave(N, 1)"),
     "nbsc": ("x[:1].expand(N, -1, -1, -1)", "torch.stack([x[0]] * N)"),
 }
+# What may be around a near miss, which may hold parameters of its batch and length: other sizes would not fit.
+_OF_NEAR = ("aliasing outputs", "detach beside", "equal streams", "process group")
 PUT = {
     "writes": put_writes,
     "aliasing outputs": put_aliases,
@@ -108,6 +112,8 @@ def _written(pick: Pick) -> Program:
         "entry": [sizes["b"] if letter == "b" and "later" not in calls else 1 for letter in layout.shape],
     }
     source = _source(sizes, [text for group in texts for text in group], settings)
+    if "process group" in features:
+        source = put_ranks(pick, source, letters, given)
     shape, dtype = tuple(sizes[letter] for letter in layout.shape), "bfloat16" if cast else "float32"
     calls.setdefault("dynamic", pick([None] * 7 + [True]))
     return Program(source, shape, dtype, features=tuple(features), **calls)
@@ -180,8 +186,7 @@ class Model({", ".join(f'MISSES["{name}"]' for name in bases)}):
     def __init__(self):
         super().__init__(n={n}, width={width}, length={length}, batch={batch})
 """
-    # A near miss may hold parameters of its batch and length: other sizes would not fit.
-    return _around(pick, source, (batch, length, n, width), ("aliasing outputs", "detach beside", "equal streams"))
+    return _around(pick, source, (batch, length, n, width), _OF_NEAR)
 
 
 def _spelled(pick: Pick) -> Program:
@@ -197,7 +202,7 @@ class Model(Spelled):
     def __init__(self):
         super().__init__({choices!r}, n={n}, width={shape[-1]})
 """
-    kinds = ("writes", "aliasing outputs", "detach beside", "equal streams", "saturated gates", "dynamic sizes")
+    kinds = [kind for kind in KINDS if kind not in ("identities", "rows by index", "one token")]
     return _around(pick, source, shape, kinds)
 
 

@@ -19,6 +19,7 @@ import mhc_compile.entry  # makes "mhc" known where the package is run from its 
 from mhc_compile.testing.float64 import Float64Reference
 from tests.fuzz.evaluation import Evaluation, Results, difference, evaluate
 from tests.fuzz.program import Program
+from tests.fuzz.ranks import group
 from tests.fuzz.watch import Verdict, Watch
 from tests.zoo.check import FEW, SLACK_FEW
 
@@ -96,7 +97,8 @@ def _check(program: Program, *, rewriting: bool) -> Verdict:
     verdict = Verdict()
     torch._dynamo.reset()
     try:
-        with _limited(LIMIT_OF_INDUCTOR if program.inductor else LIMIT), shapes.patch(use_duck_shape=program.duck):
+        limit = _limited(LIMIT_OF_INDUCTOR if program.inductor else LIMIT)
+        with limit, group(program.ranks), shapes.patch(use_duck_shape=program.duck):
             verdict.complaint = _complaint(program, verdict, rewriting)
     except _Invalid as reason:
         verdict.invalid, verdict.complaint = str(reason), None

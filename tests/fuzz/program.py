@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from tests.fuzz.functions import Halved, Opposed
+from tests.fuzz.ranks import gathered, local, on_all, shared_out
 """
 
 
@@ -34,6 +35,7 @@ class Program:
     extra holds the shapes of further inputs, later the shapes of all inputs of further calls. marked holds the input
     and the dimension of sizes that are marked as dynamic. mode is "training", "no_grad" or "inference"; leaves says
     whether inputs need gradients. flips: every second call has that otherwise, with every second parameter frozen.
+    ranks is the size of the process group, of which this process is the first rank; with 1 there is none.
     inductor says whether the whole backend compiles it, or AOTAutograd and the fusions alone. features are the kinds
     that the program was drawn to have.
     """
@@ -50,6 +52,7 @@ class Program:
     mode: str = "training"
     leaves: bool = True
     flips: bool = False
+    ranks: int = 1
     inductor: bool = False
     features: tuple[str, ...] = ()
 

@@ -3,9 +3,10 @@
 python -m tests.mutation --mutants 500 --seed 0 --processes 32 --out mutants.jsonl
 
 Each line of the output is a judged mutant; those that are there are not judged again. The last line on the terminal is
-a summary as JSON. The tests that judge run once without a mutant, which says how long each file of tests takes. Those
-of the mutant's stage come first, and then as many others, the fastest first, as fit into --budget seconds in all. Tests
-that fail without a mutant, as with another torch, are named by --deselect.
+a summary as JSON. There are two rounds. First, one case of each test of the mutant's stage judges. What these leave is
+"undecided", and judged by all cases, and then by as many other tests, the fastest first, as fit into --budget seconds.
+How long they take is found by running all of them without a mutant, which takes hours of one core. Tests that fail
+without a mutant, as with another torch, are named by --deselect.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import threading
 import time
 import xml.etree.ElementTree as xml
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -143,11 +145,11 @@ class Copy:
         return asdict(mutant) | {"name": mutant.name, "outcome": outcome, "by": by, "seconds": took}
 
 
-def durations(copy: Copy, seconds: float, processes: int, *more: str) -> dict[str, float]:
+def durations(copy: Copy, tests: list[str], seconds: float, processes: int, *more: str) -> dict[str, float]:
     """How long each file of tests takes without a mutant. Raises SystemExit if one fails."""
     report = copy.root.parent / "report.xml"
     options = (f"--junitxml={report}", "-o", "junit_family=xunit1", "-n", str(processes), *more)
-    outcome, said = copy.test(list(_OTHERS), seconds, *options)
+    outcome, said = copy.test(tests, seconds, *options)
     if outcome != "survived":
         raise SystemExit(f"without a mutant the tests fail: {outcome} {said}")
     found: Counter[str] = Counter()
@@ -189,7 +191,7 @@ def least_rate(killed: int, judged: int) -> float:
 def summary(results: list[dict[str, Any]], seed: int) -> dict[str, Any]:
     outcomes = Counter(result["outcome"] for result in results)
     killed = outcomes["killed"] + outcomes["timeout"]
-    judged = killed + outcomes["survived"]
+    judged = killed + outcomes["survived"] + outcomes["undecided"]
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     return {
         "commit": commit.stdout.strip(),
@@ -197,18 +199,19 @@ def summary(results: list[dict[str, Any]], seed: int) -> dict[str, Any]:
         "outcomes": dict(outcomes),
         "killed": round(killed / judged, 4) if judged else None,
         "at_least": round(least_rate(killed, judged), 4) if judged else None,
-        "survivors": sorted(result["name"] for result in results if result["outcome"] == "survived"),
+        "survivors": sorted(result["name"] for result in results if result["outcome"] in ("survived", "undecided")),
     }
 
 
-def _known(path: Path) -> list[dict[str, Any]]:
-    """The judged mutants of an earlier run. A line that was cut off is left out."""
-    known = []
+def _known(path: Path) -> dict[str, dict[str, Any]]:
+    """The judged mutants of an earlier run, as they were judged last. A line that was cut off is left out."""
+    known = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
-            known.append(json.loads(line))
+            result = json.loads(line)
         except json.JSONDecodeError:
             continue
+        known[result["name"]] = result
     return known
 
 
@@ -222,53 +225,58 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--files", nargs="*", help="files of passes/ to draw from, such as passes/plan/roles.py")
     parser.add_argument("--deselect", nargs="*", default=[], help="tests that fail without a mutant, too")
     parser.add_argument("--out", type=Path, default=Path("mutants.jsonl"), help="judged mutants, one a line")
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        help="a sample: one case of each of a few tests judges, and no mutant begins after that",
-    )
+    parser.add_argument("--seconds", type=float, default=math.inf, help="no mutant begins after that")
+    parser.add_argument("--sample", action="store_true", help="one case of each of a few tests judges, and no others")
     given = parser.parse_args(arguments)
     deselected = [f"--deselect={test}" for test in given.deselect]
-    end = math.inf if given.seconds is None else time.monotonic() + given.seconds
+    end = time.monotonic() + given.seconds
     files = given.files or [str(path.relative_to(ROOT)) for path in sorted((ROOT / "passes").rglob("*.py"))]
-    wanted = drawn(ROOT, files, given.mutants, given.seed)
-    names = {mutant.name for mutant in wanted}
-    results = [result for result in _known(given.out) if result["name"] in names]
-    known = {result["name"] for result in results}
-    todo = [mutant for mutant in wanted if mutant.name not in known]
+    wanted = {mutant.name: mutant for mutant in drawn(ROOT, files, given.mutants, given.seed)}
+    results = {name: result for name, result in _known(given.out).items() if name in wanted}
     given.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder, given.out.open("a", encoding="utf-8") as out:
+        copies = [Copy(Path(folder, str(number))) for number in range(given.processes)]
         free: Queue[Copy] = Queue()
-        for number in range(given.processes):
-            free.put(Copy(Path(folder, str(number))))
-        times: dict[str, float] = {}
-        if given.seconds is None and todo:
-            copy = free.get()
-            times = durations(copy, 20 * given.budget, given.processes, *deselected)
+        for copy in copies:
             free.put(copy)
         lock = threading.Lock()
 
-        def judge(mutant: Mutant) -> None:
-            copy = free.get()
-            try:
-                if time.monotonic() > end:
-                    return
-                tests = selected(mutant.file, times, given.budget) if times else few(mutant.file)
-                # Others use the machine, too; and a mutant may be slow without being wrong.
-                sample = [] if given.seconds is None else ["--thin", "1"]
-                result = copy.judge(mutant, tests, 4 * given.budget, *sample, *deselected)
-            finally:
-                free.put(copy)
-            with lock:
-                results.append(result)
-                out.write(json.dumps(result) + "\n")
-                out.flush()
-                print(f"{len(results)} of {len(wanted)}: {result['outcome']}, {result['seconds']} s, {mutant.name}")
+        def judge(names: list[str], tests: Callable[[str], list[str]], survived: str, *more: str) -> None:
+            def one(name: str) -> None:
+                copy = free.get()
+                try:
+                    if time.monotonic() > end:
+                        return
+                    mutant = wanted[name]
+                    # Others use the machine, too; and a mutant may be slow without being wrong.
+                    result = copy.judge(mutant, tests(mutant.file), 4 * given.budget, *more, *deselected)
+                finally:
+                    free.put(copy)
+                if result["outcome"] == "survived":
+                    result["outcome"] = survived
+                with lock:
+                    results[name] = result
+                    out.write(json.dumps(result) + "\n")
+                    out.flush()
+                    print(f"{len(results)} of {len(wanted)}: {result['outcome']}, {result['seconds']} s, {name}")
 
-        with ThreadPoolExecutor(given.processes) as pool:
-            list(pool.map(judge, todo))
-    print(json.dumps(summary(results, given.seed)))
-    return int(not results or any(result["outcome"] == "unusable" for result in results))
+            with ThreadPoolExecutor(given.processes) as pool:
+                list(pool.map(one, names))
+
+        begun = [name for name in wanted if name not in results]
+        if given.sample:
+            judge(begun, few, "survived", "--thin", "1")
+        else:
+            named = sorted({test for name in begun for test in stage_tests(wanted[name].file)})
+            if begun:
+                durations(copies[0], named, 20 * given.budget, given.processes, "--thin", "1", *deselected)
+            judge(begun, stage_tests, "undecided", "--thin", "1")
+            left = [name for name, result in results.items() if result["outcome"] == "undecided"]
+            if left and time.monotonic() < end:
+                times = durations(copies[0], list(_OTHERS), 20 * given.budget, given.processes, *deselected)
+                judge(left, lambda file: selected(file, times, given.budget), "survived")
+    print(json.dumps(summary(list(results.values()), given.seed)))
+    return int(not results or any(result["outcome"] == "unusable" for result in results.values()))
 
 
 if __name__ == "__main__":

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.mutation import __main__ as mutation
 from tests.mutation.__main__ import _STAGES, ROOT, Copy, least_rate, selected, stage_tests, summary
-from tests.mutation.mutants import drawn, mutants
+from tests.mutation.mutants import Mutant, drawn, mutants
 
 SOURCE = b'''"""A module."""
 LIMIT = 3  # \xc3\xa4
@@ -67,6 +69,33 @@ def test_the_lower_bound() -> None:
     told = summary([{"outcome": "killed", "name": "a"}, {"outcome": "survived", "name": "b"}], 3)
     assert (told["killed"], told["survivors"], told["seed"]) == (0.5, ["b"], 3)
     assert json.loads(json.dumps(told)) == told
+
+
+def test_what_a_few_tests_leave_is_judged_by_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a second round, which may be another run: what was judged is not judged again."""
+    seen: list[tuple[str, bool]] = []
+
+    def judge(copy: Copy, mutant: Mutant, files: list[str], seconds: float, *more: str) -> dict[str, Any]:
+        few = "--thin" in more
+        assert ("tests/a.py" in files) != few
+        seen.append((mutant.name, few))
+        outcome = "survived" if few and len(seen) % 2 else "killed"
+        return {"name": mutant.name, "outcome": outcome, "seconds": 1.0}
+
+    monkeypatch.setattr(Copy, "judge", judge)
+    monkeypatch.setattr(mutation, "durations", lambda copy, tests, *_: {"tests/a.py": 1.0})
+    out = tmp_path / "mutants.jsonl"
+    given = ["--mutants", "4", "--files", "passes/report.py", "--out", str(out)]
+    monkeypatch.setattr(mutation.time, "monotonic", lambda: 10.0 if len(seen) == 4 else 0.0)
+    assert mutation.main([*given, "--seconds", "5"]) == 0
+    assert [few for _, few in seen] == [True] * 4
+    assert mutation.main([*given, "--seconds", "5"]) == 0
+    names = [name for name, _ in seen]
+    assert [few for _, few in seen[4:]] == [False] * 2
+    assert names[4:] == names[:4:2]
+    outcomes = [result["outcome"] for result in mutation._known(out).values()]
+    assert outcomes == ["killed"] * 4
+    assert summary([{"outcome": "killed", "name": "a"}, {"outcome": "undecided", "name": "b"}], 3)["killed"] == 0.5
 
 
 def test_passes_are_reached_by_one_path() -> None:
