@@ -5,21 +5,33 @@ PYTHON ?= python3
 TORCH ?= 2.13
 VENV := .venv/$(TORCH)
 CONSTRAINTS := constraints-torch$(TORCH).txt
+# LOCKED=1 installs these files and no others: on Linux, x86_64 and Python 3.11, which continuous integration has.
+LOCK := locked-torch$(TORCH).txt
 STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 FUZZ_ARGS ?= --programs 2000
 MUTATE_ARGS ?= --mutants 500 --processes 2
 PYTEST_ARGS ?=
 
-.PHONY: venv test test-all lint types pytest prove docs pages fuzz mutate demo gpu-test gpu-sanitize clean
+.PHONY: venv lock test test-all lint types pytest prove docs pages fuzz mutate demo gpu-test gpu-sanitize clean
 
 venv: $(STAMP)
 
 # The stamp is written last, so that an interrupted installation is done again.
-$(STAMP): pyproject.toml constraints.txt $(CONSTRAINTS)
+$(STAMP): pyproject.toml constraints.txt $(CONSTRAINTS) $(LOCK)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[test,demo]'
+ifdef LOCKED
+	$(PIP) --require-hashes -r $(LOCK)
+	$(PIP) --no-deps --no-build-isolation -e .
+else
+	$(PIP) -c $(CONSTRAINTS) -e '.[test,demo]'
+endif
 	touch $@
+
+# Once constraints change.
+lock:
+	$(PYTHON) -m tests.lock $(TORCH)
 
 # pytest's own selection leaves out what needs a GPU and what is marked slow or thorough; test-all leaves out the first
 # alone.

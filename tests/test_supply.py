@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 import mhc_compile.ops  # noqa: F401  (registers the operators)
 from mhc_compile.encoding import to_text
 from mhc_compile.ops import _launch
+from tests import lock
 
 ROOT = Path(__file__).resolve().parent.parent
 SHIPPED = ("mhc_compile", "benchmarks", "examples")
@@ -123,3 +125,35 @@ def test_a_launch_names_a_kernel_or_nothing_is_imported(path: str) -> None:
     text = to_text([path, [0], ["float32"], [None, 1], {}])
     with pytest.raises(ValueError, match=f"{path} is no kernel of mhc_compile"):
         _launch.launch(text, [torch.ones(1)], [], written=[])
+
+
+@pytest.mark.parametrize("version", ["2.13", "2.14"])
+def test_what_is_locked_is_what_is_pinned(version: str) -> None:
+    """`make lock` was run after the last change of the constraints, and each file has a hash."""
+    pinned = {}
+    for name in ("constraints.txt", f"constraints-torch{version}.txt"):
+        for line in (ROOT / name).read_text(encoding="utf-8").splitlines():
+            requirement, _, marker = line.partition(";")
+            if "==" in requirement and marker.strip() in ("", 'python_version >= "3.11"'):
+                package, _, number = requirement.strip().partition("==")
+                pinned[package] = number
+    text = (ROOT / f"locked-torch{version}.txt").read_text(encoding="utf-8")
+    locked = {}
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            found = re.fullmatch(r"([a-z0-9.-]+)==([^ ]+) --hash=sha256:[0-9a-f]{64}", line)
+            assert found, line
+            locked[found[1]] = found[2].partition("+")[0]
+    assert len(locked) > 100
+    assert {name: locked.get(name, number) for name, number in pinned.items()} == pinned
+    assert {"torch", "transformers", "pytest", "setuptools"} <= locked.keys()
+
+
+def test_a_package_without_a_hash_is_not_locked() -> None:
+    source = {"url": "file:///a.whl", "archive_info": {"hashes": {"sha256": "0" * 64}}}
+    package = {"metadata": {"name": "A_b", "version": "1"}, "download_info": source}
+    own = {"metadata": {"name": "mhc-compile", "version": "1"}, "download_info": {"dir_info": {}}}
+    assert lock.lines({"install": [package, own]}) == [f"a-b==1 --hash=sha256:{'0' * 64}"]
+    source["archive_info"] = {}
+    with pytest.raises(ValueError, match="A_b 1 comes without a sha256"):
+        lock.lines({"install": [package]})
