@@ -16,7 +16,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -29,6 +29,10 @@ from tests.fuzz.program import Program
 LINE = "-" * 80
 # So many wrong programs are made smaller; each takes as long as fifty programs, and the first ones say enough.
 SHRUNK = 20
+
+
+# Where programs run that are not ranks of several, if it is not drawn.
+_DEVICE: list[str] = []
 
 
 class Choices:
@@ -46,19 +50,25 @@ class Choices:
         return options[self.made[-1]]
 
 
+def composed(choices: Choices) -> Program:
+    """The program of these choices, on the device that was asked for."""
+    program = compose(choices)
+    return replace(program, device=_DEVICE[0]) if _DEVICE and program.ranks == 1 else program
+
+
 def shrink(seed: int, made: list[int], tell: Callable[[], None] = lambda: None) -> tuple[Program, Verdict]:
     """Replace choices by the plainest, one after the other, as long as the program stays wrong.
 
     `tell` is called before each attempt.
     """
-    best = compose(Choices(seed, made))
+    best = composed(Choices(seed, made))
     verdict = check(best)
     for place in range(len(made)):
         if place >= len(made) or made[place] == 0:  # a smaller program may have made fewer choices
             continue
         tried = [*made[:place], 0, *made[place + 1 :]]
         choices = Choices(seed, tried)
-        program = compose(choices)
+        program = composed(choices)
         tell()
         found = check(program)
         if found.complaint:
@@ -85,7 +95,7 @@ class Tally:
         self.judged += 1
         self.rewritten += bool(verdict.operators)
         self.operators += verdict.operators
-        kinds = [*program.features, *["through Inductor"] * program.inductor]
+        kinds = [*program.features, *["through Inductor"] * program.inductor, *["on a GPU"] * (program.place != "cpu")]
         self.drawn.update(kinds)
         self.met.update(kinds if verdict.operators else ())
         if verdict.complaint:
@@ -128,7 +138,7 @@ def _judge(seeds: Iterator[int], sent: Connection, received: Connection) -> None
     wrong = 0
     for seed in seeds:
         choices = Choices(seed)
-        program = compose(choices)
+        program = composed(choices)
         verdict = check(program)
         sent.send((seed, verdict))
         if verdict.complaint and not verdict.complaint.startswith("hang"):
@@ -141,7 +151,7 @@ def _judge(seeds: Iterator[int], sent: Connection, received: Connection) -> None
 def _judge_alone(seed: int, sent: Connection) -> None:
     """In a process of its own, which may not survive it either."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    sent.send(alone(compose(Choices(seed))))
+    sent.send(alone(composed(Choices(seed))))
 
 
 def _ended(end: str, seed: int) -> Verdict:
@@ -193,12 +203,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--programs", type=int, default=2000, help="how many to judge (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the first; the next has the next (default %(default)s)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="of all programs, in place of one in 500 on a GPU")
     options = parser.parse_args()
+    _DEVICE[:] = [options.device] * (options.device is not None)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # with what was found until then
     begin, tally, judging = time.perf_counter(), Tally(), verdicts(options.seed)
     try:
         for seed, verdict in judging:
-            program = compose(Choices(seed))
+            program = composed(Choices(seed))
             tally.add(program, verdict)
             if verdict.complaint and verdict.complaint.startswith(("hang", "crash")):
                 print(f"WRONG, seed {seed}: {verdict.complaint}\n{LINE}\n{program}\n{LINE}", flush=True)

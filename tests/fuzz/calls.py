@@ -11,6 +11,8 @@ from tests.fuzz.program import Pick
 OBSERVED = {"writes", "aliasing outputs", "detach beside"}
 # One in fifty goes through Inductor itself, which takes as long as thirty others.
 INDUCTOR = (False,) * 49 + (True,)
+# One in five hundred runs on a GPU.
+DEVICES = ("cpu",) * 499 + ("cuda",)
 
 
 def draw_sizes(pick: Pick, features: Collection[str], n: int) -> dict[str, int]:
@@ -41,6 +43,8 @@ def draw_calls(pick: Pick, features: list[str], letters: tuple[str, ...], sizes:
         drawn["extra"] = tuple(tuple(sizes[letter] for letter in one) for one in letters[1:])
     if "process group" in features:
         drawn["ranks"] = 2
+    else:
+        drawn["device"] = pick(DEVICES)
     if mode == "training" and pick([False] * 7 + [True]):
         drawn["flips"] = True
         features.append("calls with other gradients")

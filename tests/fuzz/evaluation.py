@@ -107,7 +107,7 @@ def _differentiate(outputs: Sequence[Tensor]) -> None:
     for out in outputs:
         weight = torch.randn(out.shape, generator=generator, dtype=torch.float64)
         if out.requires_grad:
-            loss = loss + (out.double() * weight).sum()
+            loss = loss + (out.double() * weight.to(out.device)).sum().cpu()
     if loss.requires_grad:
         loss.backward()
 

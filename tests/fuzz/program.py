@@ -35,7 +35,8 @@ class Program:
     extra holds the shapes of further inputs, later the shapes of all inputs of further calls. marked holds the input
     and the dimension of sizes that are marked as dynamic. mode is "training", "no_grad" or "inference"; leaves says
     whether inputs need gradients. flips: every second call has that otherwise, with every second parameter frozen.
-    ranks is the size of the process group, of which this process is the first rank; with 1 there is none.
+    ranks is the size of the process group, of which this process is the first rank; with 1 there is none. device is
+    where all tensors are, if the machine has one: a program for a GPU runs on a CPU elsewhere.
     inductor says whether the whole backend compiles it, or AOTAutograd and the fusions alone. features are the kinds
     that the program was drawn to have.
     """
@@ -53,6 +54,7 @@ class Program:
     leaves: bool = True
     flips: bool = False
     ranks: int = 1
+    device: str = "cpu"
     inductor: bool = False
     features: tuple[str, ...] = ()
 
@@ -61,12 +63,18 @@ class Program:
         namespace: dict[str, Any] = {}
         torch.manual_seed(self.seed)
         exec(compile(PRELUDE + self.source, "<program>", "exec"), namespace)
-        return namespace["Model"](), self.inputs(0)
+        return namespace["Model"]().to(self.place), self.inputs(0)
 
     def inputs(self, call: int, generator: torch.Generator | None = None) -> list[Tensor]:
         """Random inputs of the given call."""
         shapes = [(self.shape, *self.extra), *self.later][call]
-        return [torch.randn(shape, generator=generator).to(getattr(torch, self.dtype)) for shape in shapes]
+        dtype = getattr(torch, self.dtype)
+        return [torch.randn(shape, generator=generator).to(self.place, dtype) for shape in shapes]
+
+    @property
+    def place(self) -> str:
+        """The device on this machine."""
+        return self.device if torch.cuda.is_available() else "cpu"
 
     def __str__(self) -> str:
         """A script that runs the program both ways and prints what differs."""

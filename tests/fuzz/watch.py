@@ -151,7 +151,7 @@ def _in_float64(module: fx.GraphModule, inputs: Sequence[Any]) -> list[Tensor | 
     for out in outputs:
         weight = torch.randn(out.shape, generator=generator, dtype=torch.float64)
         if out.requires_grad:
-            loss = loss + (out.double() * weight).sum()
+            loss = loss + (out.double() * weight.to(out.device)).sum().cpu()
     results: list[Tensor | None] = [out.detach().double() for out in outputs]
     if loss.requires_grad:
         results += torch.autograd.grad(loss, leaves, allow_unused=True)
