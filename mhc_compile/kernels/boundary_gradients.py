@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from mhc_compile.kernels import gpus, one_pass
 from mhc_compile.kernels.common import cdiv, launch, on_device, share_tokens
-from mhc_compile.kernels.one_pass import ROWS, barrier, split_phi
+from mhc_compile.kernels.one_pass import ROWS, barrier, load_to_shared, split_phi
 from mhc_compile.kernels.opaque import opaque
 
 TOKENS, COLUMNS = 16, 64
@@ -52,12 +52,12 @@ def _fetch(new_s, grad_s, old_s, input_s, f_s, dh_s, stage, x_new, d_x_new, x, d
     at_1 = tok_1 * C + c
     mask_1 = (tok_1 < last) & (c < C)
     # What is needed first comes first.
-    async_copy.async_copy_global_to_shared(new_s.index(stage), x_new + at, mask=mask)
-    async_copy.async_copy_global_to_shared(dh_s.index(stage), dh_at, mask=(tok_h < last) & (k < K) & (part < 3))
-    async_copy.async_copy_global_to_shared(grad_s.index(stage), d_x_new + at, mask=mask)
-    async_copy.async_copy_global_to_shared(input_s.index(stage), d_layer_input + at_1, mask=mask_1)
-    async_copy.async_copy_global_to_shared(old_s.index(stage), x + at, mask=mask)
-    async_copy.async_copy_global_to_shared(f_s.index(stage), f + at_1, mask=mask_1)
+    load_to_shared(new_s.index(stage), x_new + at, mask=mask)
+    load_to_shared(dh_s.index(stage), dh_at, mask=(tok_h < last) & (k < K) & (part < 3))
+    load_to_shared(grad_s.index(stage), d_x_new + at, mask=mask)
+    load_to_shared(input_s.index(stage), d_layer_input + at_1, mask=mask_1)
+    load_to_shared(old_s.index(stage), x + at, mask=mask)
+    load_to_shared(f_s.index(stage), f + at_1, mask=mask_1)
     async_copy.commit_group()
 
 

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from mhc_compile.kernels import gpus, one_pass
 from mhc_compile.kernels.common import cdiv, launch, on_device
-from mhc_compile.kernels.one_pass import barrier
+from mhc_compile.kernels.one_pass import barrier, load_to_shared
 from mhc_compile.kernels.opaque import opaque
 
 TOKENS, COLUMNS = 8, 128
@@ -40,10 +40,10 @@ def _fetch(grad_s, x_s, f_s, stage, d_x_new, x, f, tile, start, bound, M, C, N: 
     mask = (tok < M) & (c < bound)
     at = tok * (N * C) + (row // BLOCK_M) * C + c
     tok_1 = gl.arange(0, BLOCK_M, gl.SliceLayout(1, TILE)).to(gl.int64)[:, None] + tile
-    async_copy.async_copy_global_to_shared(grad_s.index(stage), d_x_new + at, mask=mask)
+    load_to_shared(grad_s.index(stage), d_x_new + at, mask=mask)
     f_at = f + tok_1 * C + c
-    async_copy.async_copy_global_to_shared(f_s.index(stage), f_at, mask=(tok_1 < M) & (c < bound))
-    async_copy.async_copy_global_to_shared(x_s.index(stage), x + at, mask=mask)
+    load_to_shared(f_s.index(stage), f_at, mask=(tok_1 < M) & (c < bound))
+    load_to_shared(x_s.index(stage), x + at, mask=mask)
     async_copy.commit_group()
 
 

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from mhc_compile.kernels import gpus, one_pass
 from mhc_compile.kernels.common import cdiv, expected, launch, on_device
 from mhc_compile.kernels.config import Tile
-from mhc_compile.kernels.one_pass import ROWS, barrier, combined, copy_rows, split_phi
+from mhc_compile.kernels.one_pass import ROWS, barrier, combined, copy_rows, load_to_shared, split_phi
 from mhc_compile.kernels.opaque import opaque
 from mhc_compile.kernels.projection import GROUPS, SPLIT_AHEAD_TILES, Partials, parts_of, split_ahead
 
@@ -53,7 +53,7 @@ def _fetch(x_s, f_s, phi_s, stage, x, f, phi, tile, start, bound, M, C, N: gl.co
         k = gl.arange(0, N * ROWS, gl.SliceLayout(1, TILE))[:, None]
         for part in gl.static_range(PARTS):
             phi_at = phi + (part * ROWS + k % ROWS) * (N * C) + (k // ROWS) * C + c
-            async_copy.async_copy_global_to_shared(phi_s[part].index(stage), phi_at, mask=c < bound)
+            load_to_shared(phi_s[part].index(stage), phi_at, mask=c < bound)
     async_copy.commit_group()
 
 

@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 ROWS = 32
 
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # triton 3.7 and 3.6
+load_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # 3.8 and 3.6
 
 
 @gluon.jit
@@ -23,9 +24,9 @@ def copy_rows(x_s, f_s, stage, f_stage, x, f, tok, c, mask, C, N: gl.constexpr, 
     """Start copying columns c of the tokens, of x one stream after the other, and of f, if there is one."""
     for i in gl.static_range(N):
         rows = x_s[i].index(stage).slice(0, TOKENS, 0)
-        async_copy.async_copy_global_to_shared(rows, x + tok * (N * C) + i * C + c, mask=mask)
+        load_to_shared(rows, x + tok * (N * C) + i * C + c, mask=mask)
     if f is not None:
-        async_copy.async_copy_global_to_shared(f_s.index(f_stage), f + tok * C + c, mask=mask)
+        load_to_shared(f_s.index(f_stage), f + tok * C + c, mask=mask)
 
 
 @gluon.jit

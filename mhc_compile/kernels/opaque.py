@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from mhc_compile.encoding import to_text
-from mhc_compile.kernels.common import on_device
+from mhc_compile.kernels.common import FUSED, on_device
 
 
 def opaque(*writes: str) -> Callable[[Any], Opaque]:
@@ -144,7 +144,7 @@ class Launch:
 
         _know_assembler(knobs.nvidia.ptxas.path)
         values = self._filled([*self._dtypes, *sizes])
-        return self._kernel.kernel.warmup(*values, grid=(1, 1, 1), **self._options)
+        return self._kernel.kernel.warmup(*values, grid=(1, 1, 1), **FUSED, **self._options)
 
     def _filled(self, values: Sequence[Any]) -> list[Any]:
         """The kernel's arguments, of which these vary."""

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from mhc_compile.kernels import gpus, one_pass
 from mhc_compile.kernels.common import cdiv, expected, launch, on_device, share_tokens
-from mhc_compile.kernels.one_pass import barrier, split_phi
+from mhc_compile.kernels.one_pass import barrier, load_to_shared, split_phi
 from mhc_compile.kernels.opaque import opaque
 
 TOKENS, COLUMNS, STREAMS = 32, 128, 2
@@ -54,7 +54,7 @@ def _fetch_rows(dh_s, dh, k_first, start, last, M, ROW: gl.constexpr, ROWS: gl.c
     part = row // BLOCK_M
     tok = (row % BLOCK_M).to(gl.int64) + start
     at = dh + part * (M.to(gl.int64) * ROW) + tok * ROW + k
-    async_copy.async_copy_global_to_shared(dh_s, at, mask=(tok < last) & (k < ROW) & (part < 3))
+    load_to_shared(dh_s, at, mask=(tok < last) & (k < ROW) & (part < 3))
 
 
 @gluon.jit
@@ -70,15 +70,15 @@ def _fetch(x_s, before_s, grad_s, dh_s, dh_2s, stage, x, d_x, d_out, dh, start, 
     mask = (tok < last) & (c < C)
     at = tok * (N * C) + (first_stream + row // BLOCK_M) * C + c
     # What is needed first comes first.
-    async_copy.async_copy_global_to_shared(x_s.index(stage), x + at, mask=mask)
+    load_to_shared(x_s.index(stage), x + at, mask=mask)
     _fetch_rows(dh_s.index(stage), dh, 0, start, last, M, ROW, FIRST, BLOCK_M, WARPS)
     _fetch_rows(dh_2s.index(stage), dh, FIRST, start, last, M, ROW, SECOND, BLOCK_M, WARPS)
     if HAS_DX:
-        async_copy.async_copy_global_to_shared(before_s.index(stage), d_x + at, mask=mask)
+        load_to_shared(before_s.index(stage), d_x + at, mask=mask)
     if HAS_OUT:
         tok_1 = (gl.arange(0, BLOCK_M, gl.SliceLayout(1, TILE)).to(gl.int64) + start)[:, None]
         grad_at = d_out + tok_1 * C + c
-        async_copy.async_copy_global_to_shared(grad_s.index(stage), grad_at, mask=(tok_1 < last) & (c < C))
+        load_to_shared(grad_s.index(stage), grad_at, mask=(tok_1 < last) & (c < C))
     async_copy.commit_group()
 
 

@@ -47,6 +47,7 @@ from mhc_compile.kernels import (
     sinkhorn,
     streamed_products,
 )
+from mhc_compile.kernels.common import FUSED
 
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64"}
 # Kernels for which a GPU needs `Gpu.streams_once`.
@@ -304,7 +305,7 @@ def compile_cases(arch: int, names: list[str]) -> Iterator[dict[str, Any]]:
                 continue
             seen.add(key)
             start = time.perf_counter()
-            binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+            binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=FUSED | options)
             registers, stack = _registers(binary.asm["cubin"])
             yield {
                 "case": case,

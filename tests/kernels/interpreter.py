@@ -22,6 +22,7 @@ def make_fast() -> None:
     _look_up_dtypes()
     _keep_shapes()
     _round_fma_once()
+    _spread_truth()
 
 
 def _patch_language_once() -> None:
@@ -75,6 +76,17 @@ def _round_fma_once() -> None:
         return interpreter.TensorHandle(wide.astype(np.float32), z.dtype.scalar)
 
     interpreter.InterpreterBuilder.create_fma = fma
+
+
+def _spread_truth() -> None:
+    """A comparison of scalars is spread over a block as int32, but Triton 3.9 takes masks of bool alone."""
+    original = interpreter.InterpreterBuilder.create_splat
+
+    def splat(self: Any, kind: Any, value: Any) -> Any:
+        spread = original(self, kind, value)
+        return interpreter.TensorHandle(spread.data.astype(value.data.dtype), spread.dtype)
+
+    interpreter.InterpreterBuilder.create_splat = splat
 
 
 def _keep_shapes() -> None:

@@ -18,6 +18,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from mhc_compile import compat
 from mhc_compile.compat import driver
+from mhc_compile.kernels import common
 from mhc_compile.kernels.opaque import Launch, Opaque, Start
 
 
@@ -96,7 +97,14 @@ def test_triton_is_asked_once() -> None:
         for out in (torch.empty(7), _misaligned(7)):
             launch([out, tensor])
             assert torch.equal(out, 5 * tensor)
-    assert kernel.compiled_for == [(torch.float32, torch.float32, 5.0, (1, 1, 1), {"BLOCK": 8})]
+    assert kernel.compiled_for == [(torch.float32, torch.float32, 5.0, (1, 1, 1), common.FUSED | {"BLOCK": 8})]
+
+
+def test_a_launch_says_that_products_and_sums_become_one() -> None:
+    """Triton 3.9 warns where nothing is said: 3.10 is to round both."""
+    given: list[dict[str, Any]] = []
+    common.launch({(3,): lambda x, **options: given.append(options)}, (3,), torch.ones(7), BLOCK=8)
+    assert given == [{"enable_fp_fusion": True, "BLOCK": 8}]
 
 
 def test_sizes_and_the_number_of_programs_may_be_given() -> None:
@@ -152,7 +160,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Any:
     source = GluonASTSource(_scale, signature | {"factor": "fp32", "BLOCK": "constexpr"}, constants, {})
     monkeypatch.setattr(driver, "_load", lambda compiled, index: 75 + index)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 1000 + index, raising=False)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=common.FUSED | {"num_warps": 4})
 
 
 def _start(compiled: Any, cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> Start:

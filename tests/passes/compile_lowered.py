@@ -34,6 +34,7 @@ from triton.compiler import ASTSource
 import mhc_compile.ops  # noqa: F401  (registers the operators)
 from mhc_compile import compat, passes
 from mhc_compile.kernels import boundary_pass, embedded, gpus
+from mhc_compile.kernels.common import FUSED
 from tests.kernels.compile_kernels import _source
 from tests.passes.lowering import any_number
 
@@ -141,7 +142,7 @@ if __name__ == "__main__":
         with tempfile.TemporaryDirectory() as place:
             for kernel, function, meta, options in kernels_of(text, Path(place)):
                 source = ASTSource(function, meta["signature"], meta["constants"], meta["configs"][0])
-                ours = triton.compile(source, target=TARGET, options=options)
-                plain = triton.compile(sources[kernel][0], target=TARGET, options=sources[kernel][1])
+                ours = triton.compile(source, target=TARGET, options=FUSED | options)
+                plain = triton.compile(sources[kernel][0], target=TARGET, options=FUSED | sources[kernel][1])
                 row = {"embedded": decisive(ours.asm["ptx"]), "launched": decisive(plain.asm["ptx"])}
                 sys.stdout.write(json.dumps({"tokens": count, "kernel": kernel} | row) + "\n")
