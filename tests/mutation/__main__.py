@@ -37,7 +37,14 @@ ROOT = Path(__file__).resolve().parents[2]
 # Tests of a stage, by the folder or file of passes/; all others of _OTHERS follow.
 _STAGES = {
     "recognise": ("test_identification", "test_near_misses", "test_layout", "test_sinkhorn_starts", "test_norms"),
-    "plan": ("test_reasons", "test_own_gates", "test_rows_read", "test_outside", "test_unwritten"),
+    "plan": (
+        "test_reasons",
+        "test_reasons_beside",
+        "test_own_gates",
+        "test_rows_read",
+        "test_outside",
+        "test_unwritten",
+    ),
     "rewrite": ("test_aliases", "test_surroundings", "test_whole_programs", "test_parts_assigned"),
     "fuse": ("test_fuse", "test_fuse_traps", "test_fuse_recompute", "test_fuse_shifted", "test_input_norm"),
     "share": ("test_share", "test_share_calls"),

@@ -23,6 +23,7 @@ from tests.passes import test_norms as norms
 from tests.passes import test_other_writes as writes
 from tests.passes import test_own_gates as own
 from tests.passes import test_reasons as reasons
+from tests.passes import test_reasons_beside as beside
 from tests.passes import test_unwritten as unwritten
 from tests.zoo import ZOO
 from tests.zoo.common import BATCH, LENGTH, WIDTH
@@ -249,13 +250,11 @@ GROUPS: dict[str, list[Form]] = {
             "left",
             "make the channels the last dim",
         ),
-        _near(
-            "dropout of the mixed streams", reasons.DropoutOfMixed, READ_FUSED, WRITE, state="left", reason="dropout"
-        ),
+        _near("dropout of the mixed streams", beside.DropoutOfMixed, READ_FUSED, WRITE, state="left", reason="dropout"),
         _near("a projection in float64", reasons.ProjectionInFloat64, READ, WRITE, state="left", reason="float64"),
         Form(
             "streams in a Python list that leaves the graph",
-            lambda: reasons.ListOfStreams(4, 32, 3, 2),
+            lambda: beside.ListOfStreams(4, 32, 3, 2),
             lambda: (torch.randn(2, 3, 4, 32),),
             ("generate_mix", PROJECT),
             "left",
