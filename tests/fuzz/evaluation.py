@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from tests.fuzz.program import Program
+from tests.zoo.check import combination
 
 Results = dict[str, Tensor]
 MODES: dict[str, Callable[[], Any]] = {
@@ -102,12 +103,7 @@ def _kind(value: Tensor) -> str:
 
 def _differentiate(outputs: Sequence[Tensor]) -> None:
     """Backward from a fixed combination of all outputs."""
-    generator = torch.Generator().manual_seed(7)
-    loss = torch.zeros((), dtype=torch.float64)
-    for out in outputs:
-        weight = torch.randn(out.shape, generator=generator, dtype=torch.float64)
-        if out.requires_grad:
-            loss = loss + (out.double() * weight.to(out.device)).sum().cpu()
+    loss = combination(outputs)
     if loss.requires_grad:
         loss.backward()
 

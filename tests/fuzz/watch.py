@@ -17,6 +17,7 @@ from mhc_compile import compat, passes
 from mhc_compile.passes.report import Report
 from mhc_compile.passes.shadow import tensors_of
 from mhc_compile.testing.float64 import KeepFloat64
+from tests.zoo.check import combination
 
 # In float64 the rewritten graph and the original one differ by the rounding of a few hundred operations, which a
 # division by a small sum of the Sinkhorn steps may magnify: far below what any other formula would give. A program that
@@ -146,12 +147,7 @@ def _in_float64(module: fx.GraphModule, inputs: Sequence[Any]) -> list[Tensor | 
             for out in tree_leaves([_Copying(module).run(*wide), wide])  # a graph may write into its inputs
             if isinstance(out, Tensor) and out.is_floating_point()
         ]
-    generator = torch.Generator().manual_seed(7)
-    loss = torch.zeros((), dtype=torch.float64)
-    for out in outputs:
-        weight = torch.randn(out.shape, generator=generator, dtype=torch.float64)
-        if out.requires_grad:
-            loss = loss + (out.double() * weight.to(out.device)).sum().cpu()
+    loss = combination(outputs)
     results: list[Tensor | None] = [out.detach().double() for out in outputs]
     if loss.requires_grad:
         results += torch.autograd.grad(loss, leaves, allow_unused=True)

@@ -91,13 +91,7 @@ def evaluate(program: Callable[..., Any], module: nn.Module, args: Sequence[Any]
     results = {f"output {index}": out.detach() for index, out in enumerate(outputs)}
     if not backward:
         return results
-    generator = torch.Generator().manual_seed(7)
-    loss = torch.zeros((), dtype=torch.float64)
-    for out in outputs:
-        weight = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.device)
-        if out.requires_grad:
-            loss = loss.to(out.device) + (out.double() * weight).sum()
-    loss.backward()
+    combination(outputs).backward()
     for index, arg in enumerate(args):
         if isinstance(arg, Tensor) and arg.grad is not None:
             results[f"gradient of argument {index}"] = arg.grad
@@ -105,6 +99,17 @@ def evaluate(program: Callable[..., Any], module: nn.Module, args: Sequence[Any]
         if parameter.grad is not None:
             results[f"gradient of {name}"] = parameter.grad.clone()
     return results
+
+
+def combination(outputs: Sequence[Tensor]) -> Tensor:
+    """A fixed random combination of all outputs that need a gradient, in float64."""
+    generator = torch.Generator().manual_seed(7)
+    total = torch.zeros((), dtype=torch.float64)
+    for out in outputs:
+        weight = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+        if out.requires_grad:
+            total = total.to(out.device) + (out.double() * weight.to(out.device)).sum()
+    return total
 
 
 def _leaf(value: Any, backward: bool) -> Any:
