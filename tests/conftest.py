@@ -24,6 +24,9 @@ if os.environ.get("TRITON_INTERPRET") == "1" and platform.machine() == "x86_64":
 
 import torch
 
+# pytest listens to every logger that does not propagate, and torch writes down all graphs where one listens to this.
+logging.getLogger("torch.__trace").propagate = True
+
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:

@@ -352,6 +352,7 @@ def test_recompilations_keep_nothing(times: int) -> None:
         model = Sublayer(4, 6, 3, 2)
         _step(torch.compile(model, backend=faults.compiled), model, x)
         torch._dynamo.reset()
+        gc.collect()  # tests/conftest.py lets garbage wait for longer than this test takes
 
     _is_flat(run, times)
 
@@ -385,14 +386,17 @@ def test_a_deleted_model_is_freed() -> None:
 
 @pytest.mark.slow
 def test_a_reset_leaves_nothing() -> None:
-    """No graph, no report and no tensor."""
+    """No graph, no report and no tensor, but for some of the last program, which torch keeps."""
+
+    def run() -> dict[str, int]:
+        model, x = Sublayer(4, 6, 3, 2), torch.randn(2, 3, 4, 6)
+        _step(torch.compile(model, backend=faults.compiled), model, x)
+        return _counts()
+
+    run()
     torch._dynamo.reset()
     before = _counts()
-    model, x = Sublayer(4, 6, 3, 2), torch.randn(2, 3, 4, 6)
-    _step(torch.compile(model, backend=faults.compiled), model, x)
-    during = _counts()
-    assert during["Compiled"] > before["Compiled"]
-    del model, x
+    during = run()
+    assert all(during[kind] > before[kind] for kind in ("Compiled", "Report", "Graph", "Node", "Tensor"))
     torch._dynamo.reset()
-    after = _counts()
-    assert {kind: count for kind, count in after.items() if count > before[kind] + (kind == "FakeTensorMode")} == {}
+    assert {kind: count for kind, count in _counts().items() if count > before[kind]} == {}
