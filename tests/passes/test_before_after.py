@@ -99,6 +99,27 @@ def test_sites_that_are_alike_share_an_excerpt(report: Report) -> None:
     assert "sinkhorn_steps=39" in after
 
 
+class Pyramid(nn.Module):
+    """The same lines for streams of two sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(HyperConnection(nn.Linear(width, width), dim=width) for width in (C, 2 * C))
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return tuple(layer(z) for layer, z in zip(self.layers, (x, y), strict=True))
+
+
+def test_sites_of_the_same_lines_are_counted_by_their_sizes() -> None:
+    model, given = Pyramid(), (streams(), torch.randn(2, TOKENS // 4, N, 2 * C))
+    alone = [mhc_compile.explain(layer, x).rewritten for layer, x in zip(model.layers, given, strict=True)]
+    sites = mhc_compile.explain(model, *given).rewritten
+    assert [(site.op, site.before, site.after) for site in sites] == [
+        (site.op, site.before, site.after) for part in alone for site in part
+    ]
+    assert alone[0][0].before != alone[1][0].before
+
+
 def test_a_boundary_knows_its_sites(report: Report) -> None:
     assert [(one.op, [(part.op, part.module) for part in one.parts]) for one in report.fused] == [
         ("boundary", [("expand_combine", first), ("generate_mix_and_aggregate", second)])

@@ -119,6 +119,32 @@ def test_writes_are_noted_with_their_memory() -> None:
     assert all(memory in storages for _, storages in record.writes)
 
 
+class Halved(torch.autograd.Function):
+    """An identity whose gradient is half of what it should be."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.clone(), y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x / 2, y / 2
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_function_of_autograd_is_one_call_of_what_it_is_given() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        first, second = Halved.apply(x.sin(), x.cos())
+        return torch.sub(first, second)
+
+    record = _record(function, torch.randn(3, 4, requires_grad=True))
+    sin, cos, applied, sub = record.ops
+    assert (sin.name, cos.name, sub.name) == ("sin", "cos", "sub")
+    assert isinstance(applied.target, compat.AutogradFunction)
+    assert applied.sources == (*sin.outs, *cos.outs)
+    assert sub.sources == tuple(applied.outs)
+
+
 def test_symbolic_sizes_are_told_apart_from_constants() -> None:
     record = _record(lambda x: x.view(x.shape[0], 4, -1).exp(), torch.randn(4, 12), dynamic=True)
     (exp,) = [op for op in record.ops if op.name == "exp"]
