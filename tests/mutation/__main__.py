@@ -3,10 +3,10 @@
 python -m tests.mutation --mutants 500 --seed 0 --processes 32 --out mutants.jsonl
 
 Each line of the output is a judged mutant; those that are there are not judged again. The last line on the terminal is
-a summary as JSON. There are two rounds. First, one case of each test of the mutant's stage judges. What these leave is
-"undecided", and judged by all cases, and then by as many other tests, the fastest first, as fit into --budget seconds.
-How long they take is found by running all of them without a mutant, which takes hours of one core. Tests that fail
-without a mutant, as with another torch, are named by --deselect.
+a summary as JSON. A mutant is judged by the tests that run the changed statement, the fastest first, as many as fit
+into --budget seconds. Which tests run which lines is found by running all of them once without a mutant, which takes an
+hour of two cores, and is kept in the folder --reached. Tests that fail without a mutant, as with another torch, are
+named by --deselect.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ import sys
 import tempfile
 import threading
 import time
-import xml.etree.ElementTree as xml
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -32,59 +31,19 @@ from queue import Queue
 from typing import Any
 
 from tests.mutation.mutants import Mutant, drawn
+from tests.mutation.reached import Reached, finish, options
 
 ROOT = Path(__file__).resolve().parents[2]
-# Tests of a stage, by the folder or file of passes/; all others of _OTHERS follow.
-_STAGES = {
-    "recognise": ("test_identification", "test_near_misses", "test_layout", "test_sinkhorn_starts", "test_norms"),
-    "plan": (
-        "test_reasons",
-        "test_reasons_beside",
-        "test_own_gates",
-        "test_rows_read",
-        "test_outside",
-        "test_unwritten",
-    ),
-    "rewrite": ("test_aliases", "test_surroundings", "test_whole_programs", "test_parts_assigned"),
-    "fuse": ("test_fuse", "test_fuse_traps", "test_fuse_recompute", "test_fuse_shifted", "test_input_norm"),
-    "share": ("test_share", "test_share_calls"),
-    "lower": (
-        "test_lower",
-        "test_lower_on_cpu",
-        "test_lower_in_place",
-        "test_lower_sizes",
-        "test_lower_streams",
-        "test_lower_zeros",
-    ),
-    "shadow": ("test_shadow",),
-    "sizes": ("test_sizes",),
-    "lists": ("test_lists",),
-    "called": ("test_called",),
-    "before_after": ("test_before_after",),
-    "places": ("test_places",),
-    "widened": ("test_names_of_operators",),
-}
-_FIRST = ("test_one_site", "test_forms", "test_zoo")
-_OTHERS = (
+TESTS = (
     "tests/passes",
     "tests/test_backend.py",
     "tests/test_records.py",
     "tests/test_page.py",
     "tests/test_faults.py",
 )
+# Of a run without a mutant, in seconds.
+_HOURS = 6 * 3600.0
 _OPTIONS = ("-q", "-x", "-p", "no:cacheprovider", "-p", "no:benchmark", "--tb=line", "-m", "not gpu and not thorough")
-
-
-def stage_tests(file: str) -> list[str]:
-    """The files of tests of a stage, which judge first."""
-    parts = Path(file).with_suffix("").parts[1:]
-    named = [name for part in parts for name in _STAGES.get(part, ())]
-    return [f"tests/passes/{name}.py" for name in (*named, *_FIRST)]
-
-
-def few(file: str) -> list[str]:
-    """Some of these."""
-    return [*stage_tests(file)[: -len(_FIRST)][:2], *stage_tests(file)[-len(_FIRST) :][:1]]
 
 
 class Copy:
@@ -112,22 +71,23 @@ class Copy:
             "TMPDIR": str(folder / "tmp"),
         }
 
-    def test(self, files: list[str], seconds: float, *more: str) -> tuple[str, str]:
-        """What becomes of the tests, and the first that failed."""
-        files = [file for file in files if (self.root / file).exists()]
-        command = [sys.executable, "-m", "pytest", *_OPTIONS, *more, *files]
+    def test(
+        self, tests: Sequence[str], seconds: float, *more: str, shown: bool = False, **environment: str
+    ) -> tuple[str, str]:
+        """What becomes of the tests, and the first that failed, unless all that pytest says is shown."""
+        command = [sys.executable, "-m", "pytest", *_OPTIONS, *more, *tests]
         with subprocess.Popen(
             command,
             cwd=self.root,
-            env=self._environment,
+            env=self._environment | environment,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
+            stdout=None if shown else subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
         ) as process:
             try:
-                said, _ = process.communicate(timeout=seconds)
+                said = process.communicate(timeout=seconds)[0] or ""
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.communicate()
@@ -140,40 +100,31 @@ class Copy:
         )
         return outcome, failed or said[-300:] * (outcome != "survived")
 
-    def judge(self, mutant: Mutant, files: list[str], seconds: float, *more: str) -> dict[str, Any]:
+    def judge(self, mutant: Mutant, tests: Sequence[str], seconds: float, *more: str) -> dict[str, Any]:
         path, begin = self.root / mutant.file, time.monotonic()
         source = path.read_bytes()
         try:
             path.write_bytes(mutant.applied(source))
-            outcome, by = self.test(files, seconds, *more)
+            outcome, by = self.test(tests, seconds, *more) if tests else ("survived", "no test runs it")
         finally:
             path.write_bytes(source)
         took = round(time.monotonic() - begin, 1)
         return asdict(mutant) | {"name": mutant.name, "outcome": outcome, "by": by, "seconds": took}
 
 
-def durations(copy: Copy, tests: list[str], seconds: float, processes: int, *more: str) -> dict[str, float]:
-    """How long each file of tests takes without a mutant. Raises SystemExit if one fails."""
-    report = copy.root.parent / "report.xml"
-    options = (f"--junitxml={report}", "-o", "junit_family=xunit1", "-n", str(processes), *more)
-    outcome, said = copy.test(tests, seconds, *options)
+def reach(copy: Copy, folder: Path, processes: int, tests: Sequence[str], *more: str) -> Reached:
+    """Which tests run which lines. Raises SystemExit if one fails without a mutant."""
+    try:
+        return Reached(folder)
+    except FileNotFoundError:
+        pass
+    folder.mkdir(parents=True, exist_ok=True)
+    print("running the tests without a mutant", flush=True)
+    arguments, environment = options(folder)
+    outcome, _ = copy.test(tests, _HOURS, *arguments, "-n", str(processes), *more, shown=True, **environment)
     if outcome != "survived":
-        raise SystemExit(f"without a mutant the tests fail: {outcome} {said}")
-    found: Counter[str] = Counter()
-    for case in xml.parse(report).iter("testcase"):
-        found[case.attrib["file"]] += float(case.attrib["time"])
-    return dict(found)
-
-
-def selected(file: str, known: dict[str, float], budget: float) -> list[str]:
-    """The tests that judge a file, in their order."""
-    first = stage_tests(file)
-    left = budget - sum(known.get(one, 0.0) for one in first)
-    for one, seconds in sorted(known.items(), key=lambda pair: pair[1]):
-        if one not in first and seconds <= left:
-            first.append(one)
-            left -= seconds
-    return first
+        raise SystemExit("the tests fail without a mutant")
+    return finish(folder, copy.root)
 
 
 def least_rate(killed: int, judged: int) -> float:
@@ -198,7 +149,7 @@ def least_rate(killed: int, judged: int) -> float:
 def summary(results: list[dict[str, Any]], seed: int) -> dict[str, Any]:
     outcomes = Counter(result["outcome"] for result in results)
     killed = outcomes["killed"] + outcomes["timeout"]
-    judged = killed + outcomes["survived"] + outcomes["undecided"]
+    judged = killed + outcomes["survived"]
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     return {
         "commit": commit.stdout.strip(),
@@ -206,7 +157,7 @@ def summary(results: list[dict[str, Any]], seed: int) -> dict[str, Any]:
         "outcomes": dict(outcomes),
         "killed": round(killed / judged, 4) if judged else None,
         "at_least": round(least_rate(killed, judged), 4) if judged else None,
-        "survivors": sorted(result["name"] for result in results if result["outcome"] in ("survived", "undecided")),
+        "survivors": sorted(result["name"] for result in results if result["outcome"] == "survived"),
     }
 
 
@@ -228,14 +179,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--mutants", type=int, default=500, help="how many are drawn, file by file in turn")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=1, help="each has a copy of the checkout")
-    parser.add_argument("--budget", type=float, default=600.0, help="seconds that the tests of a mutant take in all")
+    parser.add_argument("--budget", type=float, default=120.0, help="seconds that the tests of a mutant take in all")
     parser.add_argument("--files", nargs="*", help="files of passes/ to draw from, such as passes/plan/roles.py")
+    parser.add_argument("--tests", nargs="*", default=TESTS, help="the tests that may judge")
+    parser.add_argument("--thin", type=int, help="of each test at most so many cases may judge")
     parser.add_argument("--deselect", nargs="*", default=[], help="tests that fail without a mutant, too")
     parser.add_argument("--out", type=Path, default=Path("mutants.jsonl"), help="judged mutants, one a line")
+    parser.add_argument("--reached", type=Path, default=Path("reached"), help="folder of which tests run which lines")
     parser.add_argument("--seconds", type=float, default=math.inf, help="no mutant begins after that")
-    parser.add_argument("--sample", action="store_true", help="one case of each of a few tests judges, and no others")
     given = parser.parse_args(arguments)
-    deselected = [f"--deselect={test}" for test in given.deselect]
     end = time.monotonic() + given.seconds
     files = given.files or [str(path.relative_to(ROOT)) for path in sorted((ROOT / "passes").rglob("*.py"))]
     wanted = {mutant.name: mutant for mutant in drawn(ROOT, files, given.mutants, given.seed)}
@@ -243,45 +195,36 @@ def main(arguments: list[str] | None = None) -> int:
     given.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder, given.out.open("a", encoding="utf-8") as out:
         copies = [Copy(Path(folder, str(number))) for number in range(given.processes)]
+        thin = [f"--thin={given.thin}"] if given.thin else []
+        deselected = [f"--deselect={test}" for test in given.deselect]
+        reached = reach(copies[0], given.reached.absolute(), given.processes, given.tests, *thin, *deselected)
+        changed = sorted({mutant.file for mutant in wanted.values() if not reached.knows(mutant)})
+        if changed:
+            raise SystemExit(f"{given.reached}: made before {', '.join(changed)} changed. Delete it, or name another")
         free: Queue[Copy] = Queue()
         for copy in copies:
             free.put(copy)
         lock = threading.Lock()
 
-        def judge(names: list[str], tests: Callable[[str], list[str]], survived: str, *more: str) -> None:
-            def one(name: str) -> None:
-                copy = free.get()
-                try:
-                    if time.monotonic() > end:
-                        return
-                    mutant = wanted[name]
-                    # Others use the machine, too; and a mutant may be slow without being wrong.
-                    result = copy.judge(mutant, tests(mutant.file), 4 * given.budget, *more, *deselected)
-                finally:
-                    free.put(copy)
-                if result["outcome"] == "survived":
-                    result["outcome"] = survived
-                with lock:
-                    results[name] = result
-                    out.write(json.dumps(result) + "\n")
-                    out.flush()
-                    print(f"{len(results)} of {len(wanted)}: {result['outcome']}, {result['seconds']} s, {name}")
+        def judge(mutant: Mutant) -> None:
+            copy = free.get()
+            try:
+                if time.monotonic() > end:
+                    return
+                tests = reached.tests(mutant, (ROOT / mutant.file).read_bytes(), given.budget)
+                # Others use the machine, too; and a mutant may be slow without being wrong.
+                result = copy.judge(mutant, tests, 120 + 4 * reached.seconds(tests))
+            finally:
+                free.put(copy)
+            with lock:
+                results[mutant.name] = result
+                out.write(json.dumps(result) + "\n")
+                out.flush()
+                told = f"{result['outcome']}, {len(tests)} tests, {result['seconds']} s, {mutant.name}"
+                print(f"{len(results)} of {len(wanted)}: {told}", flush=True)
 
-            with ThreadPoolExecutor(given.processes) as pool:
-                list(pool.map(one, names))
-
-        begun = [name for name in wanted if name not in results]
-        if given.sample:
-            judge(begun, few, "survived", "--thin", "1")
-        else:
-            named = sorted({test for name in begun for test in stage_tests(wanted[name].file)})
-            if begun:
-                durations(copies[0], named, 20 * given.budget, given.processes, "--thin", "1", *deselected)
-            judge(begun, stage_tests, "undecided", "--thin", "1")
-            left = [name for name, result in results.items() if result["outcome"] == "undecided"]
-            if left and time.monotonic() < end:
-                times = durations(copies[0], list(_OTHERS), 20 * given.budget, given.processes, *deselected)
-                judge(left, lambda file: selected(file, times, given.budget), "survived")
+        with ThreadPoolExecutor(given.processes) as pool:
+            list(pool.map(judge, [mutant for name, mutant in wanted.items() if name not in results]))
     print(json.dumps(summary(list(results.values()), given.seed)))
     return int(not results or any(result["outcome"] == "unusable" for result in results.values()))
 

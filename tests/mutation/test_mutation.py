@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
+from coverage import CoverageData
 
 from tests.mutation import __main__ as mutation
-from tests.mutation.__main__ import _STAGES, ROOT, Copy, least_rate, selected, stage_tests, summary
+from tests.mutation.__main__ import ROOT, TESTS, Copy, least_rate, reach, summary
 from tests.mutation.mutants import Mutant, drawn, mutants
+from tests.mutation.reached import Reached, _statement, finish
 
 SOURCE = b'''"""A module."""
 LIMIT = 3  # \xc3\xa4
@@ -53,13 +54,86 @@ def test_a_draw_is_the_same_for_a_seed_and_takes_files_in_turn() -> None:
     assert len({mutant.name for mutant in some}) == 60
 
 
-def test_stage_tests_the_stage_come_first_and_within_the_budget() -> None:
-    known = {"tests/passes/test_lower.py": 9.0, "tests/a.py": 3.0, "tests/b.py": 2.0, "tests/c.py": 1.0}
-    order = selected("passes/lower/zeros.py", known, 12.5)
-    assert order[0] == "tests/passes/test_lower.py"
-    assert order[-2:] == ["tests/c.py", "tests/b.py"]
-    for name in _STAGES:
-        assert all((ROOT / file).exists() for file in stage_tests(f"passes/{name}.py")), name
+def test_a_statement_has_its_own_lines() -> None:
+    source = b"""@a(1)
+def f(x=2):
+    \"\"\"Text.\"\"\"
+    if x and (
+        x > 2
+    ):
+        return [
+            x + 1
+        ]
+    elif not x:
+        def g(y): return y + 1
+    try:
+        x += 1
+    except KeyError:
+        pass
+    return x
+
+
+LIMIT = 3
+"""
+    assert _statement(source, 4) == _statement(source, 5) == {4, 5, 6}
+    assert _statement(source, 10) == {10}
+    assert _statement(source, 8) == {7, 8, 9}
+    assert _statement(source, 11) == {11}
+    assert _statement(source, 14) == {12, 14}
+    assert _statement(source, 2) == set(range(2, 17))
+    assert _statement(source, 1) == _statement(source, 19) >= {2, 16, 19}
+
+
+def _reached(folder: Path, known: dict[str, tuple[float, list[int]]]) -> Reached:
+    """What a run has written in which these tests took so long, and ran these lines of a file."""
+    (folder / "passes").mkdir()
+    (folder / "passes" / "a.py").write_bytes(SOURCE)
+    data = CoverageData(str(folder / "lines.sqlite"))
+    for test, (_, lines) in known.items():
+        data.set_context(f"{test}|run")
+        data.add_lines({"/copy/passes/a.py": lines})
+    data.set_context("")
+    data.add_lines({"/copy/passes/a.py": [1, 2, 5]})
+    data.write()
+    cases = [(*test.split("::"), seconds) for test, (seconds, _) in known.items()]
+    told = "".join(f'<testcase file="{file}" name="{name}" time="{seconds}"/>' for file, name, seconds in cases)
+    (folder / "times.xml").write_text(f"<testsuite>{told}</testsuite>", encoding="utf-8")
+    return finish(folder, folder)
+
+
+def test_what_runs_a_statement_judges_it_the_fastest_first(tmp_path: Path) -> None:
+    known = {
+        "b.py::test_slow": (50.0, [8, 9]),
+        "b.py::test_fast": (1.0, [8, 9]),
+        "a.py::test_a": (3.0, [8]),
+        "a.py::test_b": (2.0, [9, 10]),
+        "c.py::test_c": (9.0, [11]),
+    }
+    found = _reached(tmp_path, known)
+    of_line = {mutant.line: mutant for mutant in mutants("passes/a.py", SOURCE)}
+
+    def tests(line: int, budget: float) -> list[str]:
+        assert found.knows(of_line[line])
+        return found.tests(of_line[line], SOURCE, budget)
+
+    assert tests(9, 100) == ["a.py::test_b", "b.py::test_fast", "b.py::test_slow"]
+    assert tests(9, 3.5) == ["b.py::test_fast", "a.py::test_b"]
+    assert tests(8, 0) == ["b.py::test_fast"]
+    assert tests(8, 10) == ["b.py::test_fast", "a.py::test_a"]
+    assert found.seconds(tests(8, 10)) == 4
+    # What runs on import is judged by all of the file.
+    assert set(tests(2, 100)) == known.keys()
+    assert set(tests(5, 100)) == known.keys()
+    other = mutants("passes/a.py", SOURCE + b"A = 1")
+    assert not any(map(found.knows, other))
+
+
+def test_a_run_that_did_not_end_is_none(tmp_path: Path) -> None:
+    _reached(tmp_path, {"a.py::test_a": (1.0, [8])})
+    Reached(tmp_path)
+    (tmp_path / "sources.json").unlink()
+    with pytest.raises(FileNotFoundError):
+        Reached(tmp_path)
 
 
 def test_the_lower_bound() -> None:
@@ -71,31 +145,42 @@ def test_the_lower_bound() -> None:
     assert json.loads(json.dumps(told)) == told
 
 
-def test_what_a_few_tests_leave_is_judged_by_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a second round, which may be another run: what was judged is not judged again."""
-    seen: list[tuple[str, bool]] = []
+def test_what_is_judged_is_not_judged_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that came to its end in time is gone on with; what no test runs survives."""
+    seen: list[str] = []
 
-    def judge(copy: Copy, mutant: Mutant, files: list[str], seconds: float, *more: str) -> dict[str, Any]:
-        few = "--thin" in more
-        assert ("tests/a.py" in files) != few
-        seen.append((mutant.name, few))
-        outcome = "survived" if few and len(seen) % 2 else "killed"
-        return {"name": mutant.name, "outcome": outcome, "seconds": 1.0}
+    def test(self: Copy, tests: list[str], seconds: float, *more: str, **environment: str) -> tuple[str, str]:
+        assert tests == ["tests/a.py::test_a"]
+        assert seconds == 120 + 4 * 2.0
+        seen.append((self.root / "passes" / "report.py").read_text(encoding="utf-8"))
+        return "killed", "FAILED tests/a.py"
 
-    monkeypatch.setattr(Copy, "judge", judge)
-    monkeypatch.setattr(mutation, "durations", lambda copy, tests, *_: {"tests/a.py": 1.0})
+    class Fixed:
+        def knows(self, mutant: Mutant) -> bool:
+            return mutant.file == "passes/report.py"
+
+        def tests(self, mutant: Mutant, source: bytes, budget: float) -> list[str]:
+            assert budget == 7
+            return ["tests/a.py::test_a"] * (mutant.name != names[0])
+
+        def seconds(self, tests: list[str]) -> float:
+            return 2.0 * len(tests)
+
+    names = [mutant.name for mutant in drawn(ROOT, ["passes/report.py"], 4, 0)]
+    monkeypatch.setattr(Copy, "test", test)
+    monkeypatch.setattr(mutation, "reach", lambda *given: Fixed())
     out = tmp_path / "mutants.jsonl"
-    given = ["--mutants", "4", "--files", "passes/report.py", "--out", str(out)]
-    monkeypatch.setattr(mutation.time, "monotonic", lambda: 10.0 if len(seen) == 4 else 0.0)
+    given = ["--mutants", "4", "--files", "passes/report.py", "--out", str(out), "--budget", "7"]
+    monkeypatch.setattr(mutation.time, "monotonic", lambda: 10.0 if len(seen) == 1 else 0.0)
     assert mutation.main([*given, "--seconds", "5"]) == 0
-    assert [few for _, few in seen] == [True] * 4
+    assert list(mutation._known(out)) == names[:2]
+    monkeypatch.setattr(mutation.time, "monotonic", lambda: 0.0)
     assert mutation.main([*given, "--seconds", "5"]) == 0
-    names = [name for name, _ in seen]
-    assert [few for _, few in seen[4:]] == [False] * 2
-    assert names[4:] == names[:4:2]
-    outcomes = [result["outcome"] for result in mutation._known(out).values()]
-    assert outcomes == ["killed"] * 4
-    assert summary([{"outcome": "killed", "name": "a"}, {"outcome": "undecided", "name": "b"}], 3)["killed"] == 0.5
+    outcomes = [mutation._known(out)[name]["outcome"] for name in names]
+    assert outcomes == ["survived", "killed", "killed", "killed"]
+    assert len(seen) == len(set(seen)) == 3
+    with pytest.raises(SystemExit, match=r"reached: made before passes/places.py changed"):
+        mutation.main(["--files", "passes/places.py", "--out", str(tmp_path / "other")])
 
 
 def test_passes_are_reached_by_one_path() -> None:
@@ -113,8 +198,15 @@ def test_a_mutant_is_killed_and_taken_out(tmp_path: Path) -> None:
     source = (copy.root / file).read_bytes()
     old = "return [site for site in self.sites if site.rewritten]"
     (mutant,) = [one for one in mutants(file, source) if one.old == old]
-    result = copy.judge(mutant, ["tests/test_page.py"], 300, "--thin", "1")
+    reached = reach(copy, tmp_path / "reached", 1, ["tests/test_page.py"], "--thin=1")
+    tests = reached.tests(mutant, source, 60)
+    result = copy.judge(mutant, tests, 300)
     assert result["outcome"] == "killed"
     assert "test_page.py" in result["by"]
     assert (copy.root / file).read_bytes() == source
-    assert copy.test(["tests/test_page.py"], 300, "--thin", "1") == ("survived", "")
+    assert copy.test(tests, 300) == ("survived", "")
+    assert copy.judge(mutant, [], 300)["outcome"] == "survived"
+
+
+def test_the_tests_that_judge_are_there() -> None:
+    assert all((ROOT / test).exists() for test in TESTS)
