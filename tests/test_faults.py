@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from mhc_compile.passes.report import Location, Report, SiteReport
 from tests import faults
 from tests.zoo.near import Sublayer
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "_traced")
 
 # What a hook calls, and what these functions do. Each of them fails in `make test`, and in `make test-all` all others.
 HOOKS = (
@@ -67,6 +68,15 @@ OPERATORS = {"compat.operators:functorch_is_active", "compat.operators:forward_m
 ASKED = ("passes.recognise", "passes.functional", "compat.values:depends_on_data")
 
 X = (2, 3, 4, 6)
+
+
+@pytest.fixture
+def _traced() -> Iterator[None]:
+    """A report is put into words for torch's trace, if anyone listens."""
+    log, listener = logging.getLogger("torch.__trace"), logging.NullHandler()
+    log.addHandler(listener)
+    yield
+    log.removeHandler(listener)
 
 
 def _model() -> tuple[nn.Module, Tensor]:
