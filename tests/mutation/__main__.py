@@ -5,8 +5,8 @@ python -m tests.mutation --mutants 500 --seed 0 --processes 32 --out mutants.jso
 Each line of the output is a judged mutant; those that are there are not judged again. The last line on the terminal is
 a summary as JSON. A mutant is judged by the tests that run the changed statement, the fastest first, as many as fit
 into --budget seconds. Which tests run which lines is found by running all of them once without a mutant, which takes an
-hour of two cores, and is kept in the folder --reached. Tests that fail without a mutant, as with another torch, are
-named by --deselect.
+hour of two cores, and is kept in the folder --reached. Tests that fail then, as some may with another torch, do not
+judge.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Copy:
 
 
 def reach(copy: Copy, folder: Path, processes: int, tests: Sequence[str], *more: str) -> Reached:
-    """Which tests run which lines. Raises SystemExit if one fails without a mutant."""
+    """Which tests run which lines."""
     try:
         return Reached(folder)
     except FileNotFoundError:
@@ -121,10 +121,11 @@ def reach(copy: Copy, folder: Path, processes: int, tests: Sequence[str], *more:
     folder.mkdir(parents=True, exist_ok=True)
     print("running the tests without a mutant", flush=True)
     arguments, environment = options(folder)
-    outcome, _ = copy.test(tests, _HOURS, *arguments, "-n", str(processes), *more, shown=True, **environment)
-    if outcome != "survived":
-        raise SystemExit("the tests fail without a mutant")
-    return finish(folder, copy.root)
+    copy.test(tests, _HOURS, *arguments, "-n", str(processes), *more, shown=True, **environment)
+    reached = finish(folder, copy.root)
+    if reached.failed:
+        print(f"these fail without a mutant, and do not judge: {', '.join(reached.failed)}")
+    return reached
 
 
 def least_rate(killed: int, judged: int) -> float:
@@ -183,7 +184,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--files", nargs="*", help="files of passes/ to draw from, such as passes/plan/roles.py")
     parser.add_argument("--tests", nargs="*", default=TESTS, help="the tests that may judge")
     parser.add_argument("--thin", type=int, help="of each test at most so many cases may judge")
-    parser.add_argument("--deselect", nargs="*", default=[], help="tests that fail without a mutant, too")
     parser.add_argument("--out", type=Path, default=Path("mutants.jsonl"), help="judged mutants, one a line")
     parser.add_argument("--reached", type=Path, default=Path("reached"), help="folder of which tests run which lines")
     parser.add_argument("--seconds", type=float, default=math.inf, help="no mutant begins after that")
@@ -196,8 +196,7 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder, given.out.open("a", encoding="utf-8") as out:
         copies = [Copy(Path(folder, str(number))) for number in range(given.processes)]
         thin = [f"--thin={given.thin}"] if given.thin else []
-        deselected = [f"--deselect={test}" for test in given.deselect]
-        reached = reach(copies[0], given.reached.absolute(), given.processes, given.tests, *thin, *deselected)
+        reached = reach(copies[0], given.reached.absolute(), given.processes, given.tests, *thin)
         changed = sorted({mutant.file for mutant in wanted.values() if not reached.knows(mutant)})
         if changed:
             raise SystemExit(f"{given.reached}: made before {', '.join(changed)} changed. Delete it, or name another")

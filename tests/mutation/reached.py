@@ -17,13 +17,15 @@ _LINES, _TIMES, _SOURCES = "lines.sqlite", "times.xml", "sources.json"
 
 def options(folder: Path) -> tuple[list[str], dict[str, str]]:
     """Arguments and environment of a run of pytest that writes its lines and times into a folder."""
-    arguments = ["--cov=mhc_compile/passes", "--cov-context=test", "--cov-report="]
+    arguments = ["--maxfail=0", "--cov=mhc_compile/passes", "--cov-context=test", "--cov-report="]
     arguments += [f"--junitxml={folder / _TIMES}", "-o", "junit_family=xunit1"]
     return arguments, {"COVERAGE_FILE": str(folder / _LINES)}
 
 
 def finish(folder: Path, root: Path) -> Reached:
-    """Write down which sources the run had, and read what it has written."""
+    """Write down which sources the run had, and read what it has written. Raises ValueError if no test passed."""
+    if not _tests(folder)[0]:
+        raise ValueError(f"{folder}: no test passed without a mutant")
     sources = sorted((root / "passes").rglob("*.py"))
     hashes = {str(file.relative_to(root)): hash_of(file.read_bytes()) for file in sources}
     (folder / _SOURCES).write_text(json.dumps(hashes, indent=1), encoding="utf-8")
@@ -31,14 +33,14 @@ def finish(folder: Path, root: Path) -> Reached:
 
 
 class Reached:
-    """What such a run has written. Raises FileNotFoundError if there was none, or if it did not end."""
+    """What such a run has written. Raises FileNotFoundError if there was none, or if it did not end.
+
+    failed: tests that failed, and so cannot judge.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._hashes = json.loads((folder / _SOURCES).read_text(encoding="utf-8"))
-        self._times = {
-            f"{case.attrib['file']}::{case.attrib['name']}": float(case.attrib["time"])
-            for case in xml.parse(folder / _TIMES).iter("testcase")
-        }
+        self._times, self.failed = _tests(folder)
         data = CoverageData(str(folder / _LINES))
         data.read()
         self._lines: dict[str, dict[int, set[str]]] = {}
@@ -71,6 +73,18 @@ class Reached:
 
     def seconds(self, tests: list[str]) -> float:
         return sum(self._times[test] for test in tests)
+
+
+def _tests(folder: Path) -> tuple[dict[str, float], list[str]]:
+    """How long each test took that passed or was skipped, and those that failed."""
+    times, failed = {}, []
+    for case in xml.parse(folder / _TIMES).iter("testcase"):
+        test = f"{case.attrib.get('file', '')}::{case.attrib['name']}"
+        if case.find("failure") is not None or case.find("error") is not None:
+            failed.append(test)
+        else:
+            times[test] = float(case.attrib["time"])
+    return times, failed
 
 
 def _statement(source: bytes, line: int) -> set[int]:

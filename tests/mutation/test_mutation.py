@@ -84,8 +84,8 @@ LIMIT = 3
     assert _statement(source, 1) == _statement(source, 19) >= {2, 16, 19}
 
 
-def _reached(folder: Path, known: dict[str, tuple[float, list[int]]]) -> Reached:
-    """What a run has written in which these tests took so long, and ran these lines of a file."""
+def _reached(folder: Path, known: dict[str, tuple[float, list[int]]], failed: str = "") -> Reached:
+    """What a run has written in which these tests took so long, and ran these lines of a file, and one failed."""
     (folder / "passes").mkdir()
     (folder / "passes" / "a.py").write_bytes(SOURCE)
     data = CoverageData(str(folder / "lines.sqlite"))
@@ -96,7 +96,10 @@ def _reached(folder: Path, known: dict[str, tuple[float, list[int]]]) -> Reached
     data.add_lines({"/copy/passes/a.py": [1, 2, 5]})
     data.write()
     cases = [(*test.split("::"), seconds) for test, (seconds, _) in known.items()]
-    told = "".join(f'<testcase file="{file}" name="{name}" time="{seconds}"/>' for file, name, seconds in cases)
+    told = "".join(
+        f'<testcase file="{file}" name="{name}" time="{seconds}">{"<failure/>" * (name == failed)}</testcase>'
+        for file, name, seconds in cases
+    )
     (folder / "times.xml").write_text(f"<testsuite>{told}</testsuite>", encoding="utf-8")
     return finish(folder, folder)
 
@@ -109,7 +112,9 @@ def test_what_runs_a_statement_judges_it_the_fastest_first(tmp_path: Path) -> No
         "a.py::test_b": (2.0, [9, 10]),
         "c.py::test_c": (9.0, [11]),
     }
-    found = _reached(tmp_path, known)
+    known["d.py::test_d"] = (1.0, [8, 9])
+    found = _reached(tmp_path, known, "test_d")
+    assert found.failed == [*known][-1:]
     of_line = {mutant.line: mutant for mutant in mutants("passes/a.py", SOURCE)}
 
     def tests(line: int, budget: float) -> list[str]:
@@ -122,8 +127,7 @@ def test_what_runs_a_statement_judges_it_the_fastest_first(tmp_path: Path) -> No
     assert tests(8, 10) == ["b.py::test_fast", "a.py::test_a"]
     assert found.seconds(tests(8, 10)) == 4
     # What runs on import is judged by all of the file.
-    assert set(tests(2, 100)) == known.keys()
-    assert set(tests(5, 100)) == known.keys()
+    assert {*tests(2, 100), *found.failed} == {*tests(5, 100), *found.failed} == known.keys()
     other = mutants("passes/a.py", SOURCE + b"A = 1")
     assert not any(map(found.knows, other))
 
@@ -134,6 +138,9 @@ def test_a_run_that_did_not_end_is_none(tmp_path: Path) -> None:
     (tmp_path / "sources.json").unlink()
     with pytest.raises(FileNotFoundError):
         Reached(tmp_path)
+    (tmp_path / "times.xml").write_text('<testsuite><testcase name="a" time="0"><error/></testcase></testsuite>')
+    with pytest.raises(ValueError, match="no test passed"):
+        finish(tmp_path, tmp_path)
 
 
 def test_the_lower_bound() -> None:
