@@ -48,7 +48,8 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        return f"{self.file}:{self.line}: {self.old!r} -> {self.new!r} at {self.begin} of {self.source}"
+        old, new = (" ".join(text.split())[:60] for text in (self.old, self.new))
+        return f"{self.file}:{self.line}: {old!r} -> {new!r} at {self.begin} of {self.source}"
 
     def applied(self, source: bytes) -> bytes:
         """The file with this mutant. Raises ValueError for another file."""
@@ -157,14 +158,16 @@ def _change(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
 
 
 def drawn(root: Path, files: Sequence[str], count: int, seed: int) -> list[Mutant]:
-    """This many mutants, file by file in turn, until each file has given all of its own."""
-    generator = random.Random(seed)
+    """This many mutants, file by file in turn, until each file has given all of its own.
+
+    Those of a file depend on the seed and on the file alone, so a change of one file leaves the others' mutants.
+    """
     left = []
     for file in sorted(files):
         of_file = mutants(file, (root / file).read_bytes())
-        generator.shuffle(of_file)
+        random.Random(f"{seed} {file}").shuffle(of_file)
         left.append(of_file)
-    generator.shuffle(left)
+    random.Random(seed).shuffle(left)
     found: list[Mutant] = []
     while len(found) < count and any(left):
         for of_file in left:

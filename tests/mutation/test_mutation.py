@@ -52,6 +52,10 @@ def test_a_draw_is_the_same_for_a_seed_and_takes_files_in_turn() -> None:
     assert some == drawn(ROOT, files, 60, 1) != drawn(ROOT, files, 60, 2)
     assert len({mutant.file for mutant in some}) > 50
     assert len({mutant.name for mutant in some}) == 60
+    # A file's own do not depend on what else there is.
+    alone = [mutant for mutant in drawn(ROOT, files[3:5], 4, 1) if mutant.file == files[3]]
+    both = [mutant for mutant in drawn(ROOT, files, len(files) * 2, 1) if mutant.file == files[3]]
+    assert both == alone[:2]
 
 
 def test_a_statement_has_its_own_lines() -> None:
@@ -186,6 +190,13 @@ def test_what_is_judged_is_not_judged_again(tmp_path: Path, monkeypatch: pytest.
     outcomes = [mutation._known(out)[name]["outcome"] for name in names]
     assert outcomes == ["survived", "killed", "killed", "killed"]
     assert len(seen) == len(set(seen)) == 3
+    assert [mutation._known(out)[name]["tests"] for name in names] == [0, 1, 1, 1]
+    survivor, names[0] = names[0], ""
+    assert mutation.main(given) == 0
+    assert len(seen) == 3
+    assert mutation.main([*given, "--again"]) == 0
+    assert len(seen) == 4
+    assert mutation._known(out)[survivor]["outcome"] == "killed"
     with pytest.raises(SystemExit, match=r"reached: made before passes/places.py changed"):
         mutation.main(["--files", "passes/places.py", "--out", str(tmp_path / "other")])
 

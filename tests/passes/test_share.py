@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mhc_compile import passes
 from mhc_compile.passes.report import Report
+from mhc_compile.passes.share.outline import Unsuitable
+from mhc_compile.passes.share.outline import outline as outlined
 from tests.passes.lowering import operators
 from tests.passes.sharing import (
     CALL,
@@ -130,6 +132,22 @@ def test_layers_of_two_kinds() -> None:
         return torch.tanh(u @ w) * 2 + 1 if number % 2 else torch.relu(u @ w + w.sum()) * 0.5
 
     assert calls_of_each(layer) == [2, 2]
+
+
+def test_a_kind_that_cannot_be_called_keeps_no_other_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused: list[int] = []
+
+    def outline(graph: fx.Graph, sublayers: list[list[fx.Node]]) -> Any:
+        if not refused:
+            refused.append(len(sublayers))
+            raise Unsuitable("planted")
+        return outlined(graph, sublayers)
+
+    def layer(u: Tensor, w: Tensor, number: int) -> Tensor:
+        return torch.tanh(u @ w) * 2 + 1 if number % 2 else torch.relu(u @ w + w.sum()) * 0.5
+
+    monkeypatch.setattr(passes.sharing, "outline", outline)
+    assert calls_of_each(layer) == refused == [2]
 
 
 @pytest.mark.parametrize(
