@@ -367,6 +367,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "tokens first": lambda y: y.transpose(0, 1),
     "flat and transposed": lambda y: y.flatten(-2).mT,
     "part": lambda y: y[..., 2:, 1:],
+    "split in two": lambda y: y.unflatten(-1, (2, C // 2)),
 }
 
 
@@ -381,6 +382,24 @@ def test_such_views_of_a_result_are_told() -> None:
     view = VIEWS["flat and transposed"]
     report = assert_as_eager(Sublayer({"y": lambda y: (view(y), view(y.detach()))}), 3, "train", dynamic=True)
     assert [site.reason for site in report.declined] == [REASON], str(report)
+
+
+class DetachedBefore(AddedInPlace):
+    """The product is detached, and returned, before the rest of the sum is added to it."""
+
+    def written(self, x: Tensor, f: Tensor, post: Tensor, p: Tensor) -> Tensor:
+        product = p.transpose(-1, -2) @ x
+        self.before = product.detach()
+        return product.add_(post.unsqueeze(-1) * f.unsqueeze(-2))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.sublayer(x, {}, []), self.before
+
+
+def test_a_result_that_was_detached_before_the_sum_was_whole() -> None:
+    """Without gradients, and of symbolic sizes, torch.compile alone returns views where eager code does not."""
+    report = assert_as_eager(DetachedBefore({}), 3, "train", dynamic=False)
+    assert [site.op for site in report.declined] == ["expand_combine"], str(report)
 
 
 @pytest.mark.parametrize("mode", ["train", "no_grad"])
