@@ -101,12 +101,12 @@ class Copy:
         )
         return outcome, failed
 
-    def judge(self, mutant: Mutant, tests: Sequence[str], seconds: float, *more: str) -> dict[str, Any]:
+    def judge(self, mutant: Mutant, tests: Sequence[str], seconds: float) -> dict[str, Any]:
         path, begin = self.root / mutant.file, time.monotonic()
         source = path.read_bytes()
         try:
             path.write_bytes(mutant.applied(source))
-            outcome, by = self.test(tests, seconds, *more) if tests else ("survived", "no test runs it")
+            outcome, by = self.test(tests, seconds) if tests else ("survived", "no test runs it")
         finally:
             path.write_bytes(source)
         took = round(time.monotonic() - begin, 1)

@@ -127,11 +127,12 @@ def test_a_layer_that_makes_what_others_are_given() -> None:
     assert len(sublayer_calls(share(program, make_inputs()))) == LAYERS
 
 
-def test_layers_of_two_kinds() -> None:
-    def layer(u: Tensor, w: Tensor, number: int) -> Tensor:
-        return torch.tanh(u @ w) * 2 + 1 if number % 2 else torch.relu(u @ w + w.sum()) * 0.5
+def layer_of_two_kinds(u: Tensor, w: Tensor, number: int) -> Tensor:
+    return torch.tanh(u @ w) * 2 + 1 if number % 2 else torch.relu(u @ w + w.sum()) * 0.5
 
-    assert calls_of_each(layer) == [2, 2]
+
+def test_layers_of_two_kinds() -> None:
+    assert calls_of_each(layer_of_two_kinds) == [2, 2]
 
 
 def test_a_kind_that_cannot_be_called_keeps_no_other_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,11 +144,8 @@ def test_a_kind_that_cannot_be_called_keeps_no_other_from_it(monkeypatch: pytest
             raise Unsuitable("planted")
         return outlined(graph, sublayers)
 
-    def layer(u: Tensor, w: Tensor, number: int) -> Tensor:
-        return torch.tanh(u @ w) * 2 + 1 if number % 2 else torch.relu(u @ w + w.sum()) * 0.5
-
     monkeypatch.setattr(passes.sharing, "outline", outline)
-    assert calls_of_each(layer) == refused == [2]
+    assert calls_of_each(layer_of_two_kinds) == refused == [2]
 
 
 @pytest.mark.parametrize(
