@@ -11,15 +11,14 @@ from dataclasses import dataclass
 from mhc_compile.passes.recognise.contraction import (
     Contraction,
     StreamsView,
-    axes_of,
     by_stride,
     constant_in_sum,
     contractions,
-    exact,
     is_stream_count,
     joined,
     steps_in,
     streams_in,
+    without_another,
 )
 from mhc_compile.passes.recognise.layout import Dim, Layout
 from mhc_compile.passes.recognise.misses import Miss
@@ -105,20 +104,19 @@ def _of_channels(term: Term, out: Value) -> Iterator[Reading]:
     if len(factors) == 2 and bases[0] & bases[1]:  # the squares of a norm
         return
     for factor in factors:
-        for source in exact(factor):
-            axes = axes_of(term, out, source)
-            summed = [a for a in axes if a.summed]
-            if len(summed) != 1 or not summed[0].size > 1 or not is_stream_count(summed[0].size, source.base):
+        for c in without_another(term, out, factor):
+            summed = [a for a in c.axes if a.summed]
+            if len(summed) != 1 or not summed[0].size > 1 or not is_stream_count(summed[0].size, c.right):
                 continue
             stream = (summed[0].size, summed[0].right)
-            if any(a.right == 0 for a in axes) or stream[1] == 1:  # a mean over what may be the channels
+            if any(a.right == 0 for a in c.axes) or stream[1] == 1:  # a mean over what may be the channels
                 continue
             # Without a gate, no axis is one of tokens. The last view takes only what lies innermost in x as channels.
-            walked = streams_in([a for a in axes if not a.summed], source.base, stream)
+            walked = streams_in([a for a in c.axes if not a.summed], c.right, stream)
             views = [view for _, _, view in walked if not view.holds_tokens]
             for view in views[-1:]:
                 by_channel = any(not constant_in_sum(other, len(out.shape)) for other in factors if other is not factor)
-                yield Reading(out, source.base, view, by_channel)
+                yield Reading(out, c.right, view, by_channel)
 
 
 def _read(c: Contraction) -> Aggregate | tuple[str, int]:

@@ -9,7 +9,6 @@ from mhc_compile.passes.recognise.contraction import (
     Axis,
     Contraction,
     StreamsView,
-    axes_of,
     by_stride,
     contractions,
     exact,
@@ -17,6 +16,7 @@ from mhc_compile.passes.recognise.contraction import (
     joined,
     steps_in,
     streams_in,
+    without_another,
 )
 from mhc_compile.passes.recognise.layout import Layout, NotALayout, Steps, broadcasts, origin, refine, seen, tidy
 from mhc_compile.passes.recognise.misses import Miss
@@ -267,9 +267,9 @@ def _to_all(reader: Reader, term: Term, out: Value, x: Value, streams: StreamsVi
 
 def _ungated(term: Term, out: Value, x: Value) -> Iterator[Contraction]:
     """A sum over the streams alone as if there were a gate, of which no element is read."""
-    for source in exact(term.factors[0]) if len(term.factors) == 1 else ():
-        if source.base is x:
-            yield Contraction(term.const, out, x, x, axes_of(term, out, source))
+    for c in without_another(term, out, term.factors[0]) if len(term.factors) == 1 else ():
+        if c.right is x:
+            yield c
 
 
 def _alone(term: Term, out: Value, x: Value, view: StreamsView) -> tuple[Mix, StreamsView] | None:

@@ -105,10 +105,13 @@ def constant_in_sum(factor: Factor, rank: int) -> bool:
     return any(not any(stride for dim in source.layout.dims[rank:] for _, stride in dim) for source in factor)
 
 
-def axes_of(term: Term, out: Value, source: Source) -> tuple[Axis, ...]:
-    """How one factor of a term is stepped through, with the result; left has no step."""
-    nothing = Layout(tuple(((size, 0),) if size > 1 else () for size in source.layout.shape))
-    return _axes(term, out, Source(source.base, nothing), source)
+def without_another(term: Term, out: Value, factor: Factor) -> Iterator[Contraction]:
+    """The readings of one factor of a term as if the other one were a constant, in which left has no step."""
+    for source in exact(factor):
+        nothing = Layout(tuple(((size, 0),) if size > 1 else () for size in source.layout.shape))
+        reading = _reading(term, out, Source(source.base, nothing), source)
+        if reading is not None:
+            yield reading
 
 
 def _axes(term: Term, out: Value, left: Source, right: Source) -> tuple[Axis, ...]:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from mhc_compile.passes.recognise.contraction import (
     Contraction,
     StreamsView,
-    axes_of,
     by_stride,
     contractions,
-    exact,
     is_stream_count,
     joined,
     steps_in,
+    without_another,
 )
 from mhc_compile.passes.recognise.layout import Dim, Layout, NotALayout, Steps, is_shown, merged, origin, refine, tidy
 from mhc_compile.passes.recognise.sums_of_products import Term
@@ -82,17 +80,10 @@ def _outers(term: Term, out: Value, written: StreamsView, *, bias: bool = False)
     alone = len(term.factors) == 1
     if term.summed and alone:
         return
-    for c in _alone(term, out) if alone else contractions(term, out, parts=True):
+    for c in without_another(term, out, term.factors[0]) if alone else contractions(term, out, parts=True):
         outer = _read_outer(c, written, alone=alone, bias=bias)
         if outer is not None:
             yield outer
-
-
-def _alone(term: Term, out: Value) -> Iterator[Contraction]:
-    """A term of one factor as a product of two, of which the left one is constant."""
-    for source in exact(term.factors[0]):
-        with contextlib.suppress(NotALayout):
-            yield Contraction(term.const, out, source.base, source.base, axes_of(term, out, source))
 
 
 def _read_outer(c: Contraction, written: StreamsView, *, alone: bool, bias: bool) -> Outer | None:

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import sympy
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._dynamo import mark_dynamic
 
+import mhc_compile
 from mhc_compile.compat.values import _solution
 from tests.zoo import check
 from tests.zoo.near import Sublayer
@@ -62,6 +64,20 @@ def test_a_scale_of_symbolic_size(begin: int) -> None:
     assert outcome.report.errors == []
     reasons = [site.reason for site in outcome.report.declined]
     assert reasons == ([] if begin == 0 else ["a scale or bias of symbolic size is read from its end"])
+
+
+class _TokensCounted(nn.Module):
+    """Two sizes have a known product, 6, and no known values."""
+
+    def forward(self, gates: Tensor, x: Tensor) -> Tensor:
+        tokens = gates.shape[0] * gates.shape[1]
+        return torch.bmm(gates.view(tokens, 2, 2), x.view(6, 2, 6)).view(2, 3, 12)
+
+
+def test_sizes_whose_product_alone_is_known() -> None:
+    gates, x = torch.rand(2, 3, 2, 2), torch.randn(2, 3, 12)
+    mark_dynamic(gates, (0, 1))
+    assert mhc_compile.explain(_TokensCounted(), gates, x).errors == []
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
