@@ -307,6 +307,8 @@ class _Call:
         if value.placements != wanted:
             if any(_distance(now, then) for now, then in zip(value.placements, wanted, strict=True)):
                 _tell(self.operator.name, name, str(tuple(value.placements)), str(wanted), _is_pending(value))
+            # In torch 2.11, one that needs a gradient cannot be placed anew where no gradient is recorded.
+            value = compat.as_dtensor(compat.local_of(value), self.mesh, value.placements, value)
             value = value.redistribute(placements=wanted)
         return compat.local_of(value)
 
