@@ -143,7 +143,9 @@ class Running:
 
 def _cause(said: str) -> str:
     """The end of what a job printed, without what torchrun says about processes that have ended."""
-    return re.split(r"^E\d{4} .*torch/distributed/elastic/", said, maxsplit=1, flags=re.MULTILINE)[0][-3000:]
+    return re.split(
+        r"^[EW]\d{4} .*torch/distributed/elastic/multiprocessing/api", said, maxsplit=1, flags=re.MULTILINE
+    )[0][-3000:]
 
 
 def run(

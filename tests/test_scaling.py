@@ -77,6 +77,14 @@ def test_a_job_of_several_processes_says_why_it_failed(example: Path) -> None:
     assert result["said"].splitlines()[-1].endswith("torch.OutOfMemoryError: no memory")
 
 
+def test_what_a_job_said_ends_before_torchrun_speaks() -> None:
+    """Which ends the other processes, with a warning, and then reports an error."""
+    torchrun = "0 12:00:00.000000 7 torch/distributed/elastic/multiprocessing/api.py:1] "
+    said = f"Traceback\nOutOfMemoryError: none\nW102{torchrun}closing 8\nTraceback\nE102{torchrun}failed\n"
+    assert scaling._cause(said) == "Traceback\nOutOfMemoryError: none\n"
+    assert scaling._cause(said.partition("W102")[0]) == "Traceback\nOutOfMemoryError: none\n"
+
+
 def _result(division: str, mode: str, speed: float, **more: Any) -> dict[str, Any]:
     about = {"part": "speed", "division": division, "mode": mode, "gpus": scaling.gpus_of(division)}
     return about | {"status": "measured", "tokens_per_second": speed, "peak_bytes_of_a_device": 3 * 2**30} | more
