@@ -143,9 +143,8 @@ class Running:
 
 def _cause(said: str) -> str:
     """The end of what a job printed, without what torchrun says about processes that have ended."""
-    return re.split(
-        r"^[EW]\d{4} .*torch/distributed/elastic/multiprocessing/api", said, maxsplit=1, flags=re.MULTILINE
-    )[0][-3000:]
+    torchrun = r"^(?:E\d{4} .*torch/distributed/elastic/|W\d{4} .*torch/distributed/elastic/multiprocessing/api)"
+    return re.split(torchrun, said, maxsplit=1, flags=re.MULTILINE)[0][-3000:]
 
 
 def run(
