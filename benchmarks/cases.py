@@ -28,8 +28,8 @@ Call = Callable[..., Tensor]
 class Case:
     """One program at one size.
 
-    name: "sublayer", "chain" or "long" for `Chain`, "block" and "plain" for `Block`, "model" for `Model`, and the names
-    of `own_gates.KINDS` for `OwnGates`. modes:
+    name: "sublayer", "chain" or "long" for `Chain`, "block" and "plain" for `Block`, "model" for `Model`, "normed" and
+    the names of `own_gates.KINDS` for `Layers`. modes:
     "forward" (no_grad), "step" (forward and backward), "graph" (forward inside a CUDA graph), "launches" (how many
     kernels a forward is), or "first" alone (a first step in a fresh process). options are the backend's, for the
     providers that take any. No providers: all.
@@ -113,9 +113,26 @@ class Chain(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for connection in self.sublayers():
             f, post, res = connection(x)
-            mixed = torch.matmul(res.to(x.dtype).transpose(-1, -2), x)
-            x = post.to(x.dtype).unsqueeze(-1) * f.unsqueeze(-2) + mixed
+            x = _written(f, post, res, x)
         return x
+
+
+class Normed(nn.Module):
+    """A connection whose sublayer is an RMS norm with a weight: each sublayer of a model begins with one."""
+
+    def __init__(self, streams: int, width: int) -> None:
+        super().__init__()
+        self.connection = Connection(streams, width)
+        self.norm = nn.RMSNorm(width, EPS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        layer_input, post, res = self.connection(x)
+        return _written(self.norm(layer_input), post, res, x)
+
+
+def _written(f: Tensor, post: Tensor, res: Tensor, x: Tensor) -> Tensor:
+    mixed = torch.matmul(res.to(x.dtype).transpose(-1, -2), x)
+    return post.to(x.dtype).unsqueeze(-1) * f.unsqueeze(-2) + mixed
 
 
 class Workload:
@@ -271,18 +288,19 @@ class _Layer(nn.Module):
         return x + f
 
 
-class OwnGates(Workload):
-    """A chain of connections with gates that no operator makes."""
+class Layers(Workload):
+    """A chain of modules from streams to streams."""
 
     def make(self) -> tuple[nn.Module, tuple[Tensor, ...]]:
         case = self.case
         _, arguments = super().make()
-        kind = KINDS[case.name]
+        kind = LAYERS[case.name]
         return nn.Sequential(*(kind(case.streams, case.width) for _ in range(case.depth))), arguments
 
 
+LAYERS = KINDS | {"normed": Normed}
 WORKLOADS: dict[str, type[Workload]] = {"model": Model, "block": Block, "plain": Block}
-WORKLOADS |= dict.fromkeys(KINDS, OwnGates)
+WORKLOADS |= dict.fromkeys(LAYERS, Layers)
 
 
 def workload(case: Case, device: torch.device) -> Workload:

@@ -28,6 +28,7 @@ PARTS = {
     "streams": "the same chain at other n",
     "decode": "1, 8 and 64 tokens in a CUDA graph: everyone",
     "block": "a DeepSeek-V4 decoder layer of real width, and the same layer with plain residuals",
+    "norm": "the same chain with an RMS norm as each sublayer, also for few tokens in a CUDA graph",
     "gates": "chains whose gates are the program's own: Kronecker products, permutations, tanh, static",
     "first": "a first step in a fresh process, with empty and with full caches",
     "long": "32 sublayers, with and without recomputation",
@@ -61,6 +62,10 @@ def _full(recompute: bool) -> Plan:
         **sizes,
         "decode": [replace(main, tokens=tokens, modes=("graph",)) for tokens in (1, 64, 8)],
         "block": [replace(block, name=name) for name in BLOCK],
+        "norm": [
+            replace(sweep, name="normed"),
+            *(replace(sweep, name="normed", tokens=tokens, modes=("graph",)) for tokens in (1, 64, 8)),
+        ],
         "gates": [replace(sweep, name=name) for name in KINDS],
         "first": [
             first,
@@ -102,6 +107,7 @@ def _on_cpu() -> Plan:
         "tokens": [replace(main, tokens=tokens) for tokens in (1, 8, 64)],
         "width": [replace(main, tokens=128, width=256), replace(main, tokens=8, width=4096)],
         "streams": [replace(main, tokens=64, streams=n) for n in (2, 8)],
+        "norm": [replace(main, name="normed")],
         "gates": [replace(main, width=1024, name=name) for name in KINDS],
         # 8 layers of the model.
         "first": [first, replace(first, name="model", tokens=64, width=256, depth=16)],
@@ -119,6 +125,7 @@ def _tiny(recompute: bool) -> Plan:
         "streams": [replace(ours, streams=2)],
         "decode": [replace(ours, tokens=1, modes=("graph",))],
         "block": [replace(block, name=name) for name in BLOCK],
+        "norm": [replace(main, name="normed", providers=SWEEP)],
         "gates": [replace(main, name=name, providers=SWEEP) for name in KINDS],
         "first": [replace(main, providers=COMPILERS, modes=FIRST)],
         "long": _long(replace(main, name="long", depth=4, modes=("step",), providers=("mhc",)), recompute),
