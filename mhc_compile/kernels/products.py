@@ -29,6 +29,7 @@ from mhc_compile.kernels.common import (
     split_bf16,
 )
 from mhc_compile.kernels.config import tile_for
+from mhc_compile.kernels.gates import rounded_product
 
 MAX_BLOCK_K = 64
 # Programs per processor that the split over tokens aims at.
@@ -221,7 +222,7 @@ def reduce_kernel(dphi_part, phi, norm_weight, affine_part, dphi, dnorm, dscale,
                 part_at += K * columns
             if NEED_DNORM:
                 w = tl.load(phi + k[:, None] * phi_k + c[None, :] * phi_c, mask=tile, other=0.0)
-                acc_norm += tl.sum(acc * w.to(tl.float32), axis=0)
+                acc_norm += tl.sum(rounded_product(acc, w.to(tl.float32)), axis=0)
             if NEED_DPHI:
                 if HAS_NORM:
                     acc = acc * tl.load(norm_weight + c, mask=live, other=0.0).to(tl.float32)[None, :]

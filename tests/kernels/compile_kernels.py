@@ -186,6 +186,14 @@ def _narrow(n: int, width: int, tokens: int) -> None:
     input_norm.norm_backward(d_out, x, norm, *logits, True, rms=Rms(), gates=Gates())
 
 
+def _turned(n: int, width: int, tokens: int) -> None:
+    """The gradients of a projection whose phi lies as [n C, K] in memory: a thread has one of a column's numbers."""
+    x, rows = torch.empty(tokens, n, width, dtype=torch.bfloat16), n * n + 2 * n
+    phi = torch.empty(n * width, rows).T
+    h, ms = projection.forward(x, phi, torch.empty(n * width))
+    projection.backward(h, ms, x, phi, torch.empty(n * width), [True] * 3)
+
+
 def _starts() -> None:
     """Sinkhorns that begin with another exponential than the one they are computed from, or have no eps."""
     logits = torch.empty(512, 4, 4)
@@ -205,6 +213,7 @@ CASES: dict[str, Callable[[], None]] = {
     "eight": lambda: _eight(4096, 512),
     "norm": lambda: _norm(4, 4096, 512, torch.bfloat16),
     "narrow": lambda: _narrow(2, 7, 512),
+    "turned": lambda: _turned(2, 64, 512),
     "norm, wide": lambda: _norm(4, 16384, 512, torch.bfloat16),
     "norm, f32": lambda: _norm(4, 8192, 512, torch.float32),
     "norm, many": lambda: _norm(16, 1280, 512, torch.bfloat16),
@@ -285,8 +294,9 @@ def _unrounded_sums(cubin: bytes) -> int:
         found += name.startswith("FFMA") and registers[-1] in sent
         if name.startswith("SHFL"):
             sent.add(registers[1])
-        else:
-            sent.discard(registers[0])
+        elif registers[0].removeprefix("R").isdigit():
+            first, wide = int(registers[0][1:]), re.search(r"\.(64|128)\b", name)
+            sent -= {f"R{first + more}" for more in range(int(wide[1]) // 32 if wide else 1)}
     return found
 
 
