@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import accumulate
+from math import prod
 
 from mhc_compile.passes.recognise.concatenation import put_together
 from mhc_compile.passes.recognise.layout import NotALayout
@@ -36,13 +37,11 @@ def taken_apart(reader: Reader, terms: Terms) -> Terms:
 def _lengths(factor: Factor) -> Iterator[list[int]]:
     """The sizes of the pieces along which a factor is summed, if they are not all of one size."""
     for base, layout in factor:
-        if base.op is None or base.op.name != "cat" or len(layout.dims[-1]) != 1:
+        if base.op is None or base.op.name != "cat":
             continue
         whole = put_together(base.op)
         if whole is None or len({piece.shape[whole.axis] for piece in whole.pieces}) == 1:
             continue
-        stride = 1
-        for size in base.shape[whole.axis + 1 :]:
-            stride *= size
+        stride = prod(base.shape[whole.axis + 1 :])
         if layout.dims[-1] == ((base.shape[whole.axis], stride),):
             yield [piece.shape[whole.axis] for piece in whole.pieces]

@@ -154,9 +154,11 @@ def _readings(reader: Reader, c: Contraction, addend: Value | None, *, turned: b
 
 def further(reader: Reader, reading: Projection) -> Iterator[Projection]:
     """The same projection with x as it was before the multiplication that made it."""
-    value = reading.x
-    for wide, factor in _wide_and_factor(value.op, value) if value.op is not None else ():
-        divides = value.op is not None and value.op.name == "div"
+    value, op = reading.x, reading.x.op
+    if op is None:
+        return
+    divides = op.name == "div"
+    for wide, factor in _wide_and_factor(op, value):
         whole = next((source for source in exact(reader.views(wide)) if source.base.numel == value.numel), None)
         if whole is None:
             continue

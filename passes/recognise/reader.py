@@ -450,8 +450,9 @@ def is_nought(value: Value) -> bool:
     op = value.op
     if op is None:
         return False
-    fill = op.args[1] if op.name in ("full", "full_like", "fill") and len(op.args) > 1 else 0
-    return op.name in ("zeros", "zeros_like", "new_zeros", "zero") or (op.name in ("full", "full_like") and fill == 0)
+    if op.name in ("full", "full_like"):
+        return bool(op.arg(1, "fill_value") == 0)
+    return op.name in ("zeros", "zeros_like", "new_zeros", "zero")
 
 
 def _axes(op: Op, rank: int) -> list[int]:

@@ -106,7 +106,7 @@ class Connections:
             for op in pending.pop().users:
                 views = op.outs if is_movement(op) else ()
                 pending += views
-                found += (view for view in views if view.numel == x.numel and origin(view, any_view) == (base, layout))
+                found += (view for view in views if origin(view, any_view) == (base, layout))
         return min(found, key=lambda value: self._position.get(value.op, -1) if value.op is not None else -1)
 
     def is_write(self, write: Combine, known: Container[Value] = ()) -> bool:
