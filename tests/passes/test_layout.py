@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mhc_compile.passes.recognise.layout import Layout, NotALayout, refine
+from mhc_compile.passes.recognise.layout import Layout, NotALayout, merged, refine
 
 
 def _offsets(layout: Layout) -> torch.Tensor:
@@ -77,3 +77,9 @@ def test_refine_finds_common_factors() -> None:
 def test_refine_refuses_other_shapes() -> None:
     with pytest.raises(NotALayout):
         refine(Layout.contiguous((6, 2)), Layout.contiguous((4, 3)))
+
+
+def test_merged_joins_even_steps_within_a_dimension() -> None:
+    """Not across dimensions, and not where one of the layouts does not go on evenly."""
+    assert merged([(0, 2, (12, 24)), (0, 3, (4, 8)), (1, 4, (1, 2))]) == [(0, 6, (4, 8)), (1, 4, (1, 2))]
+    assert merged([(1, 2, (3, 1)), (1, 3, (1, 2))]) == [(1, 2, (3, 1)), (1, 3, (1, 2))]

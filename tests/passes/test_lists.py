@@ -124,6 +124,13 @@ class StaticByIndex(Static):
         return new
 
 
+class StaticBackwards(StaticByIndex):
+    """The last stream is read first."""
+
+    def read(self, xs: Streams, a: Any) -> Tensor:
+        return sum(a[i] * xs[i] for i in reversed(range(self.n)))  # type: ignore[return-value]
+
+
 class StaticSummed(Static):
     """Read as the mean of all, and written to each stream as it is."""
 
@@ -199,6 +206,7 @@ FORMS: list[tuple[type[Listed], list[str]]] = [
     (Chunks, FUSED),
     (Static, OWN),
     (StaticByIndex, OWN),
+    (StaticBackwards, OWN),
     (StaticSummed, ["expand_combine"]),
     (StaticScaled, OWN),
     (PostOfOne, FUSED),

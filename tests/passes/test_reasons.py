@@ -125,6 +125,17 @@ class AllUnderVmap(Sublayer):
         return p
 
 
+class TwiceUnderVmap(AllUnderVmap):
+    """As few steps as are told; a tensor is subtracted by name before them."""
+
+    def matrices(self, logits: Tensor) -> Tensor:
+        p = torch.exp(torch.sub(logits, other=logits.amax()))
+        for _ in range(2):
+            p = p / p.sum(-2, keepdim=True)
+            p = p / p.sum(-1, keepdim=True)
+        return p
+
+
 class SoftmaxUnderVmap(AllUnderVmap):
     def matrices(self, logits: Tensor) -> Tensor:
         p = torch.softmax(logits, -1)
@@ -303,6 +314,7 @@ REASONS: list[tuple[type[Sublayer], str, str]] = [
     (UnderVmap, "computed under vmap", "gates"),
     (AllTokensLast, "a Sinkhorn projection of [n, n, tokens]", "sinkhorn"),
     (AllUnderVmap, "what looks like a Sinkhorn iteration is under vmap", "matrices"),
+    (TwiceUnderVmap, "what looks like a Sinkhorn iteration is under vmap", "matrices"),
     (OneAxis, "normalises one axis only", "res"),
     (DetachedSinkhorn, "its gradient does not", "columns"),
     (LogarithmsWithEps, "equals a Sinkhorn projection at moderate logits, but not at large ones", "res"),
