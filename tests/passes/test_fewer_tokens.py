@@ -35,6 +35,13 @@ class _Expanded(Sublayer):
         return m / (m.sum(-2, keepdim=True).expand(BATCH, LENGTH, N, N) + 1e-6)
 
 
+class _SeenLater(Sublayer):
+    """exp before the logits are seen as matrices."""
+
+    def start(self, logits: Tensor) -> Tensor:
+        return logits.flatten(2).exp().view(BATCH, LENGTH, N, N)
+
+
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[int, ...]]:
     """In which shape the regions of Sinkhorn projections and of norms ran."""
@@ -62,6 +69,11 @@ def test_few_tokens_stand_for_all(kind: type[Sublayer], ran: dict[str, tuple[int
     assert outcome.operators == FULL, str(outcome.report)
     assert ran["_fit"] == (BATCH, 61, 1)
     assert ran["identify"] in ((BATCH, 61, N, N), (61, N, N)), ran
+
+
+def test_few_tokens_are_seen_as_matrices_too(ran: dict[str, tuple[int, ...]]) -> None:
+    _run(_SeenLater)
+    assert ran["identify"] == (BATCH, 61, N * N)
 
 
 def test_few_tokens_are_left_alone(ran: dict[str, tuple[int, ...]]) -> None:
