@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch._dynamo.guards
+import torch._inductor.config
 
 from tests.fuzz.grammar import compose
 from tests.fuzz.judge import LIMIT_OF_INDUCTOR, Verdict, alone, check
@@ -206,6 +207,8 @@ def main() -> int:
     parser.add_argument("--device", choices=["cpu", "cuda"], help="of all programs, in place of one in 500 on a GPU")
     options = parser.parse_args()
     _DEVICE[:] = [options.device] * (options.device is not None)
+    # Inductor would start as many other processes as there are cores.
+    torch._inductor.config.compile_threads = 1
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # with what was found until then
     begin, tally, judging = time.perf_counter(), Tally(), verdicts(options.seed)
     try:

@@ -3,10 +3,10 @@
 python -m tests.mutation --mutants 500 --seed 0 --processes 32 --out mutants.jsonl
 
 Each line of the output is a judged mutant; those that are there are not judged again, but for survivors with --again.
-The last line on the terminal is a summary as JSON. A mutant is judged by the tests that run the changed statement, the
-fastest first, as many as fit into --budget seconds. Which tests run which lines is found by running all of them once
-without a mutant, which takes an hour of two cores, and is kept in the folder --reached. Tests that fail then, as some
-may with another torch, do not judge.
+The last line on the terminal is a summary as JSON. A mutant is judged by tests that run the changed statement, as many
+as fit into --budget seconds: those of its own module and some of each file first. Which tests run which lines is found
+by running all of them once without a mutant, which takes an hour of two cores, and is kept in the folder --reached.
+Tests that fail then, as some may with another torch, do not judge.
 """
 
 from __future__ import annotations
@@ -68,6 +68,8 @@ class Copy:
             "PYTHONPATH": os.pathsep.join([str(self.root), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
             "PYTHONDONTWRITEBYTECODE": "1",
             "OMP_NUM_THREADS": "1",
+            # Each process would start as many others as there are cores.
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
             "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),
             "TMPDIR": str(folder / "tmp"),
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import xml.etree.ElementTree as xml
 from collections import defaultdict
 from pathlib import Path
@@ -55,19 +56,27 @@ class Reached:
         return bool(self._hashes.get(mutant.file) == mutant.source)
 
     def tests(self, mutant: Mutant, source: bytes, budget: float) -> list[str]:
-        """Tests that run what is changed, the fastest of them, as many as fit into the budget of seconds; one at least.
+        """Tests that run what is changed, as many as fit into the budget of seconds; one at least.
 
-        Those of a file stay together, which share what is made once for a file; files that are done first come first.
+        First those in a file that is named after the module, then the fastest one of each file, the second one of each,
+        and so on. Those of a file stay together, which share what is made once for a file; files that are done first
+        come first.
         """
         lines = self._lines.get(mutant.file, {})
         found: set[str] = set().union(*(lines.get(line, ()) for line in _statement(source, mutant.line)))
+        own = re.compile(rf"(^|_){Path(mutant.file.removesuffix('/__init__.py')).stem}(_|$)")
+        turns: dict[str, int] = defaultdict(int)
+        order = []
+        for test in sorted(found & self._times.keys(), key=lambda test: (self._times[test], test)):
+            file = test.partition("::")[0]
+            order.append((not own.search(Path(file).stem), turns[file], self._times[test], test))
+            turns[file] += 1
         chosen: dict[str, list[str]] = defaultdict(list)
         left = budget
-        for test in sorted(found & self._times.keys(), key=lambda test: (self._times[test], test)):
-            if chosen and self._times[test] > left:
-                break
-            left -= self._times[test]
-            chosen[test.partition("::")[0]].append(test)
+        for *_, seconds, test in sorted(order):
+            if not chosen or seconds <= left:
+                left -= seconds
+                chosen[test.partition("::")[0]].append(test)
         groups = sorted(chosen.values(), key=self.seconds)
         return [test for group in groups for test in group]
 

@@ -108,13 +108,17 @@ def _reached(folder: Path, known: dict[str, tuple[float, list[int]]], failed: st
     return finish(folder, folder)
 
 
-def test_what_runs_a_statement_judges_it_the_fastest_first(tmp_path: Path) -> None:
+def test_what_runs_a_statement_judges_it_its_own_tests_first_and_some_of_each_file(tmp_path: Path) -> None:
     known = {
         "b.py::test_slow": (50.0, [8, 9]),
         "b.py::test_fast": (1.0, [8, 9]),
         "a.py::test_a": (3.0, [8]),
         "a.py::test_b": (2.0, [9, 10]),
         "c.py::test_c": (9.0, [11]),
+        "c.py::test_first": (3.0, [11]),
+        "c.py::test_second": (3.5, [11]),
+        "e.py::test_e": (8.0, [11]),
+        "test_a.py::test_of_a": (8.0, [11]),
     }
     known["d.py::test_d"] = (1.0, [8, 9])
     found = _reached(tmp_path, known, "test_d")
@@ -127,9 +131,11 @@ def test_what_runs_a_statement_judges_it_the_fastest_first(tmp_path: Path) -> No
 
     assert tests(9, 100) == ["a.py::test_b", "b.py::test_fast", "b.py::test_slow"]
     assert tests(9, 3.5) == ["b.py::test_fast", "a.py::test_b"]
-    assert tests(8, 0) == ["b.py::test_fast"]
+    assert tests(8, 0) == ["a.py::test_a"]
     assert tests(8, 10) == ["b.py::test_fast", "a.py::test_a"]
     assert found.seconds(tests(8, 10)) == 4
+    assert tests(11, 20) == ["c.py::test_first", "test_a.py::test_of_a", "e.py::test_e"]
+    assert tests(11, 23) == ["c.py::test_first", "c.py::test_second", "test_a.py::test_of_a", "e.py::test_e"]
     # What runs on import is judged by all of the file.
     assert {*tests(2, 100), *found.failed} == {*tests(5, 100), *found.failed} == known.keys()
     other = mutants("passes/a.py", SOURCE + b"A = 1")
