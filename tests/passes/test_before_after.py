@@ -145,6 +145,8 @@ def test_what_has_symbolic_sizes_is_not_counted() -> None:
     report = mhc_compile.explain(Model(1, lambda: nn.Linear(C, C)), x)
     assert len(report.rewritten) == 4
     assert {(site.before, site.after) for site in report.rewritten} == {(None, None)}
+    assert report.errors == []
+    assert report.excerpts
     assert all("f32[s, 8, 4, 32]" in text for lines in report.excerpts.values() for text in lines)
 
 
