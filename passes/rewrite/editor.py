@@ -206,7 +206,7 @@ class Editor:
         """A copy with the strides of `like`, or dense in the same order: then it has all views that `like` has."""
         order = sorted(range(like.dim()), key=lambda d: (-int(compat.hint(like.stride(d))), d))
         back = [order.index(d) for d in range(like.dim())]
-        if order != back or order != sorted(order):
+        if order != sorted(order):
             node = self._call("contiguous", self._call("permute", node, *order))
             node = self._call("permute", node, *back)
         else:

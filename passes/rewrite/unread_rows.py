@@ -48,10 +48,9 @@ def _read(node: fx.Node, rows: range) -> Iterator[range]:
 def _read_parts(parts: fx.Node, rows: range, shape: Sequence[Any]) -> Iterator[range]:
     """As `_read`, of a node that is taken apart, if that is along its last dimension."""
     taken = [user for user in parts.users if user.target is operator.getitem and isinstance(user.args[1], int)]
-    shapes = [example.shape for example in compat.example(parts)]
-    sizes = [last for *_, last in shapes]
-    apart = all(map(compat.same_size, tokens, shape[:-1]) for *tokens, _ in shapes)
-    if len(taken) < len(parts.users) or sum(sizes) != len(rows) or not apart:
+    sizes = [example.shape[-1] for example in compat.example(parts)]
+    # Along another dimension, each part would have all rows.
+    if len(taken) < len(parts.users) or sum(sizes) != len(rows):
         yield rows
         return
     starts = [0, *accumulate(sizes)]

@@ -46,8 +46,6 @@ class Vectors(Views):
             if offset + length > compat.hint(compat.example(node).shape[0]):
                 raise Decline("a scale or bias of symbolic size is read from its end")
             node = self._call("narrow", node, 0, offset, length)
-        if steps == real and len(real) == 1:
-            return node
         rest = range(len(real), len(real) + compat.example(node).dim() - 1)
         if len(real) > 1:
             node = self._call("unflatten", node, 0, [size for size, _ in real])

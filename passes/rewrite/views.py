@@ -89,8 +89,10 @@ class Views(Editor):
         strides = {b: prod(lengths[d + 1 :]) for d, b in enumerate(bounds[1:])}
 
         def moved(stride: int) -> int:
-            inner = next((b for b in bounds[1:] if b <= stride), 1)
-            return stride // inner * strides[inner] if stride else 0
+            if not stride:
+                return 0
+            inner = next(b for b in bounds[1:] if b <= stride)
+            return stride // inner * strides[inner]
 
         return (lengths, kept), node, Layout(tuple(tuple((s, moved(t)) for s, t in dim) for dim in dims))
 
