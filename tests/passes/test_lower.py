@@ -242,8 +242,11 @@ def test_what_cannot_be_lowered_stays(fakes: FakeTensorMode, monkeypatch: pytest
     graph = graph_of(step, arguments(fakes))
     monkeypatch.setattr(passes.lowering, "_describe", broken)
     before = str(graph)
-    assert not passes.lower(graph).lowered
+    report = passes.lower(graph)
+    assert not report.lowered
     assert str(graph) == before
+    assert report.errors
+    assert all("planted" in error for error in report.errors)
 
 
 def test_a_failure_elsewhere_is_reported(fakes: FakeTensorMode, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -30,12 +31,18 @@ def _launches(graph: fx.Graph) -> list[fx.Node]:
     return graph.find_nodes(op="call_function", target=LAUNCH)
 
 
-def test_rows_become_parts_of_one() -> None:
+@pytest.mark.parametrize(
+    ("dtype", "places", "length"),
+    # Each part begins at a multiple of 16 bytes, and none overlap.
+    [(torch.int64, [(0, 5), (6, 14), (14, 17)], 18), (torch.uint8, [(0, 5), (16, 24), (32, 35)], 48)],
+    ids=str,
+)
+def test_rows_become_parts_of_one(dtype: torch.dtype, places: list[tuple[int, int]], length: int) -> None:
     sizes = (5, 8, 3)
 
     def program(x: Tensor) -> Tensor:
         for size in sizes:
-            _launch(x, torch.zeros(size, dtype=torch.int64))
+            _launch(x, torch.zeros(size, dtype=dtype))
             x = x + 1
         return x
 
@@ -45,11 +52,10 @@ def test_rows_become_parts_of_one() -> None:
     assert not module.graph.find_nodes(op="call_function", target=FULL)
     parts = [launch.kwargs["written"][0] for launch in _launches(module.graph)]  # type: ignore[index]
     (whole,) = {part.args[0] for part in parts}  # type: ignore[union-attr]
-    # Each begins at a multiple of 16 bytes, and none overlap.
-    assert [part.args[2:] for part in parts] == [(0, 5), (6, 14), (14, 17)]  # type: ignore[union-attr]
-    for node, size in zip([whole, *parts], [18, *sizes], strict=True):
+    assert [part.args[2:] for part in parts] == places  # type: ignore[union-attr]
+    for node, size in zip([whole, *parts], [length, *sizes], strict=True):
         value = compat.example(node)
-        assert (value.shape, value.dtype, value.device.type) == ((size,), torch.int64, "cpu")
+        assert (value.shape, value.dtype, value.device.type) == ((size,), dtype, "cpu")
 
     seen: list[Tensor] = []
 
@@ -62,7 +68,7 @@ def test_rows_become_parts_of_one() -> None:
     module.recompile()
     # Memory that was something else before.
     for _ in range(3):
-        torch.full((18,), 5)
+        torch.full((length,), 5, dtype=dtype)
         module(torch.ones(3))
     assert [len(row) for row in seen] == 3 * list(sizes)
     assert not any(row.any() for row in seen)

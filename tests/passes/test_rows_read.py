@@ -125,6 +125,11 @@ def _every_second(logits: Tensor) -> tuple[Tensor, ...]:
     return pre, post, logits[..., ::2]
 
 
+def _one_row(logits: Tensor) -> tuple[Tensor, ...]:
+    pre, post, res = _by_split(logits)
+    return pre, post, res + logits[..., 0].unsqueeze(-1)
+
+
 def _from_the_end(logits: Tensor) -> tuple[Tensor, ...]:
     return *_by_split(logits)[:2], logits[..., -2 * N :]
 
@@ -160,6 +165,7 @@ NEAR_MISSES = [
     _other_dimension,
     _to_another_shape,
     _every_second,
+    _one_row,
     _from_the_end,
 ]
 

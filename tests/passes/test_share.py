@@ -35,6 +35,12 @@ def test_layers_that_are_alike() -> None:
     assert calls_of_each(plain_layer) == [LAYERS]
 
 
+def test_calls_are_given_what_the_sublayer_reads() -> None:
+    calls = sublayer_calls(share(program_of(plain_layer), make_inputs()))
+    # A body, its name, the layer's input and weight.
+    assert [len(call.args) for call in calls] == [4] * LAYERS
+
+
 def test_hyper_connections_are_shared_on_a_cpu() -> None:
     """Where they are compiled, too. On a GPU they stay with the graph that calls: one takes another's memory over."""
     for device, expected in (("cpu", 2 * LAYERS), ("cuda", 0)):
