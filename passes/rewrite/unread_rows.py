@@ -37,7 +37,7 @@ def _read(node: fx.Node, rows: range) -> Iterator[range]:
         if not compat.is_plain_call(user) or compat.called_operator(user) or "out" in user.kwargs:
             yield rows
         elif name in _PARTS:
-            yield from _read_parts(user, rows, shape)
+            yield from _read_parts(user, rows)
         elif (name in _POINTWISE and _ends_with(user, shape)) or (name in _RESHAPES and _ends_with(user, shape[-1:])):
             yield from _read(user, rows)
         else:
@@ -45,7 +45,7 @@ def _read(node: fx.Node, rows: range) -> Iterator[range]:
             yield from (rows,) if part is None else _read(user, part)
 
 
-def _read_parts(parts: fx.Node, rows: range, shape: Sequence[Any]) -> Iterator[range]:
+def _read_parts(parts: fx.Node, rows: range) -> Iterator[range]:
     """As `_read`, of a node that is taken apart, if that is along its last dimension."""
     taken = [user for user in parts.users if user.target is operator.getitem and isinstance(user.args[1], int)]
     sizes = [example.shape[-1] for example in compat.example(parts)]
