@@ -248,6 +248,32 @@ def test_rewritten_with_its_own_gates(kind: type[Own], operators: list[str]) -> 
     assert all(site.own for site in outcome.report.rewritten), str(outcome.report)
 
 
+class LogitsShown(Own):
+    def body(self, x: Tensor) -> Any:
+        logits = F.linear(x.flatten(-2), self.phi)
+        a, p, r = logits.split((N, N, N * N), -1)
+        f = self.layer(self.read(x, a.softmax(-1)))
+        return self.write(x, f, torch.tanh(p), r.unflatten(-1, (N, N)).softmax(-1)), logits
+
+
+def test_logits_in_bfloat16_stay_in_bfloat16() -> None:
+    outcome = check.run(LogitsShown().bfloat16(), (torch.randn(SHAPE).bfloat16(),))
+    check.assert_as_accurate(outcome)
+    assert outcome.operators == ALL, str(outcome.report)
+    assert {value.dtype for value in outcome.rewritten.values()} == {torch.bfloat16}
+
+
+class InputInFloat64(Softmax):
+    def layer(self, u: Tensor) -> Tensor:
+        return torch.tanh(F.linear(u.double(), self.weight.double()).float())
+
+
+def test_a_layer_input_that_is_taken_to_float64_is_read_in_float32() -> None:
+    outcome = check.run(InputInFloat64(), (torch.randn(SHAPE),))
+    check.assert_as_accurate(outcome)
+    assert outcome.operators == ALL, str(outcome.report)
+
+
 class LowRank(Softmax):
     """phi and an added low-rank matrix, as in LoRA: both read the streams."""
 
