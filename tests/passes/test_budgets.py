@@ -14,6 +14,7 @@ import mhc_compile
 from mhc_compile import compat, passes
 from mhc_compile.budget import OutOfSteps, Steps
 from mhc_compile.compat import values
+from tests.passes.dynamo import graph_of
 from tests.passes.fused import Program, Stack, program, streams
 from tests.zoo.near import Sublayer
 
@@ -237,14 +238,7 @@ def _rotations(count: int) -> Callable[[Tensor], Tensor]:
 
 def test_halves_may_change_places_any_number_of_times() -> None:
     """Each rotation is a view of each tensor before it in two ways, and so of the first in a power of two ways."""
-    graphs: list[fx.Graph] = []
-
-    def keep(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        graphs.append(gm.graph)
-        return gm.forward
-
-    torch.compile(_rotations(60), backend=keep, fullgraph=True)(torch.randn(3, 8))
-    new, report = passes.run(graphs[0])
+    new, report = passes.run(graph_of(_rotations(60), torch.randn(3, 8)).graph)
     assert new is None
     assert not report.errors
 

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from mhc_compile import passes
 from mhc_compile.nn import Form, HyperConnection
 from mhc_compile.passes.recognise import gates, rms, sinkhorn
+from tests.passes.dynamo import graph_of
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -47,18 +48,11 @@ class _FeedForward(nn.Module):
 
 def _graph(sublayers: int, sublayer: Callable[[], nn.Module] = _Gain) -> fx.Graph:
     """Dynamo's graph of so many sublayers, one after the other. It takes Dynamo longer to trace than us to read."""
-    graphs: list[fx.Graph] = []
-
-    def keep(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        graphs.append(gm.graph)
-        return gm.forward
-
     model = nn.Sequential(
         *(HyperConnection(sublayer(), dim=WIDTH, form=Form.deepseek_v4(iterations=4)) for _ in range(sublayers))
     )
     torch._dynamo.reset()
-    torch.compile(model, backend=keep, fullgraph=True)(torch.randn(2, 3, 4, WIDTH))
-    return graphs[0]
+    return graph_of(model, torch.randn(2, 3, 4, WIDTH)).graph
 
 
 @pytest.fixture

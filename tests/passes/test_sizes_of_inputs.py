@@ -9,22 +9,16 @@ import torch
 from torch import Tensor, fx
 
 from mhc_compile.passes.sizes import from_inputs
+from tests.passes.dynamo import graph_of
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def traced(function: Callable[[Tensor], Tensor]) -> fx.GraphModule:
     """The graph of a function of 5 x 3 numbers, the 5 symbolic."""
-    found: list[fx.GraphModule] = []
-
-    def backend(module: fx.GraphModule, _: object) -> Callable[..., object]:
-        found.append(module)
-        return module.forward
-
     x = torch.ones(5, 3)
     torch._dynamo.mark_dynamic(x, 0)
-    torch.compile(function, backend=backend, fullgraph=True)(x)
-    return found[0]
+    return graph_of(function, x)
 
 
 def flat_and_back(x: Tensor) -> Tensor:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from mhc_compile.passes.widened import widened
+from tests.passes.dynamo import graph_of
 
 
 def rounded(x: Tensor) -> Tensor:
@@ -22,16 +21,10 @@ def rounded(x: Tensor) -> Tensor:
 
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_casts_after_autocast_and_in_a_nested_graph_are_to_float64() -> None:
-    graphs: list[fx.GraphModule] = []
-
-    def backend(module: fx.GraphModule, _: object) -> Callable[..., object]:
-        graphs.append(module)
-        return module.forward
-
     x = torch.randn(5, 3, dtype=torch.float64)
-    torch.compile(rounded, backend=backend, fullgraph=True)(x.float())
-    (result,) = widened(graphs[0])(x)
+    module = graph_of(rounded, x.float())
+    (result,) = widened(module)(x)
     assert result.dtype == torch.float64
     assert torch.equal(result, x.exp().sin())
-    (before,) = graphs[0](x)
+    (before,) = module(x)
     assert before.dtype == torch.float32
