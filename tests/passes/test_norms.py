@@ -66,6 +66,18 @@ class WeightBefore(Normed):
         return weighted * self.factor(weighted)
 
 
+class TwoWeights(Normed):
+    def normed(self, x: Tensor) -> Tensor:
+        return x * self.factor(x) * self.gamma * self.per_channel
+
+
+class FactorOfEachElement(Normed):
+    """What streams are scaled by beside the norm is no weight."""
+
+    def normed(self, x: Tensor) -> Tensor:
+        return x * self.factor(x) * torch.sigmoid(x.roll(1, -1))
+
+
 class FactorOfEachStream(Normed):
     def normed(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, (WIDTH,), self.per_channel, 1e-6)
@@ -109,6 +121,8 @@ NORMS: list[tuple[type[Normed], list[str]]] = [
     (WeightOfElements, FULL),
     (OneWeight, FULL),
     (WeightBefore, ["aggregate", "expand_combine", "generate_mix"]),
+    (TwoWeights, APART),
+    (FactorOfEachElement, APART),
     (FactorOfEachStream, APART),
     (LayerNorm, APART),
     (LayerNormOfEachStream, APART),
