@@ -389,6 +389,27 @@ def test_lists_with_streams_in_common() -> None:
     assert outcome.report.errors == []
 
 
+class OneTransposed(nn.Module):
+    """A near miss: the sum reads the last stream with batch and length swapped, and they are equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.p = random_parameter(4, mean=0.5), random_parameter(4, 1, mean=1.0)
+        self.weight = random_parameter(WIDTH, WIDTH, std=WIDTH**-0.5)
+
+    def forward(self, x: Tensor) -> Any:
+        x = x.sin()
+        *xs, last = x.unbind(-2)
+        u: Any = sum(self.a[i] * one for i, one in enumerate([*xs, last.transpose(0, 1)]))
+        return x + self.p * torch.tanh(F.linear(u, self.weight)).unsqueeze(-2)
+
+
+def test_a_stream_in_another_order_is_no_stream_of_the_list() -> None:
+    outcome = check.run(OneTransposed(), (torch.randn(3, 3, 4, WIDTH),))
+    check.assert_as_accurate(outcome)
+    assert "aggregate" not in outcome.operators, str(outcome.report)
+
+
 class Detached(Stacked):
     """The new streams leave the graph, as tensors of their own, whose gradients nobody wants."""
 

@@ -229,6 +229,29 @@ def test_an_output_that_is_added_to_some_streams_is_told(kind: type[Own]) -> Non
     assert first <= told.location.line < first + len(lines)
 
 
+class NumberIntoOne(Softmax):
+    """One of the streams gets a number for each token, and not the sublayer's output."""
+
+    def write(self, x: Tensor, f: Tensor, p: Tensor, r: Tensor) -> Tensor:
+        x = r.transpose(-1, -2) @ x
+        return torch.cat((x[..., :1, :] + f.mean(-1)[..., None, None], x[..., 1:, :]), -2)
+
+
+class TwoIntoTwo(Softmax):
+    """Two of the streams get an output each."""
+
+    def write(self, x: Tensor, f: Tensor, p: Tensor, r: Tensor) -> Tensor:
+        x = r.transpose(-1, -2) @ x
+        return torch.cat((x[..., :2, :] + torch.stack((f, f.sin()), -2), x[..., 2:, :]), -2)
+
+
+@pytest.mark.parametrize("kind", [NumberIntoOne, TwoIntoTwo])
+def test_what_is_no_output_and_is_added_to_some_streams_is_not_told(kind: type[Own]) -> None:
+    outcome = check.run(kind(), (torch.randn(SHAPE),))
+    check.assert_as_accurate(outcome)
+    assert not outcome.report.declined, str(outcome.report)
+
+
 class OneAfterTheOther(Softmax):
     """All streams get the output, but each by a line of its own."""
 
