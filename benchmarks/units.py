@@ -42,6 +42,9 @@ _UNITS: dict[str, Callable[[int], int]] = {
     "shifted_boundary": lambda n: n + 1 + n + 1 if n in _IN_ONE_PASS else (n + 1 + n) + (n + 1) + n,
     # As that of boundary: the gradient of the given gates first, then the rest.
     "shifted_boundary_backward": lambda n: _UNITS["boundary_backward"](n),
+    # With a projection whose gates the program makes; the gradient of the gates of the read is apart.
+    "expand_combine_and_read": lambda n: (n + 1 + n) + (0 if n in _IN_ONE_PASS else n),
+    "expand_combine_and_read_backward": lambda n: _UNITS["boundary_backward"](n) - (n + 1),
 }
 OPERATORS = tuple(_UNITS)
 

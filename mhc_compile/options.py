@@ -106,6 +106,19 @@ TABLE = (
         "Fuse the backward operators of these three.",
     ),
     Option(
+        "mhc.fuse.combine_and_read",
+        "bool",
+        True,
+        "Fuse a write with what reads its streams without gates of their own, in the forward pass: a projection whose "
+        "gates no operator makes, or a read with gates that were made before the write.",
+    ),
+    Option(
+        "mhc.fuse.combine_and_read_backward",
+        "bool",
+        True,
+        "Fuse the backward operators of these.",
+    ),
+    Option(
         "mhc.fuse.input_norm",
         "bool or None",
         None,

@@ -112,6 +112,18 @@ def gradient_like(t: torch.Tensor, inner: int, needed: bool) -> tuple[torch.Tens
     return whole, rows, rows.stride()
 
 
+def gradient_onto(
+    d_x: torch.Tensor | None, x: torch.Tensor, needed: bool, in_place: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for the gradient of x [..., n, C], and its rows: that of d_x, which is added, if in_place and if it lies so.
+
+    For kernels in which a program reads d_x where it writes, and nowhere else.
+    """
+    if in_place and needed and d_x is not None and d_x.stride() == x.stride() and d_x.dtype == x.dtype:
+        return d_x, token_view(d_x, 2)
+    return gradient_like(x, 2, needed)[:2]
+
+
 def laid_out_as(t: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | None:
     """t [..., n, C] as rows are, so that one offset serves both; a copy only where it is not."""
     if t is None:

@@ -30,7 +30,10 @@ TILES = {
     "products": Tile(64, 64, 4, 1),
     "combine": Tile(8, 256, 8),
     "combine_backward": Tile(32, 128, 8),
-    # Not timed. A thread has 16 bytes of a row, in the backward of many streams 8, and no kernel spills on sm_90.
+    # Not timed, as those below. Gradients of streams are float32 in registers, and no kernel spills on sm_90.
+    "combine_read": Tile(8, 256, 8),
+    "combine_read_backward": Tile(16, 128, 8),
+    # A thread has 16 bytes of a row, in the backward of many streams 8.
     "mix_streams": Tile(8, 256, 8),
     "mix_streams_backward": Tile(16, 128, 8),
 }
@@ -42,7 +45,7 @@ def tile_for(name: str, n: int, itemsize: int) -> Tile:
     """The tile of a kernel for n streams of this item size."""
     tile = TILES[name]
     wide = itemsize == 4
-    if name in ("combine", "combine_backward"):
+    if name in ("combine", "combine_read", "combine_backward", "combine_read_backward"):
         if name == "combine" and n > 4 and not wide:
             tile = replace(tile, warps=4)
         return replace(tile, tokens=tile.tokens // 2) if wide or n > 4 else tile

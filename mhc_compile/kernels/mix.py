@@ -20,7 +20,7 @@ from mhc_compile.kernels.common import (
     blocks_each,
     cdiv,
     empty_gradient,
-    gradient_like,
+    gradient_onto,
     group_scale,
     launch,
     next_power_of_2,
@@ -385,13 +385,13 @@ def forward_mix(
 @dataclass(frozen=True)
 class Logits:
     """What the gates' backward makes for the wide products: dh as `dh_parts` lays it out, the coefficient of x [M],
-    h_pre [n, M], and the partial sums of dscale and dbias. For an input norm, also the gradient [M, C] of its argument
+    h_pre [n, M], and the partial sums of dscale and dbias, if an operator made the gates. For an input norm, also the gradient [M, C] of its argument
     and the partial sums [splits, C] of its weight's gradient."""
 
     dh: torch.Tensor
     coefficient: torch.Tensor
     h_pre: torch.Tensor
-    affine: Affine
+    affine: Affine | None
     d_out: torch.Tensor | None
     weight_part: torch.Tensor | None
 
@@ -514,11 +514,7 @@ def backward_mix(
         rms=rms, gates=gates, sinkhorn=sinkhorn, norm=norm, need_weight=need_weight,
         read_with=None if read_with is None else token_view(read_with, 1),
     )  # fmt: skip
-    if in_place and d_x is not None and needs[0] and d_x.stride() == x.stride() and d_x.dtype == x.dtype:
-        # A program reads d_x where it writes dx, and nowhere else.
-        dx, dx_rows = d_x, token_view(d_x, 2)
-    else:
-        dx, dx_rows, _ = gradient_like(x, 2, needs[0])
+    dx, dx_rows = gradient_onto(d_x, x, needs[0], in_place)
     products = backward_products(
         flat, logits.d_out, phi, norm_weight, logits.dh, logits.coefficient, logits.h_pre, logits.affine, needs,
         dx_rows, d_x,

@@ -256,14 +256,15 @@ def store_sums(h_part, h, tok, tokens, stored, K: tl.constexpr, KP: tl.constexpr
 
 @triton.jit(do_not_specialize=["M", "stored"])
 def collect_kernel(h_part, squares_part, h, ms, M, stored, inverse_columns, K: tl.constexpr,
-                   GROUP: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
-    """h [M, K] and ms [M] from the partial sums of project_kernel."""
+                   GROUP: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
+                   BLOCK_T: tl.constexpr):  # fmt: skip
+    """h [M, K] and ms [M] from the partial sums of a projection."""
     tokens = M.to(tl.int64)
     tok = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     live = tok < tokens
-    squares = partial_sum(squares_part + tok, live, stored, tokens, GROUP, 1)
+    squares = partial_sum(squares_part + tok, live, stored, tokens, GROUP, CHUNK)
     tl.store(ms + tok, squares * inverse_columns, mask=live)
-    store_sums(h_part, h, tok, tokens, stored, K, BLOCK_K, GROUP, 1)
+    store_sums(h_part, h, tok, tokens, stored, K, BLOCK_K, GROUP, CHUNK)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -388,23 +389,43 @@ def forward(
     x: torch.Tensor, phi: torch.Tensor, norm_weight: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(h [..., K], ms [...]) of x [..., n, C], bitwise those that generate_mix returns."""
-    n, width = x.shape[-2:]
-    lead, rows = x.shape[:-2], phi.shape[0]
-    h = torch.empty((*lead, rows), dtype=torch.float32, device=x.device)
-    ms = torch.empty(lead, dtype=torch.float32, device=x.device)
     flat = token_view(x, 2)
-    tokens = flat.shape[0]
-    if tokens == 0:
+    return collect(project(flat, phi, norm_weight) if flat.shape[0] else None, x, phi.shape[0])
+
+
+def collect(partials: Partials | None, x: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(h [..., K], ms [...]) from the partial sums of the K = `rows` projections of x [..., n, C]; None: no tokens."""
+    n, width = x.shape[-2:]
+    h = torch.empty((*x.shape[:-2], rows), dtype=torch.float32, device=x.device)
+    ms = torch.empty(x.shape[:-2], dtype=torch.float32, device=x.device)
+    if partials is None:
         return h, ms
-    partials = project(flat, phi, norm_weight)
-    block_t = tokens_to_add(partials, rows)
+    tokens, block_t = partials.squares.shape[1], tokens_to_add(partials, rows)
     with on_device(x):
         launch(
             collect_kernel, (cdiv(tokens, block_t),),
             partials.h, partials.squares, h, ms, tokens, partials.stored, 1.0 / (n * width), K=rows,
-            GROUP=partials.group, BLOCK_K=next_power_of_2(rows), BLOCK_T=block_t, num_warps=4,
+            GROUP=partials.group, CHUNK=partials.chunk, BLOCK_K=next_power_of_2(rows), BLOCK_T=block_t, num_warps=4,
         )  # fmt: skip
     return h, ms
+
+
+def spread(
+    d_h: torch.Tensor | None, d_ms: torch.Tensor | None, x: torch.Tensor, rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """dh as `dh_parts` lays it out and the coefficient of x [M], for x [M, n, C] (M > 0) and K = `rows`."""
+    tokens, n, width = x.shape
+    dh = dh_parts(x, rows)
+    coefficient = torch.empty(tokens, dtype=torch.float32, device=x.device)
+    block_t, block = narrow_tile(rows)
+    with on_device(x):
+        launch(
+            spread_kernel, (cdiv(tokens, block_t),),
+            None if d_h is None else d_h.contiguous(), None if d_ms is None else d_ms.contiguous(), dh,
+            coefficient, tokens, 1.0 / (n * width), K=rows, ROW=dh.shape[2], HAS_DH=d_h is not None,
+            HAS_DMS=d_ms is not None, PARTS=dh.shape[0] == 3, BLOCK_K=block, BLOCK_T=block_t, num_warps=4,
+        )  # fmt: skip
+    return dh, coefficient
 
 
 def backward(
@@ -418,23 +439,11 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dx + d_x, dphi, dnorm_weight), zero-sized where needs says no."""
     need_dx, need_dphi, need_dnorm = wanted(needs, 3)
-    n, width = x.shape[-2:]
-    rows = phi.shape[0]
     flat = token_view(x, 2)
-    tokens = flat.shape[0]
-    if tokens == 0 or not any(needs):
+    if flat.shape[0] == 0 or not any(needs):
         dx, dphi, dnorm = no_tokens((x, phi, norm_weight), needs)
         return dx, dphi, dnorm
-    dh = dh_parts(flat, rows)
-    coefficient = torch.empty(tokens, dtype=torch.float32, device=x.device)
-    block_t, block = narrow_tile(rows)
-    with on_device(x):
-        launch(
-            spread_kernel, (cdiv(tokens, block_t),),
-            None if d_h is None else d_h.contiguous(), None if d_ms is None else d_ms.contiguous(), dh,
-            coefficient, tokens, 1.0 / (n * width), K=rows, ROW=dh.shape[2], HAS_DH=d_h is not None,
-            HAS_DMS=d_ms is not None, PARTS=dh.shape[0] == 3, BLOCK_K=block, BLOCK_T=block_t, num_warps=4,
-        )  # fmt: skip
+    dh, coefficient = spread(d_h, d_ms, flat, phi.shape[0])
     needs = need_dx, need_dphi, False, False, need_dnorm
     dx, dx_rows, _ = gradient_like(x, 2, need_dx)
     products = backward_products(flat, None, phi, norm_weight, dh, coefficient, None, None, needs, dx_rows, d_x)

@@ -12,6 +12,7 @@ from mhc_compile.ops.boundary import boundary
 from mhc_compile.ops.contract import contract
 from mhc_compile.ops.expand import expand
 from mhc_compile.ops.expand_combine import expand_combine
+from mhc_compile.ops.expand_combine_and_read import expand_combine_and_read
 from mhc_compile.ops.generate_mix import generate_mix
 from mhc_compile.ops.generate_mix_and_aggregate import generate_mix_and_aggregate
 from mhc_compile.ops.head import head
@@ -27,6 +28,7 @@ __all__ = [
     "contract",
     "expand",
     "expand_combine",
+    "expand_combine_and_read",
     "generate_mix",
     "generate_mix_and_aggregate",
     "head",

@@ -88,7 +88,7 @@ def run(overload: Any, given: Given, scalars: Mapping[str, Any], columns: Column
 def has_gates_inside(operator: str) -> bool:
     """Whether an operator makes gates, or their gradients, from streams."""
     name = operator.removeprefix("mhc::")
-    return name in _PROGRAMS and not name.startswith("projection")
+    return name in _PROGRAMS and not name.startswith(("projection", "expand_combine"))
 
 
 @functools.cache
@@ -273,6 +273,18 @@ def _shifted_boundary_backward(on: _Operators, given: Given) -> Results:
     return *_write_backward(d_new, given, needs), d_pre, *parameters
 
 
+def _expand_combine_and_read(on: _Operators, given: Given) -> Results:
+    names = ("f", "layer_bias", "h_post", "x", "h_res", "h_pre", "phi", "norm_weight")
+    x_new, layer_input, h, ms = torch.ops.mhc.expand_combine_and_read(*(given[name] for name in names), **on.scalars)
+    return x_new, layer_input, h, ms * on.columns.share
+
+
+def _expand_combine_and_read_backward(on: _Operators, given: Given) -> Results:
+    d_ms = None if given["d_ms"] is None else given["d_ms"] * on.columns.share
+    results: Results = torch.ops.mhc.expand_combine_and_read_backward(*(given | {"d_ms": d_ms}).values())
+    return results
+
+
 _PROGRAMS: dict[str, Callable[[_Operators, Given], Results]] = {
     "projection": _projection,
     "projection_backward": _projection_backward,
@@ -286,4 +298,6 @@ _PROGRAMS: dict[str, Callable[[_Operators, Given], Results]] = {
     "boundary_backward": _boundary_backward,
     "shifted_boundary": _shifted_boundary,
     "shifted_boundary_backward": _shifted_boundary_backward,
+    "expand_combine_and_read": _expand_combine_and_read,
+    "expand_combine_and_read_backward": _expand_combine_and_read_backward,
 }

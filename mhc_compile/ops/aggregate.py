@@ -89,9 +89,10 @@ def _check_backward(d_out: Tensor, x: Tensor, h_pre: Tensor, needs: Sequence[boo
     check_accumulated(d_x, x, needs[0])
 
 
-def _reference_backward(
+def reference_backward(
     d_out: Tensor, x: Tensor, h_pre: Tensor, needs: Sequence[bool], d_x: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    """The gradients of x and h_pre in plain torch; dx begins with d_x."""
     dtype = accumulation_dtype(x)
     dx = dh_pre = None
     if needs[0]:
@@ -123,7 +124,7 @@ differentiate(
         "aggregate_backward",
         "(Tensor d_out, Tensor x, Tensor h_pre, bool[] needs, Tensor? d_x=None) -> (Tensor, Tensor)",
         check=_check_backward,
-        reference=_reference_backward,
+        reference=reference_backward,
         fake=_fake_backward,
         kernel="aggregate.backward",
     ),

@@ -1,6 +1,7 @@
 """Stage 6, fuse: several operators become one, when forward and backward are in one graph.
 
-accumulate -> boundary -> boundary_backward -> shifted_boundary -> shifted_boundary_backward -> recompute
+accumulate -> boundary -> boundary_backward -> shifted_boundary -> shifted_boundary_backward -> combine_and_read
+-> combine_and_read_backward -> recompute
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import fx
 from mhc_compile import compat
 from mhc_compile.passes.fuse.accumulate import accumulate
 from mhc_compile.passes.fuse.boundary import boundary, boundary_backward
+from mhc_compile.passes.fuse.reads import combine_and_read, combine_and_read_backward
 from mhc_compile.passes.fuse.recompute import Layers, check_layers, recompute
 from mhc_compile.passes.fuse.shifted import shifted_boundary, shifted_boundary_backward
 
@@ -23,6 +25,8 @@ FUSIONS: dict[str, Callable[[fx.Graph], int]] = {
     "boundary_backward": boundary_backward,
     "shifted_boundary": shifted_boundary,
     "shifted_boundary_backward": shifted_boundary_backward,
+    "combine_and_read": combine_and_read,
+    "combine_and_read_backward": combine_and_read_backward,
 }
 
 

@@ -35,7 +35,7 @@ from mhc_compile.passes.fuse.joint import (
 
 Layers = int | str | None
 
-_FUSED = ("boundary", "shifted_boundary")
+_FUSED = ("boundary", "shifted_boundary", "expand_combine_and_read")
 _COMBINES = ("expand_combine", *_FUSED)
 _ARGUMENTS = ("f", "layer_bias", "h_post", "x", "h_res")
 
@@ -80,7 +80,7 @@ def _chains(graph: fx.Graph) -> Iterator[list[fx.Node]]:
     combines = list(calls(graph, *_COMBINES))
     following: dict[fx.Node, fx.Node] = {}
     for combine in combines:
-        before = _made_by(viewed(arguments(combine)["x"])[0])
+        before = made_by(viewed(arguments(combine)["x"])[0])
         if before is not None:
             following.setdefault(before, combine)
     later = set(following.values())
@@ -92,7 +92,7 @@ def _chains(graph: fx.Graph) -> Iterator[list[fx.Node]]:
             yield chain
 
 
-def _made_by(streams: fx.Node) -> fx.Node | None:
+def made_by(streams: fx.Node) -> fx.Node | None:
     """The combine whose new streams these are."""
     if is_operator(streams, "expand_combine"):
         return streams

@@ -53,10 +53,10 @@ _OF_READ, _OF_MIX = {1: 5}, {i: i + 5 for i in range(1, 5)}
 
 def shifted_boundary(graph: fx.Graph) -> int:
     """Fuse forward; returns how many boundaries there are now."""
-    reads, mixes = _readers(graph, _READ), _readers(graph, _MIX)
+    reads, mixes = readers(graph, _READ), readers(graph, _MIX)
     count = 0
     for combine in mixes:
-        read, mix = (_first(readers.get(combine, ()), combine) for readers in (reads, mixes))
+        read, mix = (first_reader(readers.get(combine, ()), combine) for readers in (reads, mixes))
         if read is None or mix is None:
             continue
         for node in sorted({*(hoistable(read, combine) or ()), *(hoistable(mix, combine) or ())}):
@@ -65,7 +65,7 @@ def shifted_boundary(graph: fx.Graph) -> int:
     return count
 
 
-def _readers(graph: fx.Graph, name: str) -> dict[fx.Node, list[fx.Node]]:
+def readers(graph: fx.Graph, name: str) -> dict[fx.Node, list[fx.Node]]:
     """The operators of this name that read the new streams of a combine, by combine."""
     found: dict[fx.Node, list[fx.Node]] = {}
     for reader in calls(graph, name):
@@ -75,7 +75,7 @@ def _readers(graph: fx.Graph, name: str) -> dict[fx.Node, list[fx.Node]]:
     return found
 
 
-def _first(readers: Iterable[fx.Node], combine: fx.Node) -> fx.Node | None:
+def first_reader(readers: Iterable[fx.Node], combine: fx.Node) -> fx.Node | None:
     """The first of a combine's readers that may move to the combine's place."""
     for reader in readers:
         alike = same_block(combine, reader) and same_width(combine, arguments(combine)["x"])
@@ -112,21 +112,21 @@ def shifted_boundary_backward(graph: fx.Graph) -> int:
     """Fuse backward; returns how many times three operators became one."""
     count = 0
     for combine in calls(graph, "expand_combine_backward"):
-        later = _made_for(arguments(combine)["d_x_new"], combine)
-        earlier = None if later is None else _made_for(arguments(later)["d_x"], later)
+        later = made_for(arguments(combine)["d_x_new"], combine)
+        earlier = None if later is None else made_for(arguments(later)["d_x"], later)
         if later is None or earlier is None or not _belong_together(combine, later, earlier):
             continue
         # Placed where the later one is: what reads other results of the earlier one before that has to move.
-        moving = _between(earlier, later, combine)
+        moving = users_between(earlier, later, combine)
         if moving is not None:
             count += _fuse_backward(graph, combine, later, earlier, moving)
     return count
 
 
-def _made_for(gradient: Any, reader: fx.Node) -> fx.Node | None:
+def made_for(gradient: Any, reader: fx.Node, names: tuple[str, ...] = _BACKWARD) -> fx.Node | None:
     """The backward of a read or a mix whose gradient of the streams this is, which nothing but `reader` uses."""
     source = unviewed(gradient)
-    made = item_of(source, _BACKWARD, 0)
+    made = item_of(source, names, 0)
     return made if made is not None and only_used_by(source, reader) else None
 
 
@@ -145,7 +145,7 @@ def _belong_together(combine: fx.Node, later: fx.Node, earlier: fx.Node) -> bool
     )
 
 
-def _between(earlier: fx.Node, later: fx.Node, combine: fx.Node) -> list[fx.Node] | None:
+def users_between(earlier: fx.Node, later: fx.Node, combine: fx.Node) -> list[fx.Node] | None:
     """The nodes before the later operator that use the earlier one's results, without the gradient of x'.
 
     None if the later one or the combine's backward depends on that, or if it may not be moved.

@@ -31,7 +31,10 @@ from mhc_compile.passes.memory import Memory
 log = logging.getLogger(__name__)
 
 # Operators whose first argument, d_x_new, can become the result dx.
-_IN_PLACE = ("expand_combine_backward", "boundary_backward", "shifted_boundary_backward")
+_IN_PLACE = (
+    *("expand_combine_backward", "boundary_backward", "shifted_boundary_backward"),
+    "expand_combine_and_read_backward",
+)
 _DX = 3
 _LAUNCH = torch.ops.mhc._launch.default
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from mhc_compile.ops import _loops
 from mhc_compile.ops._checks import accumulation_dtype
 from mhc_compile.ops._tensors import fake_gradients, settle_gradient
+from mhc_compile.ops.expand_combine_and_read import empty_reads
 from mhc_compile.ops.projection import parameter_gradients
 
 _MAX_UNROLLED = 8  # streams; the products below are spelled out
@@ -365,6 +366,73 @@ def shifted_boundary_backward(
     return *streams, settle_gradient(d_pre, h_pre, x), *d_parameters
 
 
+def expand_combine_and_read(
+    f: Tensor,
+    layer_bias: Tensor | None,
+    h_post: Tensor,
+    x: Tensor,
+    h_res: Tensor | None,
+    h_pre: Tensor | None = None,
+    phi: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    *,
+    streams_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, ...]:
+    """expand_combine, and aggregate and projection of what it returns."""
+    x_new = expand_combine(f, layer_bias, h_post, x, h_res, out_dtype=streams_dtype)
+    layer_input, h, ms = empty_reads(x_new, h_pre, phi, out_dtype)
+    if h_pre is not None:
+        layer_input = aggregate(x_new, h_pre, out_dtype=out_dtype)
+    if phi is not None:
+        h, ms = projection(x_new, phi, norm_weight)
+    return x_new, layer_input, h, ms
+
+
+def expand_combine_and_read_backward(
+    d_x_new: Tensor | None,
+    d_layer_input: Tensor | None,
+    d_h: Tensor | None,
+    d_ms: Tensor | None,
+    f: Tensor,
+    layer_bias: Tensor | None,
+    h_post: Tensor,
+    x: Tensor,
+    h_res: Tensor | None,
+    h_pre: Tensor | None,
+    phi: Tensor | None,
+    norm_weight: Tensor | None,
+    x_new: Tensor,
+    needs: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    """The gradient of x' by those of its readers in one sum, and from it those of expand_combine."""
+    d_pre = torch.zeros_like(h_pre) if needs[5] and h_pre is not None else None
+    aggregated = None
+    if h_pre is not None and d_layer_input is not None:
+        aggregated = (h_pre, d_layer_input)
+        if needs[5]:
+            d_pre = _loops.products(x_new, d_layer_input[..., None, :])[..., 0].to(h_pre.dtype)
+    dphi, dnorm_weight = settle_gradient(None, phi, x), settle_gradient(None, norm_weight, x)
+    d_new = d_x_new
+    if d_h is not None and phi is not None:
+        dtype = accumulation_dtype(x)
+        d_new = _unproject(x_new, d_h.to(dtype), phi, norm_weight, d_ms, aggregated, d_x_new)
+        dphi, dnorm_weight = _phi_gradients(d_h.to(dtype), x_new, phi, norm_weight, needs[6:])
+    elif aggregated is not None:
+        d_new = _read_backward(*aggregated, d_x_new, x_new)
+    assert d_new is not None
+    combine = expand_combine_backward if _is_fused(x, needs) else torch.ops.mhc.expand_combine_backward
+    streams = combine(d_new, f, layer_bias, h_post, x, h_res, list(needs[:5]))
+    return *streams, settle_gradient(d_pre, h_pre, x), dphi, dnorm_weight
+
+
+def _read_backward(h_pre: Tensor, d_out: Tensor, d_x: Tensor | None, x: Tensor) -> Tensor:
+    """d_x[i] + h_pre[i] * d_out, rounded to the dtype of x."""
+    dtype = accumulation_dtype(x)
+    dx = h_pre.to(dtype)[..., None] * d_out.to(dtype)[..., None, :]
+    return (dx if d_x is None else dx + d_x.to(dtype)).to(x.dtype)
+
+
 _PARTS: dict[str, Callable[..., Any]] = {
     "aggregate": aggregate,
     "mix_streams": mix_streams,
@@ -382,7 +450,13 @@ _PARTS: dict[str, Callable[..., Any]] = {
     "boundary_backward": boundary_backward,
     "shifted_boundary": shifted_boundary,
     "shifted_boundary_backward": shifted_boundary_backward,
+    "expand_combine_and_read": expand_combine_and_read,
+    "expand_combine_and_read_backward": expand_combine_and_read_backward,
 }
+
+
+_READING = ("expand_combine_and_read", "expand_combine_and_read_backward")
+_INTO_STREAMS = ("boundary_backward", "shifted_boundary_backward", _READING[1])
 
 
 def _is_fused(x: Tensor, needs: Sequence[bool]) -> bool:
@@ -404,12 +478,18 @@ def parts(name: str, x: Tensor, given: dict[str, Any]) -> Callable[..., Any] | N
         return None
     if name == "expand_combine_backward" and not _is_fused(x, needs):
         return None
-    if name in ("boundary_backward", "shifted_boundary_backward") and not any(needs[:5]):
+    if name in _INTO_STREAMS and not any(needs[:5]):
         return None
+    if name == "expand_combine_and_read_backward":
+        is_projected, has_gradient = given["phi"] is not None, given["d_h"] is not None
+        given_any = any(given[gradient] is not None for gradient in ("d_x_new", "d_layer_input", "d_h"))
+        if is_projected != has_gradient or not given_any:
+            return None
     if name == "generate_mix_and_aggregate_backward" and _has_norm(given):
         return None
     if name == "projection_backward" and given["d_h"] is None:
         return None
-    if name in ("projection", "projection_backward") and x.dtype == torch.float16:
+    projects = name in ("projection", "projection_backward") or (name in _READING and given["phi"] is not None)
+    if projects and x.dtype == torch.float16:
         return None  # the loops would get a copy of all streams
     return _PARTS.get(name)

@@ -33,6 +33,7 @@ from mhc_compile.kernels import (
     combine_gradients,
     combine_project,
     expand_combine,
+    expand_combine_and_read,
     generate_mix,
     generate_mix_and_aggregate,
     gpus,
@@ -71,6 +72,9 @@ def _calls(n: int, width: int, tokens: int, dtype: torch.dtype) -> None:
     f, layer_bias = torch.empty(tokens, width, dtype=dtype), torch.empty(width)
     expand_combine.forward(f, layer_bias, post, x, res)
     expand_combine.backward(x, f, layer_bias, post, x, res, [True] * 5)
+    combine = f, layer_bias, post, x, res
+    expand_combine_and_read.forward(*combine, post)
+    expand_combine_and_read.backward(x, f, None, None, *combine, post, None, None, x, [True] * 6 + [False] * 2)
     h, ms = projection.forward(x, phi, norm)
     projection.backward(h, ms, x, phi, norm, [True] * 3)
     gates = {"rms": Rms(), "gates": Gates()}

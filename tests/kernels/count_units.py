@@ -18,6 +18,7 @@ from mhc_compile.kernels import (
     boundary,
     boundary_pass,
     expand_combine,
+    expand_combine_and_read,
     generate_mix_and_aggregate,
     gpus,
     head,
@@ -91,6 +92,10 @@ def _calls(n: int) -> dict[str, Callable[[], object]]:
         "boundary_backward": lambda: boundary.backward(
             streams(), d_input, post, res, None, None, *combine, *mix, None, new, *saved,
             [True, False, True, True, True, *needs[1:]], **forms,
+        ),
+        "expand_combine_and_read": lambda: expand_combine_and_read.forward(*combine, None, mix[0]),
+        "expand_combine_and_read_backward": lambda: expand_combine_and_read.backward(
+            streams(), d_input, h, ms, *combine, pre, mix[0], None, new, [True, False, True, True, True, False, True, False]
         ),
         "shifted_boundary": lambda: shifted_boundary.forward(*combine, pre, *mix, **forms),
         "shifted_boundary_backward": lambda: shifted_boundary.backward(

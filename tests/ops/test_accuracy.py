@@ -149,6 +149,17 @@ def _shifted_boundary(
     return x_new, _aggregate(x_new, h_pre), *_mix(x_new, *parameters)
 
 
+def _read_inputs() -> dict[str, Tensor]:
+    return _combine_inputs() | {"h_pre": _random(N).sigmoid(), "phi": _mix_inputs()["phi"]}
+
+
+def _combine_and_read(
+    f: Tensor, layer_bias: Tensor, h_post: Tensor, x: Tensor, h_res: Tensor, h_pre: Tensor, phi: Tensor
+) -> tuple[Tensor, ...]:
+    x_new = eager.combine(f, layer_bias, h_post, x, h_res)
+    return x_new, _aggregate(x_new, h_pre), _projection(x_new, phi, torch.ones((), dtype=phi.dtype))[0]
+
+
 def _random(*shape: int) -> Tensor:
     return torch.randn(*TOKENS, *shape, dtype=torch.float64)
 
@@ -205,6 +216,13 @@ CASES = {
         _boundary_inputs,
         ("x_new", "layer_input", "next h_post", "next h_res"),
         ("h_post", "h_res", "layer_bias", *_PARAMETERS),
+    ),
+    "expand_combine_and_read": Case(
+        lambda *a: ops.expand_combine_and_read(*a)[:3],
+        _combine_and_read,
+        _read_inputs,
+        ("x_new", "layer_input", "h"),
+        ("h_post", "h_res", "h_pre", "layer_bias", *_PARAMETERS),
     ),
     "shifted_boundary": Case(
         ops.shifted_boundary,

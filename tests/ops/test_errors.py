@@ -70,6 +70,20 @@ def _shifted_backward(make: Callable[..., Tensor], **changed: Any) -> Any:
     return torch.ops.mhc.shifted_boundary_backward(*(make(*v) if isinstance(v, tuple) else v for v in shapes.values()))
 
 
+def _reads(make: Callable[..., Tensor], **changed: Any) -> Any:
+    arguments: dict[str, Any] = {"f": (5, 3), "layer_bias": (3,), "h_post": (5, 2), "x": (5, 2, 3), "h_res": (5, 2, 2)}
+    arguments |= {"h_pre": (5, 2), "phi": (7, 6), "norm_weight": (6,)} | changed
+    return ops.expand_combine_and_read(**{k: make(*v) if isinstance(v, tuple) else v for k, v in arguments.items()})
+
+
+def _reads_backward(make: Callable[..., Tensor], **changed: Any) -> Any:
+    shapes: dict[str, Any] = {"d_x_new": (5, 2, 3), "d_layer_input": (5, 3), "d_h": (5, 7), "d_ms": (5,), "f": (5, 3)}
+    shapes |= {"layer_bias": (3,), "h_post": (5, 2), "x": (5, 2, 3), "h_res": (5, 2, 2), "h_pre": (5, 2), "phi": (7, 6)}
+    shapes |= {"norm_weight": (6,), "x_new": (5, 2, 3), "needs": [True] * 8} | changed
+    values = (make(*v) if isinstance(v, tuple) else v for v in shapes.values())
+    return torch.ops.mhc.expand_combine_and_read_backward(*values)
+
+
 CASES: dict[str, tuple[Call, type[Exception], str]] = {
     "x is a vector": (
         lambda make: _mix(make, x=(6,)),
@@ -369,6 +383,56 @@ CASES: dict[str, tuple[Call, type[Exception], str]] = {
         lambda make: _shifted_backward(make, d_next_pre=(5, 8)),
         ValueError,
         "mhc::shifted_boundary_backward: d_next_pre has shape [5, 8]; expected [..., n] = [5, 2]",
+    ),
+    "expand_combine_and_read of nothing": (
+        lambda make: _reads(make, h_pre=None, phi=None, norm_weight=None),
+        ValueError,
+        "mhc::expand_combine_and_read: neither h_pre nor phi was given; expected one of them, or both",
+    ),
+    "expand_combine_and_read with a norm of nothing": (
+        lambda make: _reads(make, phi=None),
+        ValueError,
+        "mhc::expand_combine_and_read: norm_weight was given without phi; expected both, or None for both",
+    ),
+    "expand_combine_and_read with gates for each column": (
+        lambda make: _reads(make, h_pre=(5, 3)),
+        ValueError,
+        "mhc::expand_combine_and_read: h_pre has shape [5, 3]; expected [..., n] = [5, 2]",
+    ),
+    "expand_combine_and_read with phi of one stream": (
+        lambda make: _reads(make, phi=(7, 3)),
+        ValueError,
+        "mhc::expand_combine_and_read: phi has shape [7, 3]; expected [K, n*C] = [K, 6]",
+    ),
+    "expand_combine_and_read's streams_dtype": (
+        lambda make: _reads(make, streams_dtype=torch.int64),
+        TypeError,
+        "mhc::expand_combine_and_read: streams_dtype is torch.int64; expected bfloat16, float16, float32, float64 or",
+    ),
+    "expand_combine_and_read's out_dtype": (
+        lambda make: _reads(make, out_dtype=torch.int64),
+        TypeError,
+        "mhc::expand_combine_and_read: out_dtype is torch.int64; expected bfloat16, float16, float32, float64 or None",
+    ),
+    "expand_combine_and_read_backward's needs": (
+        lambda make: _reads_backward(make, needs=[True] * 7),
+        ValueError,
+        "mhc::expand_combine_and_read_backward: needs has 7 entries; expected 8, one per differentiable argument",
+    ),
+    "expand_combine_and_read_backward's saved streams": (
+        lambda make: _reads_backward(make, x_new=(5, 3, 2)),
+        ValueError,
+        "mhc::expand_combine_and_read_backward: x_new has shape [5, 3, 2]; expected the shape of x = [5, 2, 3]",
+    ),
+    "expand_combine_and_read_backward's gradient of what is not read": (
+        lambda make: _reads_backward(make, h_pre=None),
+        ValueError,
+        "mhc::expand_combine_and_read_backward: d_layer_input has shape [5, 3]; expected [..., C] = [5, 0]",
+    ),
+    "expand_combine_and_read_backward's gradient of h": (
+        lambda make: _reads_backward(make, d_h=(5, 6)),
+        ValueError,
+        "mhc::expand_combine_and_read_backward: d_h has shape [5, 6]; expected [..., K] = [5, 7]",
     ),
     "gradient of streams is a vector": (
         lambda make: torch.ops.mhc.expand_backward(make(3)),

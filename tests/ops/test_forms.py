@@ -165,6 +165,21 @@ def test_shifted_boundary_equals_its_three_operators_bitwise(dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_write_with_its_reads_equals_its_operators_bitwise(dtype: torch.dtype) -> None:
+    combined = combine_arguments(4, 6, dtype=dtype)
+    h_pre, phi = (value.float() for value in (*_upstream((2, 3, 4)), mix_arguments(4, 6)[1]))
+    for streams_dtype in (None, torch.float32):
+        expected = ops.expand_combine(*combined, out_dtype=streams_dtype)
+        layer_input, projected = ops.aggregate(expected, h_pre), ops.projection(expected, phi)
+        for gates, weight in ((h_pre, phi), (h_pre, None), (None, phi)):
+            x_new, read, *others = ops.expand_combine_and_read(*combined, gates, weight, streams_dtype=streams_dtype)
+            assert torch.equal(x_new, expected)
+            assert torch.equal(read, layer_input if gates is not None else layer_input[..., :0])
+            assert [value.numel() for value in others] == ([0, 0] if weight is None else [p.numel() for p in projected])
+            assert weight is None or all(map(torch.equal, others, projected))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_boundary_equals_its_two_operators_bitwise(dtype: torch.dtype) -> None:
     """x' is rounded to its dtype before it is mixed: what follows reads what is stored."""
     f, layer_bias, h_post, x, h_res = combine_arguments(4, 6, dtype=dtype)

@@ -134,6 +134,23 @@ def test_shifted_boundary(name: str, n: int) -> None:
     assert gradcheck(lambda *a: torch.ops.mhc.shifted_boundary(*a, **scalars), leaves, fast_mode=True)
 
 
+@pytest.mark.parametrize("res", [True, False])
+@pytest.mark.parametrize("reads", ["gates", "projection", "both"])
+def test_expand_combine_and_read(reads: str, res: bool) -> None:
+    f, layer_bias, h_post, x, h_res = combine_arguments(2, 3, (2,))
+    h_pre, phi, norm_weight = (torch.rand(*shape, dtype=torch.float64) for shape in ((2, 2), (5, 6), (6,)))
+    given = {"layer_bias": layer_bias} | ({"h_res": h_res} if res else {})
+    given |= {"h_pre": h_pre} if reads != "projection" else {}
+    given |= {"phi": phi, "norm_weight": norm_weight} if reads != "gates" else {}
+    names = ("f", "h_post", "x", *given)
+
+    def call(*values: Tensor) -> Any:
+        missing = {"layer_bias": None, "h_res": None}
+        return torch.ops.mhc.expand_combine_and_read(**missing | dict(zip(names, values, strict=True)))
+
+    assert gradcheck(call, _leaves([f, h_post, x, *given.values()]))
+
+
 @pytest.mark.parametrize("parts", [1, 2, 3])
 def test_shifted_boundary_with_parts_left_out(parts: int) -> None:
     f, _, h_post, x, _ = combine_arguments(2, 3, (2,))

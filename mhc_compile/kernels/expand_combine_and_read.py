@@ -1,0 +1,109 @@
+"""Kernels of `mhc::expand_combine_and_read`: the combine's, with what reads x' in the same pass where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mhc_compile.kernels import aggregate, combine_project, expand_combine, projection
+from mhc_compile.kernels.boundary import backward_in_one_pass, go_in_one_pass, rows_to_combine
+from mhc_compile.kernels.common import empty_gradient, gradient_onto, nothing, put_back, token_view, wanted
+from mhc_compile.kernels.mix import Logits
+from mhc_compile.kernels.products import backward_products
+
+
+def forward(
+    f: torch.Tensor,
+    layer_bias: torch.Tensor | None,
+    h_post: torch.Tensor,
+    x: torch.Tensor,
+    h_res: torch.Tensor | None,
+    h_pre: torch.Tensor | None = None,
+    phi: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    *,
+    streams_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """(x_new [..., n, C], layer_input [..., C], h [..., K], ms [...]); what was not asked for is [..., 0]."""
+    lead, width = x.shape[:-2], 0 if h_pre is None else x.shape[-1]
+    layer_input = torch.empty((*lead, width), dtype=out_dtype or streams_dtype or x.dtype, device=x.device)
+    plain = streams_dtype in (None, x.dtype)
+    if plain and phi is not None and combine_project.fits(f, layer_bias, x, h_res, phi):
+        x_new = torch.empty_like(x)
+        f_rows, post, x_rows, res = rows_to_combine(f, h_post, x, h_res)
+        read = None if h_pre is None else (token_view(h_pre, 1).contiguous(), token_view(layer_input, 1))
+        combine = f_rows, post, res, token_view(x_new, 2)
+        partials = combine_project.forward(x_rows, phi, norm_weight, combine, read)
+        return x_new, layer_input, *projection.collect(partials, x, phi.shape[0])
+    given = None if h_pre is None else (h_pre, layer_input)
+    x_new = expand_combine.forward(f, layer_bias, h_post, x, h_res, out_dtype=streams_dtype, read=given)
+    if phi is not None:
+        return x_new, layer_input, *projection.forward(x_new, phi, norm_weight)
+    h, ms = (torch.empty((*lead, 0), dtype=torch.float32, device=x.device) for _ in range(2))
+    return x_new, layer_input, h, ms
+
+
+def backward(
+    d_x_new: torch.Tensor | None,
+    d_layer_input: torch.Tensor | None,
+    d_h: torch.Tensor | None,
+    d_ms: torch.Tensor | None,
+    f: torch.Tensor,
+    layer_bias: torch.Tensor | None,
+    h_post: torch.Tensor,
+    x: torch.Tensor,
+    h_res: torch.Tensor | None,
+    h_pre: torch.Tensor | None,
+    phi: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    x_new: torch.Tensor,
+    needs: Sequence[bool],
+    *,
+    in_place: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """The gradients of the eight tensors of `forward`, zero-sized where needs says no.
+
+    in_place: dx may take the memory of d_x_new, if the two have the same layout.
+    """
+    needs = wanted(needs, 8)
+    into_streams = any(needs[:5])
+    tensors = f, layer_bias, h_post, x, h_res
+    read = None if h_pre is None or d_layer_input is None else (h_pre, d_layer_input)
+    projected = phi is not None and (d_h is not None or d_ms is not None) and x.numel() > 0
+    if not projected:
+        if d_x_new is None and read is None:
+            d_x_new = torch.zeros_like(x_new)
+        d_pre = empty_gradient(h_pre, needs[5], x).zero_()
+        *streams, made = expand_combine.backward_with_read(d_x_new, *tensors, read, needs[:6], in_place=in_place)
+        dphi, dnorm = (empty_gradient(t, n, x).zero_() for t, n in zip((phi, norm_weight), needs[6:], strict=True))
+        return *streams, d_pre if read is None else made, dphi, dnorm
+    assert phi is not None
+    d_pre, d_out, gates = empty_gradient(h_pre, needs[5], x), None, None
+    if read is not None:
+        d_out, gates = token_view(read[1], 1), token_view(read[0], 1).T.to(torch.float32).contiguous()
+        _, d_pre = aggregate.backward(read[1], x_new, read[0], (False, needs[5]))
+    else:
+        d_pre.zero_()
+    new_rows = token_view(x_new, 2)
+    dh, coefficient = projection.spread(d_h, d_ms, new_rows, phi.shape[0])
+    needs_of_parameters = needs[6], False, False, needs[7]
+    if gates is not None and go_in_one_pass((d_x_new, d_layer_input, x_new, f, x), layer_bias, h_res, phi, needs):
+        assert d_x_new is not None
+        logits = Logits(dh, coefficient, gates, None, d_out, None)
+        *streams, dphi, _, _, dnorm = backward_in_one_pass(
+            d_x_new, logits, f, h_post, x, h_res, phi, norm_weight, x_new, needs_of_parameters, nothing(x), in_place
+        )
+        return *streams, d_pre, dphi, dnorm
+    d_x = d_x_new if into_streams else None
+    dx, dx_rows = gradient_onto(d_x, x_new, into_streams, in_place)
+    products = backward_products(
+        new_rows, d_out, phi, norm_weight, dh, coefficient, gates, None, (into_streams, *needs_of_parameters), dx_rows,
+        d_x,
+    )  # fmt: skip
+    if into_streams:
+        streams = expand_combine.backward(put_back(dx, dx_rows), *tensors, needs[:5], in_place=True)
+    else:
+        streams = tuple(empty_gradient(t, False, x) for t in tensors)
+    return *streams, d_pre, products.dphi, products.dnorm
