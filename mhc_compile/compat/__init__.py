@@ -36,6 +36,7 @@ from mhc_compile.compat.driver import (
 from mhc_compile.compat.dtensors import (
     as_plain,
     flattens_shards,
+    has_no_placement,
     has_own_shard_order,
     mesh_of,
     takes_plain_as_replicated,
@@ -248,6 +249,7 @@ __all__ = [
     "give_examples",
     "group_size",
     "has_hint",
+    "has_no_placement",
     "has_own_shard_order",
     "hash_files",
     "hint",

@@ -111,3 +111,11 @@ def without_modes() -> AbstractContextManager[Any]:
     from torch.utils._python_dispatch import _disable_current_modes
 
     return _disable_current_modes()
+
+
+def has_no_placement(error: Exception) -> bool:
+    """Whether torch raised this because it could not find out how the result of an operation on DTensors is placed.
+
+    With symbolic sizes it does so for slices of a dim of known size (2.13): their cache hashes all sizes.
+    """
+    return isinstance(error, RuntimeError) and "Sharding propagation failed" in str(error)

@@ -115,7 +115,7 @@ def gradient_like(t: torch.Tensor, inner: int, needed: bool) -> tuple[torch.Tens
 def gradient_onto(
     d_x: torch.Tensor | None, x: torch.Tensor, needed: bool, in_place: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for the gradient of x [..., n, C], and its rows: that of d_x, which is added, if in_place and if it lies so.
+    """Memory for the gradient of x [..., n, C], and its rows: with in_place that of d_x, which is added, if it lies so.
 
     For kernels in which a program reads d_x where it writes, and nowhere else.
     """

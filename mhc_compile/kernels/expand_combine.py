@@ -196,8 +196,6 @@ def combine_backward_kernel(d_out, d_read, f, layer_bias, h_post, x, h_res, h_pr
             for o in tl.static_range(N):
                 updated = updated + (post_sums[o] + _lane_sum(gs[o].to(tl.float32) * fb, BLOCK_M, LANES, VECTOR),)
             post_sums = updated
-        if NEED_DPRE:
-            products_of_read = (read_sums[0] + _lane_sum(du * fb, BLOCK_M, LANES, VECTOR),)
         if NEED_DF or NEED_DBIAS:
             acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
             for o in tl.static_range(N):
@@ -221,6 +219,7 @@ def combine_backward_kernel(d_out, d_read, f, layer_bias, h_post, x, h_res, h_pr
                 tl.store(dx + offset, acc.to(dx.dtype.element_ty), mask=mask)
         if NEED_DRES or NEED_DPRE:
             updated = ()
+            updated_read = ()
             for i in tl.static_range(N):
                 v = tl.load(x + tok * x_m + i * x_n + c * x_c, mask=mask, other=0.0).to(tl.float32)
                 if NEED_DRES:
@@ -228,13 +227,13 @@ def combine_backward_kernel(d_out, d_read, f, layer_bias, h_post, x, h_res, h_pr
                         product = v * gs[o].to(tl.float32)
                         updated = updated + (res_sums[i * N + o] + _lane_sum(product, BLOCK_M, LANES, VECTOR),)
                 if NEED_DPRE:
-                    products_of_read = products_of_read + (
-                        read_sums[1 + i] + _lane_sum(du * v, BLOCK_M, LANES, VECTOR),
-                    )
+                    if i == 0:
+                        updated_read = updated_read + (read_sums[i] + _lane_sum(du * fb, BLOCK_M, LANES, VECTOR),)
+                    updated_read = updated_read + (read_sums[1 + i] + _lane_sum(du * v, BLOCK_M, LANES, VECTOR),)
             if NEED_DRES:
                 res_sums = updated
             if NEED_DPRE:
-                read_sums = products_of_read
+                read_sums = updated_read
     row = sums_part + split.to(tl.int64) * ROWS * M
     if NEED_DPOST:
         for o in tl.static_range(N):
@@ -461,8 +460,7 @@ def backward_with_read(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `backward`, where x' is read with given gates, too; the gradient of these follows.
 
-    read: the gates [..., n], and the gradient of layer_input [..., C]. d_x_new is that of all other readers of x'; there
-    may be none.
+    read: the gates [..., n], and the gradient of layer_input [..., C]. d_x_new: that of other readers of x', if any.
     """
     need_df, need_dbias, need_dpost, need_dx, need_dres, need_dpre = wanted(needs, 6)
     need_dbias = need_dbias and layer_bias is not None
@@ -492,14 +490,13 @@ def backward_with_read(
         return results
     if not any((need_df, need_dbias, need_dpost, need_dx, need_dres, need_dpre)):
         return results
-    whole = d_x is None and layer_bias is None and all((need_df, need_dpost, need_dx, need_dres))
-    if whole and read is None and res is not None and d_out is not None:
-        if combine_gradients.fits((d_out, f, df_rows, dx_rows, x)):
-            sums = combine_gradients.backward(dx_rows, df_rows, d_out, f, post.contiguous(), x, res.contiguous())
-            reduce_partial_sums(sums, nothing(x), 0, dpost, dres, dbias, x)
-            put_back(df, df_rows)
-            put_back(dx, dx_rows)
-            return results
+    whole = d_x is None and layer_bias is None and read is None and all((need_df, need_dpost, need_dx, need_dres))
+    if whole and res is not None and d_out is not None and combine_gradients.fits((d_out, f, df_rows, dx_rows, x)):
+        sums = combine_gradients.backward(dx_rows, df_rows, d_out, f, post.contiguous(), x, res.contiguous())
+        reduce_partial_sums(sums, nothing(x), 0, dpost, dres, dbias, x)
+        put_back(df, df_rows)
+        put_back(dx, dx_rows)
+        return results
     kernel = combine_backward_kernel if unroll else combine_backward_looped_kernel
     tile = tile_for("combine_backward" if read is None else "combine_read_backward", n, x.element_size())
     block_m, block_c = (tile.tokens, tile.columns) if unroll else (4, SUM_COLUMNS)

@@ -102,8 +102,7 @@ def backward(
         new_rows, d_out, phi, norm_weight, dh, coefficient, gates, None, (into_streams, *needs_of_parameters), dx_rows,
         d_x,
     )  # fmt: skip
-    if into_streams:
-        streams = expand_combine.backward(put_back(dx, dx_rows), *tensors, needs[:5], in_place=True)
-    else:
-        streams = tuple(empty_gradient(t, False, x) for t in tensors)
-    return *streams, d_pre, products.dphi, products.dnorm
+    narrow = d_pre, products.dphi, products.dnorm
+    if not into_streams:
+        return (*(empty_gradient(t, False, x) for t in tensors), *narrow)
+    return (*expand_combine.backward(put_back(dx, dx_rows), *tensors, needs[:5], in_place=True), *narrow)

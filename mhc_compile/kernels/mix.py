@@ -385,8 +385,8 @@ def forward_mix(
 @dataclass(frozen=True)
 class Logits:
     """What the gates' backward makes for the wide products: dh as `dh_parts` lays it out, the coefficient of x [M],
-    h_pre [n, M], and the partial sums of dscale and dbias, if an operator made the gates. For an input norm, also the gradient [M, C] of its argument
-    and the partial sums [splits, C] of its weight's gradient."""
+    h_pre [n, M], and the partial sums of dscale and dbias, if an operator made the gates. For an input norm, also the
+    gradient [M, C] of its argument and the partial sums [splits, C] of its weight's gradient."""
 
     dh: torch.Tensor
     coefficient: torch.Tensor

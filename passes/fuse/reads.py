@@ -6,9 +6,9 @@
 Forward, either of the two readers may be missing. Gates that are parameters, or that come from the sublayer before, are
 there before x' is; and where gates are the program's own, what they are made of is.
 
-Backward, the gradient of h waits for that of h_pre where a program makes the gates from h. So a read beside a projection
-is taken apart: the gradient of its gates stays alone, and that of x' goes into the sum. Boundaries whose gates an
-operator makes are fused before.
+Backward, the gradient of h waits for that of h_pre where a program makes the gates from h. So a read beside a
+projection is taken apart: the gradient of its gates stays alone, and that of x' goes into the sum. Boundaries whose
+gates an operator makes are fused before.
 """
 
 from __future__ import annotations

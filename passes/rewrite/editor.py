@@ -137,12 +137,17 @@ class Editor:
                 node = self.graph.call_function(target, args, kwargs)
         if example is None:
             values, options = fx.node.map_arg((args, kwargs), compat.example)
-            with torch.enable_grad(), compat.fake_mode_of(compat.example(self.anchor)):
-                example = (
-                    getattr(values[0], target)(*values[1:], **options)
-                    if isinstance(target, str)
-                    else target(*values, **options)
-                )
+            try:
+                with torch.enable_grad(), compat.fake_mode_of(compat.example(self.anchor)):
+                    example = (
+                        getattr(values[0], target)(*values[1:], **options)
+                        if isinstance(target, str)
+                        else target(*values, **options)
+                    )
+            except RuntimeError as error:
+                if not compat.has_no_placement(error):
+                    raise
+                raise Decline(f"torch does not know how to place the result of {node.name}, of DTensors") from error
         node.meta[compat.example_key(self.anchor)] = example
         node.meta[INSERTED] = id(self.site)
         self.copies.epochs[node] = self.copies.epochs[self.anchor]

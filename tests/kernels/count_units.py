@@ -95,7 +95,8 @@ def _calls(n: int) -> dict[str, Callable[[], object]]:
         ),
         "expand_combine_and_read": lambda: expand_combine_and_read.forward(*combine, None, mix[0]),
         "expand_combine_and_read_backward": lambda: expand_combine_and_read.backward(
-            streams(), d_input, h, ms, *combine, pre, mix[0], None, new, [True, False, True, True, True, False, True, False]
+            streams(), d_input, h, ms, *combine, pre, mix[0], None, new,
+            [True, False, True, True, True, False, True, False],
         ),
         "shifted_boundary": lambda: shifted_boundary.forward(*combine, pre, *mix, **forms),
         "shifted_boundary_backward": lambda: shifted_boundary.backward(

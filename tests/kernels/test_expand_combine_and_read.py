@@ -125,9 +125,7 @@ def test_a_read_with_given_gates_takes_one_launch(launched: list[str]) -> None:
     needs = [t is not None for t in arguments]
     expand_combine_and_read.backward(*_draw_gradients(out), *arguments, out[0], needs)
     assert launched == []
-    f, layer_bias, h_post, x, h_res, h_pre, _, _ = arguments
-    assert f is not None and h_post is not None and x is not None and h_pre is not None
-    assert torch.equal(out[0], expand_combine.forward(f, layer_bias, h_post, x, h_res))
+    assert torch.equal(out[0], expand_combine.forward(*arguments[:5]))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
@@ -138,7 +136,8 @@ def test_what_is_read_is_what_is_stored(dtype: torch.dtype) -> None:
         out = expand_combine_and_read.forward(*arguments, streams_dtype=streams_dtype, out_dtype=torch.float32)
         assert (out[0].dtype, out[1].dtype) == (streams_dtype or dtype, torch.float32)
         h_pre, phi, norm = arguments[5:]
-        assert h_pre is not None and phi is not None
+        assert h_pre is not None
+        assert phi is not None
         assert_near(out[1], aggregate.forward(out[0], h_pre, out_dtype=torch.float32).double(), "layer_input", 1e-6)
         for value, expected in zip(out[2:], projection.forward(out[0], phi, norm), strict=True):
             assert torch.equal(value, expected)

@@ -92,6 +92,27 @@ def test_streams_that_are_a_dtensor(mesh: DeviceMesh, name: str) -> None:
         torch.testing.assert_close(one.full_tensor(), other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["", "half_of_the_sum_added", "logits_clamped", "reads_one_stream_twice"])
+def test_a_dtensor_with_a_symbolic_number_of_tokens(mesh: DeviceMesh, name: str) -> None:
+    """What is rewritten has the results and gradients of eager code, and what is not has a reason."""
+    torch.manual_seed(0)
+    kind = MISSES[name] if name else Sublayer
+    model = _distributed(kind(4, 6, 3, 2), mesh)
+    program, report = rewriting(model, dynamic=True)
+    for batch in (2, 4):
+        x = distribute_tensor(torch.randn(batch, 3, 4, 6), mesh, [Shard(0)])
+        (result, *gradients), (exact, *expected) = (_with_gradients(model, call, x) for call in (program, model))
+        assert result.placements == (Shard(0),)
+        for one, other in zip((result, *gradients), (exact, *expected), strict=True):
+            # Two float32 evaluations of a few hundred sums.
+            torch.testing.assert_close(one.full_tensor(), other.full_tensor(), rtol=1e-5, atol=1e-5)
+    assert report.errors == []
+    assert report.rewritten
+    assert all(site.reason for site in report.declined)
+    if name == "reads_one_stream_twice":
+        assert any("would lose a part" in site.reason for site in report.declined)
+
+
 def _with_gradients(model: nn.Module, program: Callable[..., Any], x: Tensor) -> list[Any]:
     result = program(x)
     used = list(model.parameters())

@@ -81,6 +81,27 @@ class _Shifted(nn.Module):
         return ops.aggregate(x, h_pre)
 
 
+class _WithoutForms(nn.Module):
+    """Sublayers whose gates are parameters, or a program's own, made of one projection."""
+
+    def __init__(self, layers: int, own: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Square() for _ in range(layers))
+        self.phi = nn.Parameter(torch.randn(4, 4)) if own else None
+        self.gates = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            gates = self.gates.expand(*x.shape[:-2], -1)
+            if self.phi is not None:
+                h, ms = ops.projection(x, self.phi)
+                gates = gates + h * ms.unsqueeze(-1)
+            pre, post = gates.split(2, -1)
+            res = post.unsqueeze(-1) * pre.unsqueeze(-2)
+            x = ops.expand_combine(layer(ops.aggregate(x, pre)), None, post, x, res)
+        return x
+
+
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None) -> Callable[[str], fx.GraphModule]:
     """The joint graph of one of the models, by name."""
@@ -89,6 +110,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None) -> Callable[[str
     x, h_pre = torch.randn(1, 2, 2, requires_grad=True), torch.randn(1, 2, requires_grad=True)
 
     def make(name: str) -> fx.GraphModule:
+        if name in ("parameters", "own"):
+            return joint_graph(_WithoutForms(2, name == "own"), x)
         return joint_graph(_Stack(2), x) if name == "stack" else joint_graph(_Shifted(2, name), x, h_pre)
 
     return make
@@ -127,6 +150,15 @@ def test_fusions_of_shifted_boundaries(order: str, graphs: Callable[[str], fx.Gr
     assert counts["shifted_boundary"] > 0
     assert counts["shifted_boundary_backward"] > 0
     assert _prove(graph, ("shifted_boundary",)) == {"shifted_boundary": counts["shifted_boundary"]}
+
+
+@pytest.mark.parametrize("gates", ["parameters", "own"])
+def test_fusions_of_a_write_and_what_reads_it(gates: str, graphs: Callable[[str], fx.GraphModule]) -> None:
+    """A read with given gates, or a projection and later the gradients of both."""
+    graph = graphs(gates)
+    counts = _prove(graph, FUSIONS)
+    assert (counts["combine_and_read"], counts["combine_and_read_backward"]) == (1, 1)
+    assert _prove(graph, ("combine_and_read",)) == {"combine_and_read": 1}
 
 
 def test_a_read_through_a_write() -> None:
@@ -273,6 +305,8 @@ _NO_BIAS = '*(None if name == "layer_bias" else first[name] for name in TENSORS)
         (_module("boundary")._fuse_backward, 'second["d_x"],', "None,", "stack"),
         (_module("shifted")._fuse, 'second["h_pre"]', 'first["h_post"]', shifted.ORDERS[1]),
         (_module("shifted")._fuse_backward, 'arguments(earlier)["d_x"]', "None", shifted.ORDERS[1]),
+        (_module("reads")._fuse, 'second.get("h_pre")', 'first["h_post"]', "parameters"),
+        (_module("reads")._fuse_backward, 'arguments(parts[0])["d_x"]', "None", "own"),
         (
             _module("recompute")._again,
             "given[name] for name",
@@ -280,7 +314,10 @@ _NO_BIAS = '*(None if name == "layer_bias" else first[name] for name in TENSORS)
             "stack",
         ),
     ],
-    ids=["accumulate", "boundary", "boundary_backward", "shifted_boundary", "shifted_boundary_backward", "recompute"],
+    ids=[
+        *("accumulate", "boundary", "boundary_backward", "shifted_boundary", "shifted_boundary_backward"),
+        *("combine_and_read", "combine_and_read_backward", "recompute"),
+    ],
 )
 def test_another_fusion_is_refuted(
     function: Callable[..., Any], old: str, new: str, model: str, graphs: Callable[[str], fx.GraphModule]
