@@ -129,7 +129,6 @@ def _readings(role: str, out: Value, reader: Reader, views: dict[Value, StreamsV
 
 def _wide_use(gate: Value, read: set[Value]) -> Op | None:
     """The first operator that brings a gate together with something larger; None if one of ours reads the gate."""
-    seen = {gate}
     pending = [gate]
     for value in pending:
         if value in read:
@@ -140,10 +139,8 @@ def _wide_use(gate: Value, read: set[Value]) -> Op | None:
             if not gathered and any(v.numel > value.numel for v in (*op.sources, *op.outs)):
                 return None if any(_is_part_of(out, read) for out in op.outs) else op
             kept = gathered or is_movement(op)  # of a gate for each stream, a part is read at a time
-            fresh = [out for out in op.outs if out not in seen and (kept or out.numel == value.numel)]
-            seen.update(fresh)
-            pending += fresh
-        if len(seen) > _LIMIT:
+            pending += [out for out in op.outs if out not in pending and (kept or out.numel == value.numel)]
+        if len(pending) > _LIMIT:
             break
     return None
 

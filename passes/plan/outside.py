@@ -143,8 +143,7 @@ def _shape(value: Value) -> _Shape:
 
 def _agree(left: list[_Shape], here: list[_Shape]) -> bool:
     """Whether shapes that left a graph are those here, with a number for each size that depended on data there."""
-    if list(map(len, left)) != list(map(len, here)):
-        return False
     numbers: dict[str, int | str] = {}
     pairs = ((a, b) for one, other in zip(left, here, strict=True) for a, b in zip(one, other, strict=True))
-    return all((numbers.setdefault(a, b) if isinstance(a, str) else a) == b for a, b in pairs)
+    same_ranks = list(map(len, left)) == list(map(len, here))
+    return same_ranks and all((numbers.setdefault(a, b) if isinstance(a, str) else a) == b for a, b in pairs)

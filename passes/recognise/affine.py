@@ -304,7 +304,7 @@ class AffineWalk:
         def to(layout: Layout) -> Layout:
             return product.layout.through(layout.expand(base.shape))
 
-        left, right = base.op.args[:2]
+        left, right = base.op.args
         with contextlib.suppress(NotALayout):
             found = self._scaled(source, left, to, divides=divides)
             return found and self._scaled(found, right, to, divides=divides != (base.op.name == "div"))
