@@ -175,3 +175,15 @@ def test_the_near_misses_start_from_something_found(shape: tuple[int, ...]) -> N
     batch, length, n, width = shape
     outcome = check.run(Sublayer(n, width, length, batch), (torch.randn(shape),), exact=False, repeats=1)
     assert outcome.operators == ["expand_combine", "generate_mix_and_aggregate"]
+
+
+class GatesOfOtherTokens(Sublayer):
+    def read(self, x: torch.Tensor, h_pre: torch.Tensor) -> torch.Tensor:
+        return (h_pre.transpose(0, 1).unsqueeze(-1) * x).sum(2)
+
+
+def test_a_read_by_the_gates_of_other_tokens_is_apart_from_what_makes_them() -> None:
+    """The operator that also reads the streams weighs each token by its own gates."""
+    outcome = check.run(GatesOfOtherTokens(4, 6, 3, 3), (torch.randn(3, 3, 4, 6),))
+    check.assert_as_accurate(outcome)
+    assert outcome.operators == ["aggregate", "expand_combine", "generate_mix"], str(outcome.report)

@@ -72,6 +72,14 @@ def test_a_read_alone_is_none_of_streams(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not reports[0].sites, str(reports[0])
 
 
+@pytest.mark.parametrize(("made", "found"), [(torch.clone, ["aggregate"]), (torch.sin, [])], ids=["given", "made here"])
+def test_only_a_gate_that_comes_in_is_one_that_left_a_graph(made: Callable[[Tensor], Tensor], found: list[str]) -> None:
+    _cut(Broken(N, WIDTH, LENGTH, BATCH))[0](torch.randn(SHAPE))
+    program, reports = _cut(lambda x, gate: (made(gate).unsqueeze(-1) * x).sum(-2))  # type: ignore[arg-type]
+    program(torch.randn(SHAPE), torch.rand(SHAPE[:-1]))
+    assert [site.op for site in reports[0].sites] == found, str(reports[0])
+
+
 def _normalised(m: Tensor) -> Tensor:
     for _ in range(4):
         m = m / m.sum(-1, keepdim=True)

@@ -248,6 +248,13 @@ def test_rewritten_with_its_own_gates(kind: type[Own], operators: list[str]) -> 
     assert all(site.own for site in outcome.report.rewritten), str(outcome.report)
 
 
+def test_why_no_operator_makes_a_matrix_is_told() -> None:
+    outcome = check.run(Static(), (torch.randn(SHAPE),))
+    (write,) = (site for site in outcome.report.rewritten if site.op == "expand_combine")
+    assert "; h_res" in write.own
+    assert write.own.endswith("which normalises one axis only, which does not make it a Sinkhorn projection")
+
+
 class LogitsShown(Own):
     def body(self, x: Tensor) -> Any:
         logits = F.linear(x.flatten(-2), self.phi)
