@@ -255,6 +255,18 @@ def test_why_no_operator_makes_a_matrix_is_told() -> None:
     assert write.own.endswith("which normalises one axis only, which does not make it a Sinkhorn projection")
 
 
+@pytest.mark.parametrize(("factor", "form"), [(1.0, "x"), (2.0, "a diagonal h_res x")])
+def test_whether_the_streams_are_added_as_they_are_is_told(factor: float, form: str) -> None:
+    class Added(Static):
+        def write(self, x: Tensor, f: Tensor, p: Tensor, r: Tensor) -> Tensor:
+            return x * factor + p.unsqueeze(-1) * f.unsqueeze(-2)
+
+    outcome = check.run(Added(), (torch.randn(SHAPE),))
+    check.assert_as_accurate(outcome)
+    (write,) = (site for site in outcome.report.rewritten if site.op == "expand_combine")
+    assert write.detail.endswith(f"h_post f + {form}"), str(outcome.report)
+
+
 class LogitsShown(Own):
     def body(self, x: Tensor) -> Any:
         logits = F.linear(x.flatten(-2), self.phi)
