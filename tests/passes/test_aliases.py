@@ -286,21 +286,6 @@ def test_writes_that_autograd_does_not_see(copy: str, write: str) -> None:
     assert_as_eager(model, 3, "train")
 
 
-class LogitsWritten(Sublayer):
-    """What the gates are computed from is multiplied by a number once they are made, as autograd sees."""
-
-    def gates(self, mix: Tensor) -> tuple[Tensor, Tensor]:
-        made = super().gates(mix)
-        mix.mul_(self.bias.data[0])
-        return made
-
-
-def test_a_write_of_what_was_taken_by_data_is_seen() -> None:
-    """Autograd sees the write; the `.data` of another tensor is only read."""
-    report = assert_as_eager(LogitsWritten({}), 3, "train")
-    assert len(report.rewritten) == 4, str(report)
-
-
 def test_unseen_writes_into_results() -> None:
     """No gradient of the site needs these."""
     report = assert_as_eager(Sublayer({"y": lambda y: y.data.mul_(2.0)}), 3, "train")
