@@ -12,7 +12,9 @@ from torch.utils.checkpoint import checkpoint
 import mhc_compile
 from mhc_compile import compat, ops, passes, records
 from mhc_compile.nn import HyperConnection
+from mhc_compile.passes.cut import MADE_ELSEWHERE
 from mhc_compile.passes.report import Report, SiteReport
+from tests.passes.dynamo import graph_of
 from tests.passes.fused import Stack, Sublayer, assert_same, program, streams
 from tests.zoo import check
 
@@ -41,6 +43,22 @@ def test_they_are_counted_apart_from_sites() -> None:
     model = nn.Sequential(HyperConnection(nn.Linear(24, 24), dim=24), Sublayer())
     report = mhc_compile.explain(model, streams())
     assert (_names(report.rewritten), _names(report.called)) == (PAIR, PAIR)
+
+
+def test_operators_of_others_are_none_of_ours() -> None:
+    report = mhc_compile.explain(lambda x: torch.ops.aten.sin.default(x), streams())
+    assert (report.called, report.sites) == ([], [])
+
+
+def test_a_called_write_is_cut_with_its_line_where_one_of_its_gates_is_given() -> None:
+    def write(x: Tensor, f: Tensor, post: Tensor) -> Tensor:
+        res = x.mean(-1, keepdim=True).expand(*x.shape[:-1], x.shape[-2]).softmax(-1)
+        return torch.ops.mhc.expand_combine.default(f, None, post, x, res)
+
+    x = streams()
+    (site,) = passes.run(graph_of(write, x, x[..., 0, :], x[..., 0]).graph)[1].cut
+    assert (site.op, site.reason) == ("expand_combine", MADE_ELSEWHERE)
+    assert "torch.ops.mhc.expand_combine.default(f, None, post, x, res)" in site.location.code
 
 
 def test_what_was_inserted_is_not_called_by_the_program() -> None:

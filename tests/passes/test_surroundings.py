@@ -176,6 +176,30 @@ def test_results_are_eagers(kind: type[Layer], dynamic: bool) -> None:
         assert {site.op for site in rewrite.report.rewritten} == {"generate_mix_and_aggregate", "expand_combine"}
 
 
+def test_a_write_between_costs_the_site_that_would_move_past_it() -> None:
+    """Those of the layers before it and after it are rewritten."""
+    model, rewrite = nn.Sequential(Layer(), WriteBetween(), Layer()), _Rewrite()
+    torch.compile(model, backend=rewrite)(torch.randn(2, 5, N, C))
+    report = rewrite.report
+    assert len(report.rewritten) == 5
+    (site,) = report.declined
+    assert site.module == "1"
+    assert "after an operation that writes in place" in str(site.reason)
+
+
+def test_nothing_is_left_that_nothing_reads() -> None:
+    modules: list[fx.GraphModule] = []
+
+    def backend(module: fx.GraphModule, _: object) -> Callable[..., Any]:
+        assert len(passes.run_recursively(module).rewritten) == 2
+        modules.append(module)
+        return module.forward
+
+    torch.compile(Layer(), backend=backend)(torch.randn(2, 5, N, C))
+    (module,) = modules
+    assert [node for node in module.graph.nodes if not node.users and node.op != "output"] == []
+
+
 class _Amp(Sublayer):
     """Mixed precision as it is written: whatever is large in bfloat16, Sinkhorn in an island without autocast."""
 
