@@ -1,4 +1,4 @@
-"""Detached results that lie in the same place as a result with a gradient."""
+"""Detached results that lie in the same place as a result with a gradient, and which AOTAutograd makes from that."""
 
 from __future__ import annotations
 
@@ -30,9 +30,29 @@ RESULTS: dict[str, tuple[Callable[[Tensor], Any], int]] = {
 def test_pairs(name: str) -> None:
     results, count = RESULTS[name]
     graph = graph_of(lambda x: results(x.sin()), torch.randn(2, 1, 2, 3, requires_grad=True)).graph
-    (made,) = (node for node in graph.nodes if node.target == "sin" or node.target is torch.sin)
+    (made,) = (node for node in graph.nodes if node.target == "sin")
     pairs = Beside(graph).pairs(made)
     assert len(pairs) == count
     for detached, attached in pairs:
         assert not detached.meta["example_value"].requires_grad
         assert attached.meta["example_value"].requires_grad
+
+
+def _before(y: Tensor) -> tuple[Tensor, Tensor]:
+    before = y.detach()
+    return before, y.mul_(2)
+
+
+@pytest.mark.parametrize(
+    ("results", "first", "wrongly"),
+    [
+        (lambda y: (y.mT, y.detach().mT), "sin", True),
+        (lambda y: (y.flatten(), y.detach().flatten()), "sin", False),
+        (_before, "mul_", False),  # it does not come from the product
+    ],
+)
+def test_views_that_are_repeated(results: Callable[[Tensor], Any], first: str, wrongly: bool) -> None:
+    graph = graph_of(lambda x: results(x.sin()), torch.randn(2, 1, 2, 3, requires_grad=True)).graph
+    (node,) = (node for node in graph.nodes if node.target == first)
+    assert len(Beside(graph).pairs(node)) == 1
+    assert Beside(graph).is_made_wrongly([node]) == wrongly

@@ -102,6 +102,17 @@ class Chunks(Listed):
         return list(x.sin().flatten(-2).chunk(self.n, -1))
 
 
+class Separate(Listed):
+    """Each stream comes from a product of its own, and the gates need them side by side."""
+
+    def __init__(self, n: int = 4) -> None:
+        super().__init__(n)
+        self.enter = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(n))
+
+    def come(self, x: Tensor) -> Streams:
+        return [enter(part) for enter, part in zip(self.enter, x.unbind(-2), strict=True)]
+
+
 class Static(Listed):
     def gates(self, k: int, xs: Streams) -> tuple[Any, Any, Any]:
         return self.a[k].softmax(-1), 2 * self.p[k].sigmoid(), self.r[k].softmax(-1)
@@ -122,6 +133,15 @@ class StaticByIndex(Static):
                 mixed = torch.addcmul(mixed, r[o, i], xs[i])
             new.append(mixed + p[o] * f)
         return new
+
+
+class StaticGateByGate(StaticByIndex):
+    """Each number of the mixing matrix is a tensor of its own."""
+
+    def gates(self, k: int, xs: Streams) -> tuple[Any, Any, Any]:
+        a, p, _ = super().gates(k, xs)
+        n = range(self.n)
+        return a, p, {(o, i): torch.tanh(self.r[k, o, i]) for o in n for i in n}
 
 
 class StaticBackwards(StaticByIndex):
@@ -204,8 +224,10 @@ FORMS: list[tuple[type[Listed], list[str]]] = [
     (Embedded, FUSED),
     (Copied, FUSED),
     (Chunks, FUSED),
+    (Separate, FUSED),
     (Static, OWN),
     (StaticByIndex, OWN),
+    (StaticGateByGate, OWN),
     (StaticBackwards, OWN),
     (StaticSummed, ["expand_combine"]),
     (StaticScaled, OWN),
@@ -261,15 +283,8 @@ class Returned(Listed):
         return xs
 
 
-class Given(Listed):
+class Given(Separate):
     """The list comes from elsewhere, and its gates need no tensor of all streams."""
-
-    def __init__(self, n: int = 4) -> None:
-        super().__init__(n)
-        self.enter = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(n))
-
-    def come(self, x: Tensor) -> Streams:
-        return [enter(part) for enter, part in zip(self.enter, x.unbind(-2), strict=True)]
 
     gates = Static.gates
 

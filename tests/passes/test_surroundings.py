@@ -66,6 +66,13 @@ class Layer(nn.Module):
         return self.write(f, self.post(h), x, sinkhorn(self.logits(h)))
 
 
+class StreamsFirst(Layer):
+    """The streams are the first factor where they are read."""
+
+    def read(self, pre: Tensor, x: Tensor) -> Tensor:
+        return (x * pre.unsqueeze(-1)).sum(-2)
+
+
 class WriteBetween(Layer):
     """An operand of h_post is computed after a write into the buffer that it reads."""
 
@@ -187,7 +194,8 @@ def test_a_write_between_costs_the_site_that_would_move_past_it() -> None:
     assert "after an operation that writes in place" in str(site.reason)
 
 
-def test_nothing_is_left_that_nothing_reads() -> None:
+@pytest.mark.parametrize("kind", [Layer, StreamsFirst])
+def test_nothing_is_left_that_nothing_reads(kind: type[Layer]) -> None:
     modules: list[fx.GraphModule] = []
 
     def backend(module: fx.GraphModule, _: object) -> Callable[..., Any]:
@@ -195,7 +203,7 @@ def test_nothing_is_left_that_nothing_reads() -> None:
         modules.append(module)
         return module.forward
 
-    torch.compile(Layer(), backend=backend)(torch.randn(2, 5, N, C))
+    torch.compile(kind(), backend=backend)(torch.randn(2, 5, N, C))
     (module,) = modules
     assert [node for node in module.graph.nodes if not node.users and node.op != "output"] == []
 
