@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mhc_compile import passes
 from mhc_compile.testing import capture
+from tests.passes.dynamo import graph_of
 from tests.zoo import check
 from tests.zoo.common import random_parameter, random_phi
 
@@ -280,6 +281,22 @@ def test_logits_in_bfloat16_stay_in_bfloat16() -> None:
     check.assert_as_accurate(outcome)
     assert outcome.operators == ALL, str(outcome.report)
     assert {value.dtype for value in outcome.rewritten.values()} == {torch.bfloat16}
+
+
+def test_gates_that_all_tokens_share_are_repeated_in_float32() -> None:
+    """Their gradient is a sum over the tokens, which bfloat16 would round. Gates of each token stay as they are."""
+    x = torch.randn(SHAPE, dtype=torch.bfloat16)
+
+    def casts(kind: type[Own]) -> list[str]:
+        graph, report = passes.run(graph_of(kind().bfloat16(), x).graph)
+        assert graph is not None, str(report)
+        repeated = [node.all_input_nodes[0] for node in graph.find_nodes(op="call_method", target="expand")]
+        assert all(gate.meta["example_value"].dtype == torch.float32 for gate in repeated)
+        assert bool(repeated) == (kind is Static)
+        return [str(node.target) for node in graph.find_nodes(op="call_method", target="float")]
+
+    assert casts(Static) == 3 * ["float"]
+    assert casts(Softmax) == []
 
 
 class InputInFloat64(Softmax):
