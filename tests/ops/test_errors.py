@@ -402,7 +402,7 @@ CASES: dict[str, tuple[Call, type[Exception], str]] = {
     "expand_combine_and_read with phi of one stream": (
         lambda make: _reads(make, phi=(7, 3)),
         ValueError,
-        "mhc::expand_combine_and_read: phi has shape [7, 3]; expected [K, n*C] = [K, 6] for x [..., n, C] of shape [5, 2, 3]",
+        "mhc::expand_combine_and_read: phi has shape [7, 3]; expected [K, n*C] = [K, 6] for x [..., n, C] of shape",
     ),
     "expand_combine_and_read's streams_dtype": (
         lambda make: _reads(make, streams_dtype=torch.int64),
