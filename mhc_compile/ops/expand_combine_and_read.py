@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -213,9 +214,9 @@ def _reference_backward(
     return (*combine_backward(d_new, *tensors, needs[:5], None), *narrow)
 
 
-def _fake_backward(*arguments: Tensor, **scalars: None) -> tuple[Tensor, ...]:
+def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:
     *tensors, _, needs = arguments[4:]
-    return fake_gradients(tensors, [bool(need) for need in needs], tensors[3], streams=(0, 3))
+    return fake_gradients(tensors, needs, tensors[3], streams=(0, 3))
 
 
 _TENSORS = "Tensor f, Tensor? layer_bias, Tensor h_post, Tensor x, Tensor? h_res"
