@@ -13,7 +13,6 @@ gates an operator makes are fused before.
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from mhc_compile.passes.fuse.joint import (
     unviewed,
 )
 from mhc_compile.passes.fuse.recompute import made_by
-from mhc_compile.passes.fuse.shifted import first_reader, made_for, readers, users_between
+from mhc_compile.passes.fuse.shifted import first_reader, made_for, move_behind, readers, users_between
 
 _READ, _PROJECTION = "aggregate", "projection"
 _BACKWARD = (f"{_READ}_backward", f"{_PROJECTION}_backward")
@@ -161,10 +160,5 @@ def _fuse_backward(
             replace_items(graph, node, source, mapping)
         if gradient is not None:
             erase_views(graph, gradient)
-    place = new
-    while place.next.target is operator.getitem and place.next.args[0] is new:
-        place = place.next
-    for node in moving:
-        place.append(node)
-        place = node
+    move_behind(new, moving)
     return True

@@ -187,10 +187,15 @@ def _fuse_backward(graph: fx.Graph, combine: fx.Node, later: fx.Node, earlier: f
         replace_items(graph, later, new, _OF_READ if later is read else _OF_MIX)
         erase_views(graph, handed_over)
         replace_items(graph, earlier, new, _OF_MIX if later is read else _OF_READ)
+    move_behind(new, moving)
+    return True
+
+
+def move_behind(new: fx.Node, moving: list[fx.Node]) -> None:
+    """Put nodes behind an operator and its results, in order."""
     place = new
     while place.next.target is operator.getitem and place.next.args[0] is new:
         place = place.next
     for node in moving:
         place.append(node)
         place = node
-    return True
