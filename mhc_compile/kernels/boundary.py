@@ -55,7 +55,7 @@ def forward(
         combine = f_rows, post, res, token_view(x_new, 2)
         in_one = boundary_pass.fits(x, phi) and boundary_pass.pays(x)
         if input_norm_eps is None and in_one:
-            layer_input, gates_made = torch.empty_like(f, dtype=out_dtype), empty_gates(x, phi.shape[0])
+            layer_input, gates_made = torch.empty_like(f, dtype=out_dtype), empty_gates(x, phi, bias)
             boundary_pass.forward(
                 x_rows, phi, scale, bias, norm_weight, token_view(layer_input, 1), gates_made, combine,
                 rms=rms, gates=gates, sinkhorn=sinkhorn,
@@ -153,7 +153,7 @@ def backward(
         assert d_x_new is not None
         assert d_layer_input is not None
         logits = backward_gates(
-            token_view(d_layer_input, 1), None, d_next_post, d_next_res, d_h, d_ms, token_view(x_new, 2), phi.shape[0],
+            token_view(d_layer_input, 1), None, d_next_post, d_next_res, d_h, d_ms, token_view(x_new, 2),
             scale, bias, h, ms, rms=rms, gates=gates, sinkhorn=sinkhorn, norm=norm, need_weight=needs[9],
         )  # fmt: skip
         dweight = empty_gradient(input_norm_weight, needs[9], x)

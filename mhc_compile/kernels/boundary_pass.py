@@ -55,6 +55,7 @@ from mhc_compile.kernels.boundary_steps import (
     room_for_phi,
     rows_before,
     rows_of,
+    store_part,
 )
 from mhc_compile.kernels.common import (
     cdiv,
@@ -101,6 +102,9 @@ FEWEST_OF_NARROW = 6144
 # Where tiles are drawn: teams of which one may have no room, and a memory, in bytes a second, for which two passes over
 # 4 streams take no longer.
 FEWEST_TEAMS, FAST_MEMORY = 4, 4e12
+# The most rows of phi: beside 4 streams there is shared memory for no more. Those that add up have registers for a
+# few more.
+MOST_ROWS = 24
 # Turns whose tiles are known to a team at a time: more than lie between those that its programs are at.
 RING = gl.constexpr(32)
 # Nanoseconds that a program waits for its team: while no other team works, and while one does.
@@ -207,8 +211,7 @@ def _stream(f, h_post, x, h_res, out, layer_input, parts, gates, order, stored, 
                 sums = more
             for piece in gl.static_range(pieces(K)):
                 small, large = sums[piece]
-                k = rows_before(piece, K) + gl.arange(0, rows_of(piece, K), gl.SliceLayout(0, MMA))[None, :]
-                gl.store(at_part + row_h * ROWS + k, large + small)
+                store_part(at_part, row_h, large + small, rows_before(piece, K), rows_of(piece, K), K, ROWS, MMA)
             barrier()
             mbarrier.arrive(stored.index(turn % STAGES), count=1)
             if COMBINE:
@@ -275,10 +278,10 @@ def _publish(order, turn, tile, tiles):
 @gluon.jit
 def _add_up(parts, gates, counts, order, scale, bias, h, ms, next_post, next_res, first_tile, team, teams, rank, ranks,
             tiles, tokens, inverse_columns, rms_eps, pre_eps, post_mult, post_eps, sinkhorn_eps, start_eps, pairs,
-            N: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr, RMS_MODE: gl.constexpr, START: gl.constexpr,
-            FIRST: gl.constexpr, CLAMP: gl.constexpr, ODD: gl.constexpr, GROUPED: gl.constexpr, GROUPS: gl.constexpr,
-            CHUNKS: gl.constexpr, CHUNK: gl.constexpr, OWN: gl.constexpr, DRAWN: gl.constexpr, BLOCK_M: gl.constexpr,
-            SLOTS: gl.constexpr):  # fmt: skip
+            N: gl.constexpr, K: gl.constexpr, GATES: gl.constexpr, ROWS: gl.constexpr, RMS_MODE: gl.constexpr,
+            START: gl.constexpr, FIRST: gl.constexpr, CLAMP: gl.constexpr, ODD: gl.constexpr, GROUPED: gl.constexpr,
+            GROUPS: gl.constexpr, CHUNKS: gl.constexpr, CHUNK: gl.constexpr, OWN: gl.constexpr, DRAWN: gl.constexpr,
+            BLOCK_M: gl.constexpr, SLOTS: gl.constexpr):  # fmt: skip
     """h, ms and the gates of the tokens that are this program's: h_pre, for the team, at once, the others 32 by 32."""
     SUMS: gl.constexpr = gl.BlockedLayout([1, ROWS * GROUPS // 32], [GROUPS, 32 // GROUPS], [1, 1], [1, 0])
     WHOLE: gl.constexpr = gl.BlockedLayout([GROUPS, 1], [1, 32], [1, 1], [1, 0])
@@ -345,7 +348,7 @@ def _add_up(parts, gates, counts, order, scale, bias, h, ms, next_post, next_res
                     t = mine_first + own * ranks
                     toks = gl.where(t < BLOCK_M, of_turns, tiles).to(gl.int64) * BLOCK_M + t
                     other_gates(h, r_of[own], toks, scale, bias, next_post, next_res, tokens, post_mult, post_eps,
-                                sinkhorn_eps, start_eps, pairs, N, K, START, FIRST, CLAMP, ODD, GROUPED,
+                                sinkhorn_eps, start_eps, pairs, N, K, GATES, START, FIRST, CLAMP, ODD, GROUPED,
                                 1)  # fmt: skip
                 of_turns = gl.zeros_like(lane) + tiles
 
@@ -355,8 +358,8 @@ def _add_up(parts, gates, counts, order, scale, bias, h, ms, next_post, next_res
 def boundary_pass_kernel(f, h_post, x, h_res, phi, norm_weight, scale, bias, out, layer_input, next_post, next_res, h,
                          ms, parts, flags, M, C, phi_k, phi_c, teams, inverse_columns, rms_eps, pre_eps, post_mult,
                          post_eps, sinkhorn_eps, start_eps, pairs, N: gl.constexpr, K: gl.constexpr,
-                         PARTS: gl.constexpr, ROWS: gl.constexpr, HAS_NORM: gl.constexpr, RMS_MODE: gl.constexpr,
-                         START: gl.constexpr, FIRST: gl.constexpr, CLAMP: gl.constexpr,
+                         GATES: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr, HAS_NORM: gl.constexpr,
+                         RMS_MODE: gl.constexpr, START: gl.constexpr, FIRST: gl.constexpr, CLAMP: gl.constexpr,
                          ODD: gl.constexpr, GROUPED: gl.constexpr, GROUPS: gl.constexpr, CHUNKS: gl.constexpr,
                          CHUNK: gl.constexpr, OWN: gl.constexpr, DRAWN: gl.constexpr, BLOCK_M: gl.constexpr,
                          BLOCK_C: gl.constexpr, LAG: gl.constexpr, AHEAD: gl.constexpr, WARPS: gl.constexpr,
@@ -437,8 +440,8 @@ def boundary_pass_kernel(f, h_post, x, h_res, phi, norm_weight, scale, bias, out
                          STAGES, SLOTS)),
             (_add_up, (parts, gates, counts, order, scale, bias, h, ms, next_post, next_res, first_tiles[0], team,
                        teams, rank, ranks, tiles, tokens, inverse_columns, rms_eps, pre_eps, post_mult, post_eps,
-                       sinkhorn_eps, start_eps, pairs, N, K, ROWS, RMS_MODE, START, FIRST, CLAMP, ODD, GROUPED, GROUPS,
-                       CHUNKS, CHUNK, OWN, DRAWN, BLOCK_M, SLOTS)),
+                       sinkhorn_eps, start_eps, pairs, N, K, GATES, ROWS, RMS_MODE, START, FIRST, CLAMP, ODD, GROUPED,
+                       GROUPS, CHUNKS, CHUNK, OWN, DRAWN, BLOCK_M, SLOTS)),
         ],
         [1, 1],
         [REGISTERS_TO_ADD, REGISTERS_TO_ADD],
@@ -453,7 +456,7 @@ def _teams(x: torch.Tensor) -> int:
 def fits(x: torch.Tensor, phi: torch.Tensor) -> bool:
     """Whether the kernel is for x [..., n, C] and its device, however many tokens; dtype and strides are not asked."""
     n, width = x.shape[-2:]
-    if phi.shape[0] != n * (n + 2):
+    if phi.shape[0] > MOST_ROWS:
         return False
     ranks, teams = cdiv(width, COLUMNS), _teams(x)
     # A fifth of the GPU idle is what the second pass costs; a single team has not been measured.
@@ -494,6 +497,8 @@ def forward(
 ) -> None:
     """Fill layer_input [M, C], and with the next h_post [M, n], h_res [M, n, n], h [M, K] and ms [M] those four.
 
+    There are as many gates as bias has entries: without rows for them, h_post and h_res have no elements.
+
     combine: f [M, C], h_post, h_res, and out for x' [M, n, C]; without it the gates are those of x itself.
     """
     tokens, n, width = x.shape
@@ -505,8 +510,8 @@ def forward(
     slots = teams * (lag + 1)
     # What the last program has told, and the others have not read yet.
     assert max(lag + ahead + 2, ranks // TOKENS) + lag + 1 < RING.value
-    # A column more for the squares.
-    row = next_power_of_2(rows + 1)
+    # Columns for h, the squares, and the gates of the read, which `boundary_rest` puts there.
+    row = next_power_of_2(rows + 1 + n)
     parts = torch.empty(slots * TOKENS * ranks * row, dtype=torch.float32, device=x.device)
     flags = torch.zeros(slots * (TOKENS * n + 1) + teams * (RING.value + 1) + 2, dtype=torch.int64, device=x.device)
     norm_weight = None if norm_weight is None else norm_weight.contiguous()
@@ -522,9 +527,9 @@ def forward(
         form.steps // 2,
     )  # fmt: skip
     constants: dict[str, Any] = {
-        "N": n, "K": rows, "PARTS": max(2, parts_of(x, phi, norm_weight)), "ROWS": row,
+        "N": n, "K": rows, "GATES": bias.shape[0], "PARTS": max(2, parts_of(x, phi, norm_weight)), "ROWS": row,
         "HAS_NORM": norm_weight is not None, "RMS_MODE": rms.mode, "START": form.start, "FIRST": form.first,
-        "CLAMP": form.clamp, "ODD": form.steps % 2 == 1, "GROUPED": group_scale(scale, rows), "GROUPS": GROUPS,
+        "CLAMP": form.clamp, "ODD": form.steps % 2 == 1, "GROUPED": group_scale(scale, bias), "GROUPS": GROUPS,
         "CHUNKS": chunks, "CHUNK": chunk, "BLOCK_M": TOKENS, "BLOCK_C": COLUMNS, "WARPS": WARPS, "num_warps": WARPS,
     }  # fmt: skip
     with on_device(x):

@@ -20,6 +20,7 @@ from mhc_compile.kernels.boundary_steps import (
     room_for_phi,
     rows_before,
     rows_of,
+    store_part,
 )
 from mhc_compile.kernels.gates import affine, rms_factor, sigmoid
 from mhc_compile.kernels.one_pass import barrier, combined, split_phi
@@ -71,8 +72,7 @@ def _project(f, h_post, x, h_res, phi, norm_weight, out, parts, x_s, phi_s, tok,
             large = gl.zeros([BLOCK_M, rows_of(piece, K)], gl.float32, MMA)
             for o in gl.static_range(N):
                 small, large = dot(x_s[o].load(LEFT), phi_s[piece], o, small, large, PARTS, rows_of(piece, K), RIGHT)
-            k = rows_before(piece, K) + gl.arange(0, rows_of(piece, K), gl.SliceLayout(0, MMA))[None, :]
-            gl.store(part_at + row_h * ROWS + k, large + small)
+            store_part(part_at, row_h, large + small, rows_before(piece, K), rows_of(piece, K), K, ROWS, MMA)
     barrier()
 
 
@@ -99,10 +99,11 @@ def _add_up(parts, row, k, ranks, GROUPS: gl.constexpr, CHUNKS: gl.constexpr, CH
 def boundary_rest_kernel(f, h_post, x, h_res, phi, norm_weight, scale, bias, out, layer_input, next_post, next_res, h,
                          ms, parts, flags, M, C, phi_k, phi_c, drawn_at, inverse_columns, rms_eps, pre_eps, post_mult,
                          post_eps, sinkhorn_eps, start_eps, pairs, N: gl.constexpr, K: gl.constexpr,
-                         PARTS: gl.constexpr, ROWS: gl.constexpr, HAS_NORM: gl.constexpr, RMS_MODE: gl.constexpr,
-                         START: gl.constexpr, FIRST: gl.constexpr, CLAMP: gl.constexpr, ODD: gl.constexpr,
-                         GROUPED: gl.constexpr, GROUPS: gl.constexpr, CHUNKS: gl.constexpr, CHUNK: gl.constexpr,
-                         BLOCK_M: gl.constexpr, BLOCK_C: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
+                         GATES: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr, HAS_NORM: gl.constexpr,
+                         RMS_MODE: gl.constexpr, START: gl.constexpr, FIRST: gl.constexpr, CLAMP: gl.constexpr,
+                         ODD: gl.constexpr, GROUPED: gl.constexpr, GROUPS: gl.constexpr, CHUNKS: gl.constexpr,
+                         CHUNK: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_C: gl.constexpr,
+                         WARPS: gl.constexpr):  # fmt: skip
     """The results of `boundary_pass_kernel` from tile flags[drawn_at] on; parts have room for one tile a program."""
     LANES: gl.constexpr = BLOCK_C // 8
     TILE: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
@@ -143,7 +144,7 @@ def boundary_rest_kernel(f, h_post, x, h_res, phi, norm_weight, scale, bias, out
         gl.store(at_gates + row_of[:, None] * ROWS + k, gate, mask=k < N)
         barrier()
         other_gates(h, r, tok_of, scale, bias, next_post, next_res, tokens, post_mult, post_eps, sinkhorn_eps,
-                    start_eps, pairs, N, K, START, FIRST, CLAMP, ODD, GROUPED, WARPS)  # fmt: skip
+                    start_eps, pairs, N, K, GATES, START, FIRST, CLAMP, ODD, GROUPED, WARPS)  # fmt: skip
         h_pre = ()
         for o in gl.static_range(N):
             h_pre = h_pre + (gl.load(at_gates + row * ROWS + o),)

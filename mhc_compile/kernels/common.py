@@ -218,9 +218,9 @@ def dot_precision() -> str:
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "rounded"
 
 
-def group_scale(scale: torch.Tensor, rows: int) -> bool:
-    """Whether scale has one entry per group (pre, post, res) instead of one per row of phi."""
-    return scale.numel() != rows
+def group_scale(scale: torch.Tensor, bias: torch.Tensor) -> bool:
+    """Whether scale has one entry per group (pre, post, res) instead of one per row, as bias has."""
+    return scale.numel() != bias.numel()
 
 
 def wanted(needs: Sequence[bool], count: int) -> tuple[bool, ...]:

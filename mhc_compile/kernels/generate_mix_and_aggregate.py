@@ -38,7 +38,7 @@ def forward(
         flat = token_view(x, 2)
         if boundary_pass.pays(x):
             layer_input = torch.empty((*x.shape[:-2], x.shape[-1]), dtype=out_dtype or x.dtype, device=x.device)
-            gates_made = empty_gates(x, phi.shape[0])
+            gates_made = empty_gates(x, phi, bias)
             boundary_pass.forward(
                 flat, phi, scale, bias, norm_weight, token_view(layer_input, 1), gates_made,
                 rms=rms, gates=gates, sinkhorn=sinkhorn,

@@ -175,13 +175,12 @@ def norm_backward(
     d_pre = torch.empty(1, n, tokens, dtype=torch.float32, device=x.device)
     need_weight = need_weight and norm.weight is not None
     weight_part = torch.empty(programs, width, dtype=torch.float32, device=x.device) if need_weight else None
-    rows = h.shape[-1]
     with on_device(x):
         launch(
             input_norm_backward_kernel, (programs,),
             x, d_out, norm.weight, h, ms, scale, bias, du, d_pre, weight_part, tokens, width, *x.stride(),
-            *d_out.stride(), 1.0 / width, norm.eps, rms.eps, gates.pre_eps, N=n, K=rows, RMS_MODE=rms.mode,
-            GROUPED=group_scale(scale, rows), HAS_WEIGHT=norm.weight is not None, NEED_DWEIGHT=need_weight,
+            *d_out.stride(), 1.0 / width, norm.eps, rms.eps, gates.pre_eps, N=n, K=h.shape[-1], RMS_MODE=rms.mode,
+            GROUPED=group_scale(scale, bias), HAS_WEIGHT=norm.weight is not None, NEED_DWEIGHT=need_weight,
             BLOCK_M=tile.tokens, BLOCK_C=tile.columns, STAGES=tile.stages, num_warps=tile.warps,
         )  # fmt: skip
     return du, d_pre, weight_part

@@ -106,11 +106,14 @@ def store_res(logits, h_res, i, o, tok, live, tokens, sinkhorn_eps, start_eps, p
 @triton.jit
 def _mix_tile(h_part, squares_part, scale, bias, h_pre, h_post, h_res, h, ms, first, tokens, stored,
               inverse_columns, rms_eps, pre_eps, post_mult, post_eps, sinkhorn_eps, start_eps, pairs,
-              N: tl.constexpr, NP: tl.constexpr, K: tl.constexpr, RMS_MODE: tl.constexpr, START: tl.constexpr,
-              FIRST: tl.constexpr, CLAMP: tl.constexpr, ODD: tl.constexpr,
+              N: tl.constexpr, NP: tl.constexpr, K: tl.constexpr, GATES: tl.constexpr, RMS_MODE: tl.constexpr,
+              START: tl.constexpr, FIRST: tl.constexpr, CLAMP: tl.constexpr, ODD: tl.constexpr,
               GROUPED: tl.constexpr, STORE_PRE: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
               KP: tl.constexpr, LIVE: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
-    """h, ms and the gates of LIVE tokens, of a tile that holds BLOCK_T (last axis); first, tokens = M as int64."""
+    """h, ms and the gates of LIVE tokens, of a tile that holds BLOCK_T (last axis); first, tokens = M as int64.
+
+    The first GATES of the K rows of h make gates.
+    """
     tok = first + tl.arange(0, BLOCK_T)
     live = (tok < tokens) & (tl.arange(0, BLOCK_T) < LIVE)
     i = tl.arange(0, NP)[:, None]
@@ -124,10 +127,10 @@ def _mix_tile(h_part, squares_part, scale, bias, h_pre, h_post, h_res, h, ms, fi
     tl.debug_barrier()
     if STORE_PRE:
         store_gates(h, r[None, :], scale, bias, h_pre, i, tok[None, :], live[None, :], 1.0, pre_eps, 0, N, K, GROUPED)
-    if K > N:
+    if GATES > N:
         store_gates(h, r[None, :], scale, bias, h_post, i, tok[None, :], live[None, :], post_mult, post_eps, 1, N, K,
                     GROUPED)  # fmt: skip
-    if K > 2 * N:
+    if GATES > 2 * N:
         tok3 = tok[None, None, :]
         live3 = live[None, None, :]
         if NP <= _MOST_JOINED:
@@ -169,7 +172,7 @@ def _aggregate_tile(h_part, squares_part, scale, bias, x, out, input_weight, pro
 def mix_kernel(h_part, squares_part, scale, bias, x, out, h_pre, h_post, h_res, h, ms, input_weight, M, C, x_m, x_n,
                x_c, stored, mix_programs, column_parts, blocks_each, inverse_columns, inverse_width, rms_eps, pre_eps,
                post_mult, post_eps, sinkhorn_eps, start_eps, input_eps, pairs, N: tl.constexpr, NP: tl.constexpr,
-               K: tl.constexpr, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+               K: tl.constexpr, GATES: tl.constexpr, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr,
                RMS_MODE: tl.constexpr, START: tl.constexpr, FIRST: tl.constexpr, CLAMP: tl.constexpr,
                ODD: tl.constexpr, GROUPED: tl.constexpr, AGGREGATE: tl.constexpr,
                GROUP: tl.constexpr, CHUNK: tl.constexpr, KP: tl.constexpr, LIVE: tl.constexpr, BLOCK_T: tl.constexpr,
@@ -181,7 +184,7 @@ def mix_kernel(h_part, squares_part, scale, bias, x, out, h_pre, h_post, h_res, 
         first = pid.to(tl.int64) * LIVE
         _mix_tile(h_part, squares_part, scale, bias, h_pre, h_post, h_res, h, ms, first, tokens, stored,
                   inverse_columns, rms_eps, pre_eps, post_mult, post_eps, sinkhorn_eps, start_eps, pairs, N,
-                  NP, K, RMS_MODE, START, FIRST, CLAMP, ODD, GROUPED, not AGGREGATE, GROUP, CHUNK, KP, LIVE,
+                  NP, K, GATES, RMS_MODE, START, FIRST, CLAMP, ODD, GROUPED, not AGGREGATE, GROUP, CHUNK, KP, LIVE,
                   BLOCK_T)  # fmt: skip
     elif AGGREGATE:
         _aggregate_tile(h_part, squares_part, scale, bias, x, out, input_weight, pid - mix_programs, tokens, C, x_m,
@@ -203,8 +206,8 @@ def _logit_gradient(dl, v, r, s, d_h, dh, tok, tokens, k, mask, K: tl.constexpr,
 
 @triton.jit
 def _gate_gradient(d_gate, h, r, scale, bias, d_h, dh, affine_at, i, tok, mask, tokens, GROUP: tl.constexpr,
-                   N: tl.constexpr, K: tl.constexpr, ROW: tl.constexpr, PARTS: tl.constexpr, HAS_DH: tl.constexpr,
-                   GROUPED: tl.constexpr):  # fmt: skip
+                   N: tl.constexpr, K: tl.constexpr, GATES: tl.constexpr, ROW: tl.constexpr, PARTS: tl.constexpr,
+                   HAS_DH: tl.constexpr, GROUPED: tl.constexpr):  # fmt: skip
     """From d_gate [NP, T], of the sigmoids of h_pre (GROUP 0) or h_post (1), to their rows of dh and sums for scale and
     bias; returns the sigmoids and the terms of r * dr [T]."""
     k = GROUP * N + i
@@ -215,7 +218,7 @@ def _gate_gradient(d_gate, h, r, scale, bias, d_h, dh, affine_at, i, tok, mask, 
     dl = rounded_product(d_gate, slope)
     edge = tl.arange(0, dl.shape[0])
     tl.store(affine_at + GROUP * N + edge, tl.sum(rounded_product(dl * v, r), axis=1), mask=edge < N)
-    tl.store(affine_at + K + GROUP * N + edge, tl.sum(dl, axis=1), mask=edge < N)
+    tl.store(affine_at + GATES + GROUP * N + edge, tl.sum(dl, axis=1), mask=edge < N)
     return gate, tl.sum(_logit_gradient(dl, v, r, s, d_h, dh, tok, tokens, k, mask, K, ROW, PARTS, HAS_DH), axis=0)
 
 
@@ -224,15 +227,16 @@ def mix_backward_kernel(h, ms, scale, bias, d_pre, d_post, d_res, d_h, d_ms, rea
                         affine_part, history, M, pre_parts, pre_s, pre_i, pre_m, post_m, post_i, res_m, res_i, res_o,
                         read_m, read_i,
                         inverse_columns, rms_eps, pre_eps, post_mult, sinkhorn_eps, start_eps, pairs,
-                        N: tl.constexpr, NP: tl.constexpr, K: tl.constexpr, RMS_MODE: tl.constexpr,
-                        START: tl.constexpr, FIRST: tl.constexpr, CLAMP: tl.constexpr,
+                        N: tl.constexpr, NP: tl.constexpr, K: tl.constexpr, GATES: tl.constexpr,
+                        RMS_MODE: tl.constexpr, START: tl.constexpr, FIRST: tl.constexpr, CLAMP: tl.constexpr,
                         ODD: tl.constexpr, GROUPED: tl.constexpr, HAS_PRE: tl.constexpr,
                         HAS_POST: tl.constexpr, HAS_RES: tl.constexpr, HAS_DH: tl.constexpr,
                         HAS_DMS: tl.constexpr, READ_GIVEN: tl.constexpr, ROW: tl.constexpr, PARTS: tl.constexpr,
-                        BLOCK_T: tl.constexpr):  # fmt: skip
-    """From the gates' gradients to dh [parts, M, ROW], 2 dms / (nC), h_pre [n, M], affine_part [tiles, 2, K].
+                        MORE: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
+    """From the gates' gradients to dh [parts, M, ROW], 2 dms / (nC), h_pre [n, M], affine_part [tiles, 2, GATES].
 
-    READ_GIVEN: read_with takes the place of h_pre in the result.
+    The first GATES of the K rows of h make gates; of the others, dh is d_h, if there is one. READ_GIVEN: read_with
+    takes the place of h_pre in the result.
     """
     tile = tl.program_id(0)
     tokens = M.to(tl.int64)
@@ -240,11 +244,11 @@ def mix_backward_kernel(h, ms, scale, bias, d_pre, d_post, d_res, d_h, d_ms, rea
     live1 = tok1 < tokens
     mean = tl.load(ms + tok1, mask=live1, other=1.0)
     r1 = rms_factor(mean, rms_eps, RMS_MODE)
-    affine_at = affine_part + tile.to(tl.int64) * (2 * K)
+    affine_at = affine_part + tile.to(tl.int64) * (2 * GATES)
 
     # The longest first: what the others keep would be in its way.
     r_dr = tl.zeros([BLOCK_T], tl.float32)
-    if K > 2 * N:
+    if GATES > 2 * N:
         i3 = tl.arange(0, NP)[:, None, None]
         o3 = tl.arange(0, NP)[None, :, None]
         tok3 = tok1[None, None, :]
@@ -272,7 +276,7 @@ def mix_backward_kernel(h, ms, scale, bias, d_pre, d_post, d_res, d_h, d_ms, rea
         square = (row < N) & (column < N)
         k2 = 2 * N + row * N + column
         tl.store(affine_at + k2, tl.sum(rounded_product(dl3 * v3, r3), axis=2), mask=square)
-        tl.store(affine_at + K + k2, tl.sum(dl3, axis=2), mask=square)
+        tl.store(affine_at + GATES + k2, tl.sum(dl3, axis=2), mask=square)
 
     tok = tok1[None, :]
     r = r1[None, :]
@@ -282,20 +286,27 @@ def mix_backward_kernel(h, ms, scale, bias, d_pre, d_post, d_res, d_h, d_ms, rea
     if HAS_PRE:
         for part in range(0, pre_parts):
             d_gate += tl.load(d_pre + part * pre_s + i * pre_i + tok * pre_m, mask=mask, other=0.0).to(tl.float32)
-    gate, terms = _gate_gradient(d_gate, h, r, scale, bias, d_h, dh, affine_at, i, tok, mask, tokens, 0, N, K, ROW,
-                                 PARTS, HAS_DH, GROUPED)  # fmt: skip
+    gate, terms = _gate_gradient(d_gate, h, r, scale, bias, d_h, dh, affine_at, i, tok, mask, tokens, 0, N, K, GATES,
+                                 ROW, PARTS, HAS_DH, GROUPED)  # fmt: skip
     read = gate + pre_eps
     if READ_GIVEN:
         read = tl.load(read_with + tok * read_m + i * read_i, mask=mask, other=0.0).to(tl.float32)
     tl.store(h_pre + i * tokens + tok, read, mask=mask)
     r_dr += terms
-    if K > N:
+    if GATES > N:
         d_gate = tl.zeros([NP, BLOCK_T], tl.float32)
         if HAS_POST:
             d_gate = tl.load(d_post + tok * post_m + i * post_i, mask=mask, other=0.0).to(tl.float32) * post_mult
-        _, terms = _gate_gradient(d_gate, h, r, scale, bias, d_h, dh, affine_at, i, tok, mask, tokens, 1, N, K, ROW,
-                                  PARTS, HAS_DH, GROUPED)  # fmt: skip
+        _, terms = _gate_gradient(d_gate, h, r, scale, bias, d_h, dh, affine_at, i, tok, mask, tokens, 1, N, K, GATES,
+                                  ROW, PARTS, HAS_DH, GROUPED)  # fmt: skip
         r_dr += terms
+    for first in tl.static_range(GATES, K, MORE):
+        k = first + tl.arange(0, MORE)[:, None]
+        inside = live1[None, :] & (k < K)
+        grad = tl.zeros([MORE, BLOCK_T], tl.float32)
+        if HAS_DH:
+            grad = tl.load(d_h + tok * K + k, mask=inside, other=0.0).to(tl.float32)
+        store_gradient(grad, dh + tok * ROW + k, tokens * ROW, inside, PARTS)
 
     dms = rms_gradient(r_dr, mean, r1, rms_eps, RMS_MODE)
     if HAS_DMS:
@@ -315,12 +326,16 @@ class Mix:
     ms: torch.Tensor
 
 
-def empty_gates(x: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Room for h_post [..., n], h_res [..., n, n], h [..., K] and ms [...] of x [..., n, C], as far as K rows of phi
-    make them."""
-    n = x.shape[-2]
-    side = n if rows > 2 * n else 0
-    sizes = ((n if rows > n else 0,), (side, side), (rows,), ())
+def empty_gates(
+    x: torch.Tensor, phi: torch.Tensor, bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Room for h_post [..., n], h_res [..., n, n], h [..., K] and ms [...] of x [..., n, C].
+
+    Gates for which bias has no entries have no elements.
+    """
+    n, gates = x.shape[-2], bias.shape[0]
+    side = n if gates > 2 * n else 0
+    sizes = ((n if gates > n else 0,), (side, side), (phi.shape[0],), ())
     post, res, h, ms = (torch.empty((*x.shape[:-2], *s), dtype=torch.float32, device=x.device) for s in sizes)
     return post, res, h, ms
 
@@ -340,7 +355,7 @@ def forward_mix(
     partials: Partials | None = None,
     norm: InputNorm | None = None,
 ) -> Mix:
-    """Gates of x [..., n, C], and with `aggregate` the layer input; phi's rows say which gates exist.
+    """Gates of x [..., n, C], and with `aggregate` the layer input; the entries of bias say which gates exist.
 
     partials: the sums of the projection, where these are there already; norm: of the layer input.
     """
@@ -352,7 +367,7 @@ def forward_mix(
     scale, bias = scale.contiguous(), bias.contiguous()
     out = torch.empty((*lead, width), dtype=out_dtype or x.dtype, device=x.device) if aggregate else nothing(x)
     pre = nothing(x) if aggregate else torch.empty((*lead, n), dtype=torch.float32, device=x.device)
-    post, res, h, ms = empty_gates(x, rows)
+    post, res, h, ms = empty_gates(x, phi, bias)
     result = Mix(out, pre, post, res, h, ms)
     if tokens == 0:
         return result
@@ -374,8 +389,8 @@ def forward_mix(
             None if norm is None else 1.0 / width, rms.eps, gates.pre_eps, gates.post_mult, gates.post_eps, form.eps,
             form.start_eps, None if norm is None else norm.eps, form.steps // 2, NORM=norm is not None,
             HAS_WEIGHT=norm is not None and norm.weight is not None, N=n, NP=next_power_of_2(n), K=rows,
-            RMS_MODE=rms.mode, START=form.start, FIRST=form.first, CLAMP=form.clamp,
-            ODD=form.steps % 2 == 1, GROUPED=group_scale(scale, rows), AGGREGATE=aggregate,
+            GATES=bias.shape[0], RMS_MODE=rms.mode, START=form.start, FIRST=form.first, CLAMP=form.clamp,
+            ODD=form.steps % 2 == 1, GROUPED=group_scale(scale, bias), AGGREGATE=aggregate,
             GROUP=partials.group, CHUNK=partials.chunk, KP=next_power_of_2(rows), LIVE=live, BLOCK_T=block_t,
             BLOCK_M=block_m, BLOCK_C=block_c, num_warps=tile.warps,
         )  # fmt: skip
@@ -404,7 +419,6 @@ def backward_gates(
     d_h: torch.Tensor | None,
     d_ms: torch.Tensor | None,
     x: torch.Tensor,
-    rows: int,
     scale: torch.Tensor,
     bias: torch.Tensor,
     h: torch.Tensor,
@@ -424,8 +438,9 @@ def backward_gates(
     """
     tokens, n, width = x.shape
     form = (sinkhorn or Sinkhorn()).iterated
-    post = None if d_post is None or rows <= n else token_view(d_post, 1)
-    res = None if d_res is None or rows <= 2 * n else token_view(d_res, 2)
+    rows, made = h.shape[-1], bias.shape[0]
+    post = None if d_post is None or made <= n else token_view(d_post, 1)
+    res = None if d_res is None or made <= 2 * n else token_view(d_res, 2)
     d_h = None if d_h is None else d_h.contiguous()
     d_ms = None if d_ms is None else d_ms.contiguous()
     scale, bias, h, ms = scale.contiguous(), bias.contiguous(), h.contiguous(), ms.contiguous()
@@ -451,7 +466,7 @@ def backward_gates(
         tiles = cdiv(tokens, block_t)
         dh = dh_parts(x, rows)
         coefficient, h_pre = scratch(tokens), scratch(n, tokens)
-        affine_part = tile_sums(tiles, 2 * rows, x)
+        affine_part = tile_sums(tiles, 2 * made, x)
         history = scratch(form.steps, n, tokens) if res is not None else coefficient
         launch(
             mix_backward_kernel, (tiles,),
@@ -460,11 +475,11 @@ def backward_gates(
             *(res.stride() if res is not None else (0, 0, 0)),
             *(read_with.stride() if read_with is not None else (0, 0)), 1.0 / (n * width), rms.eps, gates.pre_eps,
             gates.post_mult, form.eps, form.start_eps, form.steps // 2, N=n, NP=next_power_of_2(n), K=rows,
-            RMS_MODE=rms.mode, START=form.start, FIRST=form.first, CLAMP=form.clamp,
-            ODD=form.steps % 2 == 1, GROUPED=group_scale(scale, rows), HAS_PRE=pre is not None,
+            GATES=made, RMS_MODE=rms.mode, START=form.start, FIRST=form.first, CLAMP=form.clamp,
+            ODD=form.steps % 2 == 1, GROUPED=group_scale(scale, bias), HAS_PRE=pre is not None,
             HAS_POST=post is not None, HAS_RES=res is not None, HAS_DH=d_h is not None, HAS_DMS=d_ms is not None,
-            READ_GIVEN=read_with is not None, ROW=dh.shape[2], PARTS=dh.shape[0] == 3, BLOCK_T=block_t,
-            num_warps=4,
+            READ_GIVEN=read_with is not None, ROW=dh.shape[2], PARTS=dh.shape[0] == 3,
+            MORE=next_power_of_2(min(rows - made, 32)), BLOCK_T=block_t, num_warps=4,
         )  # fmt: skip
     return Logits(dh, coefficient, h_pre, Affine(scale, bias, affine_part, tiles), d_out, weight_part)
 
@@ -510,7 +525,7 @@ def backward_mix(
         return dx, dphi, dscale, dbias, dnorm, dweight
     d_out = None if d_layer_input is None else token_view(d_layer_input, 1)
     logits = backward_gates(
-        d_out, d_pre, d_post, d_res, d_h, d_ms, flat, phi.shape[0], scale, bias, h, ms,
+        d_out, d_pre, d_post, d_res, d_h, d_ms, flat, scale, bias, h, ms,
         rms=rms, gates=gates, sinkhorn=sinkhorn, norm=norm, need_weight=need_weight,
         read_with=None if read_with is None else token_view(read_with, 1),
     )  # fmt: skip

@@ -197,9 +197,9 @@ def reduce_affine(affine_part, dscale, dbias, tiles, N: tl.constexpr, K: tl.cons
 @triton.jit(do_not_specialize=["splits", "tiles"])
 def reduce_kernel(dphi_part, phi, norm_weight, affine_part, dphi, dnorm, dscale, dbias, splits, tiles,
                   columns, column_programs, phi_k, phi_c, N: tl.constexpr, K: tl.constexpr,
-                  HAS_NORM: tl.constexpr, NEED_DPHI: tl.constexpr, NEED_DNORM: tl.constexpr,
+                  GATES: tl.constexpr, HAS_NORM: tl.constexpr, NEED_DPHI: tl.constexpr, NEED_DNORM: tl.constexpr,
                   NEED_DSCALE: tl.constexpr, NEED_DBIAS: tl.constexpr, GROUPED: tl.constexpr,
-                  PADDED_K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
+                  PADDED_GATES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
                   BLOCK: tl.constexpr):  # fmt: skip
     """Second stage of the parameter gradients, every sum in a fixed order.
 
@@ -230,7 +230,8 @@ def reduce_kernel(dphi_part, phi, norm_weight, affine_part, dphi, dnorm, dscale,
         if NEED_DNORM:
             tl.store(dnorm + c, acc_norm.to(dnorm.dtype.element_ty), mask=live)
     elif NEED_DSCALE or NEED_DBIAS:
-        reduce_affine(affine_part, dscale, dbias, tiles, N, K, NEED_DSCALE, NEED_DBIAS, GROUPED, PADDED_K, BLOCK_T)
+        reduce_affine(affine_part, dscale, dbias, tiles, N, GATES, NEED_DSCALE, NEED_DBIAS, GROUPED, PADDED_GATES,
+                      BLOCK_T)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -345,6 +346,7 @@ def reduce_parameters(
     norm_weight = None if norm_weight is None else norm_weight.contiguous()
     scale, bias = (None, None) if affine is None else (affine.scale, affine.bias)
     affine_part, tiles = (None, 0) if affine is None else (affine.part, affine.tiles)
+    gates = 1 if bias is None else bias.shape[0]
     dphi, dnorm = empty_gradient(phi, need_dphi, x), empty_gradient(norm_weight, need_dnorm, x)
     dscale, dbias = empty_gradient(scale, need_dscale, x), empty_gradient(bias, need_dbias, x)
     block = 64
@@ -354,10 +356,11 @@ def reduce_parameters(
             launch(
                 reduce_kernel, (column_programs + 1,),
                 dphi_part, phi, norm_weight, affine_part, dphi, dnorm, dscale, dbias, dphi_part.shape[0],
-                tiles, columns, column_programs, phi.stride(0), phi.stride(1), N=x.shape[-2], K=rows,
+                tiles, columns, column_programs, phi.stride(0), phi.stride(1), N=x.shape[-2], K=rows, GATES=gates,
                 HAS_NORM=norm_weight is not None, NEED_DPHI=need_dphi,
                 NEED_DNORM=need_dnorm, NEED_DSCALE=need_dscale, NEED_DBIAS=need_dbias,
-                GROUPED=scale is not None and group_scale(scale, rows), PADDED_K=next_power_of_2(rows),
+                GROUPED=affine is not None and group_scale(affine.scale, affine.bias),
+                PADDED_GATES=next_power_of_2(gates),
                 BLOCK_K=min(32, next_power_of_2(rows)), BLOCK_T=16, BLOCK=block, num_warps=4,
             )  # fmt: skip
     return dphi, dscale, dbias, dnorm

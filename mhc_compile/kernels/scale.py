@@ -114,7 +114,7 @@ def forward(
             scale_kernel, (cdiv(tokens, block_t),),
             h.contiguous(), ms.contiguous(), scale.contiguous(), bias.contiguous(), h_pre, h_post, logits,
             tokens, rms.eps, gates.pre_eps, gates.post_mult, gates.post_eps, N=n, K=rows, RMS_MODE=rms.mode,
-            GROUPED=group_scale(scale, rows), BLOCK_T=block_t, BLOCK_K=block, num_warps=4,
+            GROUPED=group_scale(scale, bias), BLOCK_T=block_t, BLOCK_K=block, num_warps=4,
         )  # fmt: skip
     return h_pre, h_post, logits
 
@@ -147,7 +147,7 @@ def backward(
     tiles = cdiv(tokens, block_t)
     need_affine = need_dscale or need_dbias
     part = tile_sums(tiles if need_affine else 0, 2 * rows, h)
-    grouped = group_scale(scale, rows)
+    grouped = group_scale(scale, bias)
     with on_device(h):
         launch(
             scale_backward_kernel, (tiles,),

@@ -91,7 +91,7 @@ def backward(
         assert d_layer_input is not None
         logits = backward_gates(
             token_view(d_layer_input, 1), d_next_pre, d_next_post, d_next_res, d_h, d_ms, token_view(x_new, 2),
-            phi.shape[0], scale, bias, h, ms, rms=rms, gates=gates, sinkhorn=sinkhorn, read_with=token_view(h_pre, 1),
+            scale, bias, h, ms, rms=rms, gates=gates, sinkhorn=sinkhorn, read_with=token_view(h_pre, 1),
         )  # fmt: skip
         streams = backward_in_one_pass(
             d_x_new, logits, f, h_post, x, h_res, phi, norm_weight, x_new, needs[6:], nothing(x), in_place

@@ -115,8 +115,13 @@ class _Operators:
         h, ms = self.columns.summed(h, ms.unsqueeze(-1) * self.columns.share)
         return h, ms.squeeze(-1)
 
+    def scaled(self, h: Tensor, ms: Tensor, given: Given, n: int) -> tuple[Tensor, Tensor, Tensor]:
+        """h_pre, h_post and the logits of h_res, of the rows that have gates."""
+        results: tuple[Tensor, Tensor, Tensor] = self.scale(_with_gates(h, given), ms, given["scale"], given["bias"], n)
+        return results
+
     def gates(self, h: Tensor, ms: Tensor, given: Given, n: int) -> tuple[Tensor, Tensor, Tensor]:
-        pre, post, logits = self.scale(h, ms, given["scale"], given["bias"], n)
+        pre, post, logits = self.scaled(h, ms, given, n)
         return pre, post, self.sinkhorn(logits) if logits.shape[-1] else logits
 
     def read(self, x: Tensor, h_pre: Tensor, weight: Tensor | None) -> Tensor:
@@ -149,15 +154,17 @@ class _Operators:
         """The gradients of x, phi, scale, bias and norm_weight, from those of gates that are parts of sums."""
         h, ms, scale, bias, n = given["h"], given["ms"], given["scale"], given["bias"], x.shape[-2]
         if d_res is not None:
-            d_res = self.sinkhorn_backward(d_res, self.scale(h, ms, scale, bias, n)[2]) if d_res.shape[-1] else None
+            d_res = self.sinkhorn_backward(d_res, self.scaled(h, ms, given, n)[2]) if d_res.shape[-1] else None
         if d_pre is None:
             d_pre = h.new_zeros((*h.shape[:-1], n))
         into_logits = needs[0] or needs[1] or needs[4]
         narrow = [into_logits, into_logits, needs[2], needs[3]]
-        dh, dms, dscale, dbias = self.scale_backward(d_pre, d_post, d_res, h, ms, scale, bias, n, narrow)
+        gates = (d_pre, d_post, d_res, _with_gates(h, given), ms, scale, bias, n)
+        dh, dms, dscale, dbias = self.scale_backward(*gates, narrow)
         nothing = x.new_empty(0)
         if not into_logits:
             return [nothing, nothing, dscale, dbias, nothing]
+        dh = F.pad(dh, (0, h.shape[-1] - dh.shape[-1]))
         dh = dh if given["d_h"] is None else dh + given["d_h"]
         dms = dms if given["d_ms"] is None else dms + given["d_ms"]
         dh, dms = self.columns.summed(dh.to(h.dtype), dms.to(h.dtype).unsqueeze(-1))
@@ -173,7 +180,7 @@ class _Operators:
         """As `mix_backward`, of gates and of a read with them; the gradient of the input norm's weight follows."""
         weight, d_pre, d_weight = given.get("input_norm_weight"), None, x.new_empty(0)
         if d_out is not None:
-            h_pre = self.scale(given["h"], given["ms"], given["scale"], given["bias"], x.shape[-2])[0]
+            h_pre = self.scaled(given["h"], given["ms"], given, x.shape[-2])[0]
             if self.scalars.get("input_norm_eps") is not None:
                 d_out, d_weight = self.before_norm(d_out, x, h_pre, weight)
             made, d_pre = torch.ops.mhc.aggregate_backward(d_out, x, h_pre, [needs[0], True], d_x if needs[0] else None)
@@ -183,6 +190,11 @@ class _Operators:
         if weight is not None:
             d_weight = d_weight.to(weight.dtype)
         return [*self.mix_backward(d_pre, d_post, d_res, d_x, x, given, needs), d_weight]
+
+
+def _with_gates(h: Tensor, given: Given) -> Tensor:
+    """The rows of h that have gates: the first ones."""
+    return h[..., : given["bias"].shape[0]]
 
 
 def _projection(on: _Operators, given: Given) -> Results:

@@ -142,16 +142,37 @@ def check_x(x: Tensor) -> tuple[tuple[int, ...], int, int]:
     return tokens, n, width
 
 
+def part_ends(n: int) -> tuple[int, int, int]:
+    """How many rows there are up to the end of each part: pre, post and res."""
+    return n, 2 * n, n * n + 2 * n
+
+
 def check_parts(k: int, n: int, source: str) -> int:
     """How many parts (pre; pre and post; pre, post and res) K rows stand for."""
     check_streams(n, "the argument")
-    for parts, size in enumerate((n, 2 * n, n * n + 2 * n), start=1):
-        if k == size:
-            return parts
+    if k in part_ends(n):
+        return part_ends(n).index(k) + 1
     raise ValueError(
         f"{source} has K = {k} rows; with n = {n} streams expected "
         f"K = n = {n} (pre), 2*n = {2 * n} (pre, post) or n*n + 2*n = {n * n + 2 * n} (pre, post, res)"
     )
+
+
+def check_gate_rows(scale: Tensor, bias: Tensor, k: int, n: int, x: Tensor) -> int:
+    """Check scale and bias beside K rows of phi; returns how many of the parts pre, post, res there are.
+
+    As many rows as bias has entries make gates. What is beyond these is projected, and nothing else.
+    """
+    rows = bias.shape[0] if bias.dim() == 1 and bias.shape[0] < k and bias.shape[0] in part_ends(n) else k
+    parts = check_parts(rows, n, "phi")
+    check_scale_and_bias(scale, bias, rows, parts, x)
+    return parts
+
+
+def check_all_make_gates(k: int, bias: Tensor) -> None:
+    """What a function asks that returns gates and no products: no row of phi beyond those with gates."""
+    if k != bias.shape[0]:
+        raise ValueError(f"bias has shape {shape_text(bias.shape)}; expected [K] = [{k}]")
 
 
 def check_scale_and_bias(scale: Tensor, bias: Tensor, k: int, parts: int, x: Tensor, x_name: str = "x") -> None:

@@ -70,16 +70,25 @@ static inline V sigmoid(V x) { return 1.0f / (exponential(-x) + 1.0f); }
 static inline int group(int j) { return (j >= N) + (j >= 2 * N); }
 
 // Tokens [first, first + LANES) of [tokens, width], a vector for each column; past the end the last token again.
-static void load(V* to, const float* from, int width, long first, long tokens) {
+// The first `width` numbers of each token, whose numbers lie `stride` apart.
+static void load(V* to, const float* from, int width, long first, long tokens, long stride) {
     for (int lane = 0; lane < LANES; lane++) {
-        const float* row = from + width * (first + lane < tokens ? first + lane : tokens - 1);
+        const float* row = from + stride * (first + lane < tokens ? first + lane : tokens - 1);
         for (int j = 0; j < width; j++) to[j][lane] = row[j];
     }
 }
 
-static void store(float* to, const V* from, int width, long first, long tokens) {
+static void load(V* to, const float* from, int width, long first, long tokens) {
+    load(to, from, width, first, tokens, width);
+}
+
+static void store(float* to, const V* from, int width, long first, long tokens, long stride) {
     for (int lane = 0; lane < LANES && first + lane < tokens; lane++)
-        for (int j = 0; j < width; j++) to[width * (first + lane) + j] = from[j][lane];
+        for (int j = 0; j < width; j++) to[stride * (first + lane) + j] = from[j][lane];
+}
+
+static void store(float* to, const V* from, int width, long first, long tokens) {
+    store(to, from, width, first, tokens, width);
 }
 
 struct Matrix {
@@ -205,8 +214,8 @@ struct Tile {
     V ms, root_ms, r, h[K], normed[K], weight[K], logits[K];
 
     Tile(const Form& form, const float* all_h, const float* all_ms, const float* scale, const float* bias, long k,
-         bool grouped, long first, long tokens) {
-        load(h, all_h, k, first, tokens);
+         long rows, bool grouped, long first, long tokens) {
+        load(h, all_h, k, first, tokens, rows);
         load(&ms, all_ms, 1, first, tokens);
         root_ms = root(ms);
         if (form.rms_mode == 0) r = root(ms + form.rms_eps);
@@ -241,11 +250,11 @@ static inline bool over_rows(int step, const Form& form) { return (step % 2 == 0
 
 // Not inlined, as the next: further below there are other rules for rounding.
 [[gnu::noinline]] static void forward(const Form& form, const float* h, const float* ms, const float* scale,
-                                      const float* bias, float* pre, float* post, float* res, long k, long grouped,
-                                      long tokens, long threads) {
+                                      const float* bias, float* pre, float* post, float* res, long k, long rows,
+                                      long grouped, long tokens, long threads) {
     #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (long first = 0; first < tokens; first += LANES) {
-        const Tile tile(form, h, ms, scale, bias, k, grouped, first, tokens);
+        const Tile tile(form, h, ms, scale, bias, k, rows, grouped, first, tokens);
         V gates[N], totals[N], sizes[N];
         for (int i = 0; i < N; i++) gates[i] = sigmoid(tile.logits[i]) + form.pre_eps;
         store(pre, gates, N, first, tokens);
@@ -270,14 +279,14 @@ static long scales(long k, long grouped) { return grouped ? group(k - 1) + 1 : k
 [[gnu::noinline]] static void backward(const Form& form, const float* h, const float* ms, const float* scale,
                                        const float* bias, const float* d_pre, const float* d_post, const float* d_res,
                                        float* pre, float* d_h, float* d_ms, float* d_scale, float* d_bias, long k,
-                                       long grouped, long tokens, long threads) {
+                                       long rows, long grouped, long tokens, long threads) {
     #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         std::vector<Matrix> history(k > 2 * N && d_res ? form.steps + 1 : 0);
         std::vector<V> totals(N * history.size());
         #pragma omp for
         for (long first = 0; first < tokens; first += LANES) {
-            const Tile tile(form, h, ms, scale, bias, k, grouped, first, tokens);
+            const Tile tile(form, h, ms, scale, bias, k, rows, grouped, first, tokens);
             V gates[2 * N], d_logits[K] = {};
             // sigmoid(l) * sigmoid(-l) keeps its relative accuracy where s * (1 - s) cancels.
             const float* given_gates[] = {d_pre, d_post};
@@ -324,7 +333,7 @@ static long scales(long k, long grouped) { return grouped ? group(k - 1) + 1 : k
                 d_projection[j] = d_normed * tile.r;
             }
             store(d_scale, shares, scales(k, grouped), first, tokens);
-            store(d_h, d_projection, k, first, tokens);
+            store(d_h, d_projection, k, first, tokens, rows);
             // dr is of the size of the token and more, so that it would overflow where squares do; r * dr is of none.
             V d = -0.5f * (r_dr * tile.r * tile.r);
             if (form.rms_mode != 0) {
@@ -737,30 +746,31 @@ extern "C" void unproject(long rows, long more_rows, long narrow, const float* d
                    bool(narrow >> 4 & 1), columns}.run(tokens, threads);
 }
 
-// The projection of x [tokens, N, width] and, with a form, the gates.
-extern "C" void mix(const Form* form, long k, long grouped, long bf16_x, const void* x, const float* phi,
+// The projection of x [tokens, N, width] and, with a form, the gates of the first k of its rows.
+extern "C" void mix(const Form* form, long k, long rows, long grouped, long bf16_x, const void* x, const float* phi,
                     const float* scale, const float* bias, float* h, float* ms, float* pre, float* post, float* res,
                     long width, long tokens, long threads) {
-    project(k, bf16_x, x, phi, h, ms, width, tokens, threads);
-    if (form) forward(*form, h, ms, scale, bias, pre, post, res, k, grouped, tokens, threads);
+    project(rows, bf16_x, x, phi, h, ms, width, tokens, threads);
+    if (form) forward(*form, h, ms, scale, bias, pre, post, res, k, rows, grouped, tokens, threads);
 }
 
 // pre, and the gradients of h, ms, scale and bias by those of the gates, to which more_h and more_ms are
 // added. d_out [tokens, width] stands for d_pre.
-extern "C" void mix_backward(const Form* form, long k, long grouped, long bf16_x, long bf16_out, const void* x,
-                             const void* d_out, const float* h, const float* ms, const float* scale, const float* bias,
-                             const float* d_pre, const float* d_post, const float* d_res, const float* more_h,
-                             const float* more_ms, float* pre, float* d_h, float* d_ms, float* d_scale, float* d_bias,
-                             long width, long tokens, long threads) {
+extern "C" void mix_backward(const Form* form, long k, long rows, long grouped, long bf16_x, long bf16_out,
+                             const void* x, const void* d_out, const float* h, const float* ms, const float* scale,
+                             const float* bias, const float* d_pre, const float* d_post, const float* d_res,
+                             const float* more_h, const float* more_ms, float* pre, float* d_h, float* d_ms,
+                             float* d_scale, float* d_bias, long width, long tokens, long threads) {
     std::vector<float> of_pre(d_out ? tokens * N : 0), of_bias(tokens * k), of_scale(tokens * scales(k, grouped));
     if (d_out) {
         products(N, 1, bf16_x, bf16_out, x, d_out, of_pre.data(), width, tokens, threads);
         d_pre = of_pre.data();
     }
+    std::fill(d_h, d_h + tokens * rows, 0.0f);
     backward(*form, h, ms, scale, bias, d_pre, d_post, d_res, pre, d_h, d_ms, of_scale.data(), of_bias.data(), k,
-             grouped, tokens, threads);
+             rows, grouped, tokens, threads);
     total(d_scale, of_scale, scales(k, grouped), tokens);
     total(d_bias, of_bias, k, tokens);
-    for (long i = 0; more_h && i < tokens * k; i++) d_h[i] += more_h[i];
+    for (long i = 0; more_h && i < tokens * rows; i++) d_h[i] += more_h[i];
     for (long m = 0; more_ms && m < tokens; m++) d_ms[m] += more_ms[m];
 }

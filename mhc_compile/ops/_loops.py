@@ -117,8 +117,8 @@ def _library(n: int) -> Any:
         log.debug("where this failed", exc_info=error)
         return None
     whole, address, form = ctypes.c_long, ctypes.c_void_p, ctypes.POINTER(_Form)
-    compiled.mix.argtypes = [form, *[whole] * 3, *[address] * 9, *[whole] * 3]
-    compiled.mix_backward.argtypes = [form, *[whole] * 4, *[address] * 16, *[whole] * 3]
+    compiled.mix.argtypes = [form, *[whole] * 4, *[address] * 9, *[whole] * 3]
+    compiled.mix_backward.argtypes = [form, *[whole] * 5, *[address] * 16, *[whole] * 3]
     compiled.products.argtypes = [*[whole] * 4, *[address] * 3, *[whole] * 3]
     compiled.project.argtypes = [*[whole] * 2, *[address] * 4, *[whole] * 3]
     compiled.unproject.argtypes = [*[whole] * 3, *[address] * 13, *[whole] * 3]
@@ -304,9 +304,9 @@ def mix(
     x: Tensor, phi: Tensor, scale: Tensor, bias: Tensor, norm_weight: Tensor | None = None, **scalars: Any
 ) -> tuple[Tensor, ...]:
     """h_pre, h_post, h_res, h, ms of `generate_mix`."""
-    x, k, dtype = _streams(x), phi.shape[0], accumulation_dtype(x)
-    *gates, h, ms = fake_forward(x, phi)
-    constants = (k, int(scale.numel() != k), _is_bf16(x))
+    x, k, dtype = _streams(x), bias.shape[0], accumulation_dtype(x)
+    *gates, h, ms = fake_forward(x, phi, bias)
+    constants = (k, phi.shape[0], int(scale.numel() != k), _is_bf16(x))
     read = (x, weighted_phi(phi, norm_weight, dtype).contiguous(), _plain(scale, dtype), _plain(bias, dtype))
     _call("mix", x, _DEFAULTS | scalars, constants, (h, ms, *gates), read)
     return *gates, h, ms
@@ -325,12 +325,12 @@ def mix_backward(
 
     gradients: of layer_input, h_pre, h_post, h_res, h and ms, one of the first two None.
     """
-    x, k, dtype = _streams(x), h.shape[-1], accumulation_dtype(x)
+    x, k, dtype = _streams(x), bias.shape[0], accumulation_dtype(x)
     d_layer_input = None if gradients[0] is None else _streams(gradients[0])
     saved, narrow = ([_plain(t, dtype) for t in some] for some in ((h, ms, scale, bias), gradients[1:]))
     shapes = (x.shape[:-1], h.shape, ms.shape, scale.shape, bias.shape)
     written = [x.new_empty(shape, dtype=dtype) for shape in shapes]
-    constants = (k, int(scale.numel() != k), _is_bf16(x), _is_bf16(d_layer_input))
+    constants = (k, h.shape[-1], int(scale.numel() != k), _is_bf16(x), _is_bf16(d_layer_input))
     read = (x, d_layer_input, *saved, *narrow)
     _call("mix_backward", x, _DEFAULTS | scalars, constants, written, read)
     return written

@@ -1,7 +1,10 @@
 """What generate_mix, generate_mix_and_aggregate and head share: one check, one forward, one backward.
 
-They are the same computation with parts switched off: by K (no residual part, no post part), and by which of
-h_pre and the aggregated streams is returned.
+They are the same computation with parts switched off: by the rows that have gates (no residual part, no post part), and
+by which of h_pre and the aggregated streams is returned.
+
+Rows of phi beyond those with entries in bias have no gates. h has their products, which a program makes gates of its
+own of, and d_h their gradients.
 """
 
 from __future__ import annotations
@@ -16,11 +19,10 @@ from mhc_compile.forms import Gates, Rms, Sinkhorn
 from mhc_compile.ops._checks import (
     accumulation_dtype,
     check_accumulated,
+    check_gate_rows,
     check_gates,
     check_needs,
-    check_parts,
     check_rms,
-    check_scale_and_bias,
     check_sinkhorn,
     check_tensor,
 )
@@ -50,8 +52,7 @@ def check_mix(
 ) -> tuple[tuple[int, ...], int, int]:
     """Returns the token dimensions, n, and how many of the parts pre, post, res there are."""
     tokens, n, k = check_phi(x, phi, norm_weight)
-    parts = check_parts(k, n, "phi")
-    check_scale_and_bias(scale, bias, k, parts, x)
+    parts = check_gate_rows(scale, bias, k, n, x)
     check_rms(rms)
     check_gates(gates)
     check_sinkhorn(sinkhorn)
@@ -166,14 +167,14 @@ def forward(
     return *narrow_forward(h, ms, scale, bias, x.shape[-2], **forms), h, ms
 
 
-def fake_forward(x: Tensor, phi: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    tokens, n, k, dtype = x.shape[:-2], x.shape[-2], phi.shape[0], accumulation_dtype(x)
-    side = n if k > 2 * n else 0
+def fake_forward(x: Tensor, phi: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    tokens, n, rows, dtype = x.shape[:-2], x.shape[-2], bias.shape[0], accumulation_dtype(x)
+    side = n if rows > 2 * n else 0
     return (
         x.new_empty((*tokens, n), dtype=dtype),
-        x.new_empty((*tokens, n if k > n else 0), dtype=dtype),
+        x.new_empty((*tokens, n if rows > n else 0), dtype=dtype),
         x.new_empty((*tokens, side, side), dtype=dtype),
-        x.new_empty((*tokens, k), dtype=dtype),
+        x.new_empty((*tokens, phi.shape[0]), dtype=dtype),
         x.new_empty(tokens, dtype=dtype),
     )
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mhc_compile.ops import _input_norm, _mix
 from mhc_compile.ops import expand_combine as combining
-from mhc_compile.ops._checks import check_out_dtype, check_tensor
+from mhc_compile.ops._checks import check_all_make_gates, check_out_dtype, check_tensor
 from mhc_compile.ops._register import define, differentiate, scalars
 from mhc_compile.ops._tensors import fake_gradients
 from mhc_compile.ops.generate_mix_and_aggregate import check_normed_mix, check_normed_mix_backward
@@ -67,7 +67,7 @@ def boundary(
 
     Source: arXiv 2512.24880, equation 3 with equations 14 to 19 of the next sublayer.
     """
-    x_new, layer_input, next_post, next_res, _, _ = torch.ops.mhc.boundary(
+    x_new, layer_input, next_post, next_res, h, _ = torch.ops.mhc.boundary(
         f,
         layer_bias,
         h_post,
@@ -93,6 +93,7 @@ def boundary(
         streams_dtype=streams_dtype,
         out_dtype=out_dtype,
     )
+    check_all_make_gates(h.shape[-1], bias)
     return x_new, layer_input, next_post, next_res
 
 
@@ -135,14 +136,16 @@ def _fake(
     x: Tensor,
     h_res: Tensor | None,
     phi: Tensor,
-    *narrow: Any,
+    scale: Tensor,
+    bias: Tensor,
+    *norms: Any,
     streams_dtype: torch.dtype | None,
     out_dtype: torch.dtype | None,
     **forms: Any,
 ) -> tuple[Tensor, ...]:
     x_new = combining.fake(f, layer_bias, h_post, x, h_res, out_dtype=streams_dtype)
     layer_input = x.new_empty((*x.shape[:-2], x.shape[-1]), dtype=out_dtype or x_new.dtype)
-    return x_new, layer_input, *_mix.fake_forward(x_new, phi)[1:]
+    return x_new, layer_input, *_mix.fake_forward(x_new, phi, bias)[1:]
 
 
 def _check_backward(

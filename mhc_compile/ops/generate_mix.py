@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mhc_compile.forms import Gates, Rms, Sinkhorn
 from mhc_compile.ops import _mix
-from mhc_compile.ops._checks import check_tensor
+from mhc_compile.ops._checks import check_all_make_gates, check_tensor
 from mhc_compile.ops._register import define, differentiate, scalars
 from mhc_compile.ops._tensors import fake_gradients
 
@@ -60,7 +60,7 @@ def generate_mix(
 
     Source: arXiv 2512.24880, equations 7 and 8, in the order of equations 14 to 19.
     """
-    h_pre, h_post, h_res, _, _ = torch.ops.mhc.generate_mix(
+    h_pre, h_post, h_res, h, _ = torch.ops.mhc.generate_mix(
         x,
         phi,
         scale,
@@ -78,6 +78,7 @@ def generate_mix(
         sinkhorn_start_eps=sinkhorn_start_eps,
         sinkhorn_clamp=sinkhorn_clamp,
     )
+    check_all_make_gates(h.shape[-1], bias)
     return h_pre, h_post, h_res
 
 
@@ -96,8 +97,10 @@ def reference(
     return _mix.forward(x, phi, scale, bias, norm_weight, rms=rms, gates=gates, sinkhorn=sinkhorn)
 
 
-def _fake(x: Tensor, phi: Tensor, *narrow: Tensor | None, **forms: Any) -> tuple[Tensor, ...]:
-    return _mix.fake_forward(x, phi)
+def _fake(
+    x: Tensor, phi: Tensor, scale: Tensor, bias: Tensor, norm_weight: Tensor | None, **forms: Any
+) -> tuple[Tensor, ...]:
+    return _mix.fake_forward(x, phi, bias)
 
 
 def _check_backward(d_h_pre: Tensor | None, *rest: Any, **forms: Any) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mhc_compile.forms import Gates, Rms, Sinkhorn
 from mhc_compile.ops import _input_norm, _mix
-from mhc_compile.ops._checks import check_out_dtype, check_tensor
+from mhc_compile.ops._checks import check_all_make_gates, check_out_dtype, check_tensor
 from mhc_compile.ops._register import define, differentiate, scalars
 from mhc_compile.ops._tensors import fake_gradients, settle_gradient
 from mhc_compile.ops.aggregate import reference as aggregate_reference
@@ -70,7 +70,7 @@ def generate_mix_and_aggregate(
 
     Source: arXiv 2512.24880, H_pre x of equation 3 with equations 14 to 19.
     """
-    layer_input, h_post, h_res, _, _ = torch.ops.mhc.generate_mix_and_aggregate(
+    layer_input, h_post, h_res, h, _ = torch.ops.mhc.generate_mix_and_aggregate(
         x,
         phi,
         scale,
@@ -91,6 +91,7 @@ def generate_mix_and_aggregate(
         input_norm_eps=input_norm_eps,
         out_dtype=out_dtype,
     )
+    check_all_make_gates(h.shape[-1], bias)
     return layer_input, h_post, h_res
 
 
@@ -137,9 +138,11 @@ def reference(
     return layer_input, h_post, h_res, h, ms
 
 
-def _fake(x: Tensor, phi: Tensor, *narrow: Any, out_dtype: torch.dtype | None, **forms: Any) -> tuple[Tensor, ...]:
+def _fake(
+    x: Tensor, phi: Tensor, scale: Tensor, bias: Tensor, *norms: Any, out_dtype: torch.dtype | None, **forms: Any
+) -> tuple[Tensor, ...]:
     layer_input = x.new_empty((*x.shape[:-2], x.shape[-1]), dtype=out_dtype or x.dtype)
-    return (layer_input, *_mix.fake_forward(x, phi)[1:])
+    return (layer_input, *_mix.fake_forward(x, phi, bias)[1:])
 
 
 def check_normed_mix_backward(

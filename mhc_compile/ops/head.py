@@ -72,14 +72,14 @@ def _parts(rms: Rms, pre_eps: float) -> dict[str, Any]:
     return {"rms": rms, "gates": Gates(pre_eps=pre_eps), "sinkhorn": Sinkhorn()}
 
 
-def _check_rows(x: Tensor, phi: Tensor, parts: int) -> None:
-    if parts != 1:
+def _check_rows(x: Tensor, phi: Tensor) -> None:
+    if phi.shape[0] != x.shape[-2]:
         raise ValueError(f"phi has K = {phi.shape[0]} rows; with n = {x.shape[-2]} streams expected K = n")
 
 
 def _check(x: Tensor, phi: Tensor, *narrow: Any, rms: Rms, pre_eps: float, out_dtype: torch.dtype | None) -> None:
-    _, _, parts = _mix.check_mix(x, phi, *narrow, **_parts(rms, pre_eps))
-    _check_rows(x, phi, parts)
+    _mix.check_mix(x, phi, *narrow, **_parts(rms, pre_eps))
+    _check_rows(x, phi)
     check_out_dtype(out_dtype)
 
 
@@ -99,17 +99,26 @@ def reference(
     return aggregate_reference(x, h_pre, out_dtype=out_dtype), h, ms
 
 
-def _fake(x: Tensor, phi: Tensor, *narrow: Any, out_dtype: torch.dtype | None, **forms: Any) -> tuple[Tensor, ...]:
+def _fake(
+    x: Tensor,
+    phi: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    norm_weight: Tensor | None,
+    *,
+    out_dtype: torch.dtype | None,
+    **forms: Any,
+) -> tuple[Tensor, ...]:
     out = x.new_empty((*x.shape[:-2], x.shape[-1]), dtype=out_dtype or x.dtype)
-    return (out, *_mix.fake_forward(x, phi)[3:])
+    return (out, *_mix.fake_forward(x, phi, bias)[3:])
 
 
 def _check_backward(
     d_out: Tensor | None, d_h: Tensor | None, d_ms: Tensor | None, *rest: Any, rms: Rms, pre_eps: float
 ) -> None:
     x, phi = rest[:2]
-    parts = _mix.check_mix_backward(None, None, d_h, d_ms, *rest, **_parts(rms, pre_eps))
-    _check_rows(x, phi, parts)
+    _mix.check_mix_backward(None, None, d_h, d_ms, *rest, **_parts(rms, pre_eps))
+    _check_rows(x, phi)
     check_tensor("d_out", d_out, (*x.shape[:-2], x.shape[-1]), "[..., C]", x)
 
 

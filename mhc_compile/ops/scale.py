@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mhc_compile.forms import Gates, Rms
@@ -107,11 +108,11 @@ def _sigmoid(logits: Tensor) -> Tensor:
 def _normalised(
     h: Tensor, ms: Tensor, scale: Tensor, bias: Tensor, n: int, rms: Rms
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """r [M, 1], r * h [M, K], the scale of every row [K], the logits [M, K]."""
+    """r [M, 1], r * h [M, K], the scale of every row [K], the logits [M, K], of the K rows that have gates."""
     dtype = accumulation_dtype(h)
-    k = h.shape[-1]
+    k = bias.shape[0]
     r = _rms_factor(upcast(ms.reshape(-1, 1), dtype), rms)
-    normed = upcast(rows_of(h), dtype) * r
+    normed = upcast(rows_of(h)[:, :k], dtype) * r
     weight = upcast(scale, dtype)
     if weight.numel() != k:
         weight = torch.cat([weight[i].expand(size) for i, size in enumerate(group_sizes(k, n))])
@@ -125,7 +126,7 @@ def reference(
     logits = _normalised(h, ms, scale, bias, n, rms)[-1]
     pre = _sigmoid(logits[:, :n]) + gates.pre_eps
     post = gates.post_mult * _sigmoid(logits[:, n : 2 * n]) + gates.post_eps
-    tokens, side = h.shape[:-1], n if h.shape[-1] > 2 * n else 0
+    tokens, side = h.shape[:-1], n if bias.shape[0] > 2 * n else 0
     return (
         settle(pre, (*tokens, n), logits.dtype),
         settle(post, (*tokens, post.shape[-1]), logits.dtype),
@@ -149,9 +150,9 @@ def gradients(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """dh [M, K], dms [M], dscale and dbias in the accumulation dtype.
 
-    d_pre [M, n], d_post [M, n] and d_res [M, n*n] may have any floating dtype.
+    d_pre [M, n], d_post [M, n] and d_res [M, n*n] may have any floating dtype. Rows of h without gates get zeros.
     """
-    k = h.shape[-1]
+    k = bias.shape[0]
     r, normed, weight, logits = _normalised(h, ms, scale, bias, n, rms)
     d_logits = torch.zeros_like(logits)
     gate_logits = logits[:, : 2 * n]
@@ -168,6 +169,8 @@ def gradients(
     d_normed = d_logits * weight
     if needs[0]:
         dh = d_normed * r
+        if h.shape[-1] > k:
+            dh = F.pad(dh, (0, h.shape[-1] - k))
     if needs[1]:
         ms = upcast(ms.reshape(-1), d_normed.dtype)
         dms = _rms_gradient((d_normed * normed).sum(-1), ms, rms, r.squeeze(-1))

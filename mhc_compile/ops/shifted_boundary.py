@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mhc_compile.ops import _mix
-from mhc_compile.ops._checks import check_needs, check_out_dtype, check_tensor
+from mhc_compile.ops._checks import check_all_make_gates, check_needs, check_out_dtype, check_tensor
 from mhc_compile.ops._register import define, differentiate, scalars
 from mhc_compile.ops._tensors import fake_gradients, settle_gradient
 from mhc_compile.ops.aggregate import pre_gradient
@@ -72,7 +72,7 @@ def shifted_boundary(
 
     Source: the single-pass order of Megatron-LM (`mhc_single_pass`), with equations 3 and 14 to 19 of arXiv 2512.24880.
     """
-    x_new, layer_input, next_pre, next_post, next_res, _, _ = torch.ops.mhc.shifted_boundary(
+    x_new, layer_input, next_pre, next_post, next_res, h, _ = torch.ops.mhc.shifted_boundary(
         f,
         layer_bias,
         h_post,
@@ -97,6 +97,7 @@ def shifted_boundary(
         streams_dtype=streams_dtype,
         out_dtype=out_dtype,
     )
+    check_all_make_gates(h.shape[-1], bias)
     return x_new, layer_input, next_pre, next_post, next_res
 
 
@@ -144,14 +145,17 @@ def _fake(
     h_res: Tensor | None,
     h_pre: Tensor,
     phi: Tensor,
-    *narrow: Any,
+    scale: Tensor,
+    bias: Tensor,
+    norm_weight: Tensor | None,
+    *,
     streams_dtype: torch.dtype | None,
     out_dtype: torch.dtype | None,
     **forms: Any,
 ) -> tuple[Tensor, ...]:
     x_new = fake_combine(f, layer_bias, h_post, x, h_res, out_dtype=streams_dtype)
     layer_input = x.new_empty((*x.shape[:-2], x.shape[-1]), dtype=out_dtype or x_new.dtype)
-    return x_new, layer_input, *_mix.fake_forward(x_new, phi)
+    return x_new, layer_input, *_mix.fake_forward(x_new, phi, bias)
 
 
 def _check_backward(

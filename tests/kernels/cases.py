@@ -60,9 +60,10 @@ def project(x: Tensor, phi: Tensor, norm_weight: Tensor | None) -> tuple[Tensor,
 def gate(
     h: Tensor, ms: Tensor, scale: Tensor, bias: Tensor, n: int, form: tuple[Rms, Gates, Sinkhorn]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """h_pre, h_post and the logits [M, n, n], without elements where h has no rows for them."""
+    """h_pre, h_post and the logits [M, n, n], without elements where bias has none for them."""
     rms, gates, _ = form
-    rows = h.shape[-1]
+    rows = bias.numel()
+    h = h[..., :rows]
     root = ms.sqrt()
     r = {
         "inside": lambda: 1 / (ms + rms.eps).sqrt(),
@@ -125,18 +126,20 @@ class MixCase:
 def mix_case(
     tokens: int, n: int, width: int, *, dtype: torch.dtype = torch.float32, parts: int = 3, grouped: bool = True,
     norm: bool = False, phi_dtype: torch.dtype = torch.float32, small_dtype: torch.dtype = torch.float32,
+    more: int = 0,
 ) -> MixCase:  # fmt: skip
+    """more: rows of phi without gates."""
     rows = (n, 2 * n, n * n + 2 * n)[parts - 1]
     side = n if parts == 3 else 0
     return MixCase(
         x=draw(tokens, n, width, dtype=dtype),
-        phi=draw(rows, n * width, dtype=phi_dtype, scale=(n * width) ** -0.5),
+        phi=draw(rows + more, n * width, dtype=phi_dtype, scale=(n * width) ** -0.5),
         scale=(draw(parts if grouped else rows).abs() + 0.5).to(small_dtype),
         bias=draw(rows, dtype=small_dtype),
         norm_weight=draw(n * width).abs() + 0.5 if norm else None,
         grads=[
             draw(tokens, width, dtype=dtype), draw(tokens, n if parts > 1 else 0), draw(tokens, side, side),
-            draw(tokens, rows), draw(tokens),
+            draw(tokens, rows + more), draw(tokens),
         ],
     )  # fmt: skip
 

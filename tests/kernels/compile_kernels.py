@@ -118,20 +118,33 @@ def _some(width: int, tokens: int) -> None:
 
 
 def _pass(width: int, tokens: int) -> None:
-    """The kernel whose programs, as many as a GPU runs at once, work together, and the one for what these leave."""
+    """The kernel whose programs, as many as a GPU runs at once, work together, and the one for what these leave.
+
+    For usual rows of phi and gates, few and odd ones, and the most.
+    """
     forms: dict[str, Any] = {"rms": Rms(), "gates": Gates(), "sinkhorn": Sinkhorn()}
-    for n in (4, 2):
-        rows = n * n + 2 * n
+    for n, rows, gates in ((4, 24, 24), (2, 8, 8), (4, 10, 8), (4, 20, 8), (2, 24, 4)):
         x, f = torch.empty(tokens, n, width, dtype=torch.bfloat16), torch.empty(tokens, width, dtype=torch.bfloat16)
-        parameters = torch.empty(rows, n * width), torch.empty(3), torch.empty(rows), None
-        made = mix.empty_gates(x, rows)
+        parameters = torch.empty(rows, n * width), torch.empty(3), torch.empty(gates), None
+        post, res = torch.empty(tokens, n), torch.empty(tokens, n, n)
+        made = mix.empty_gates(x, parameters[0], parameters[2])
         for drawn in (False, True):
             with (
                 mock.patch.object(gpus, "processors", return_value=132),
                 mock.patch.object(boundary_pass, "communicates", return_value=drawn),
             ):
-                boundary_pass.forward(x, *parameters, f, made, (f, *made[:2], x), **forms)
+                boundary_pass.forward(x, *parameters, f, made, (f, post, res, x), **forms)
                 boundary_pass.forward(x, *parameters, f, made, **forms)
+
+
+def _more_rows(n: int, width: int, tokens: int) -> None:
+    """Rows of phi without gates."""
+    forms: dict[str, Any] = {"rms": Rms(), "gates": Gates(), "sinkhorn": Sinkhorn()}
+    x = torch.empty(tokens, n, width, dtype=torch.bfloat16)
+    parameters = torch.empty(n * (n + 4), n * width), torch.empty(2), torch.empty(2 * n), None
+    _, post, _, h, ms = out = generate_mix_and_aggregate.forward(x, *parameters, **forms)
+    saved = x, *parameters, h, ms, [True] * 4 + [False], x
+    generate_mix_and_aggregate.backward(out[0], post, None, h, ms, *saved, **forms)
 
 
 def _tf32(n: int, width: int, tokens: int) -> None:
@@ -211,6 +224,7 @@ CASES: dict[str, Callable[[], None]] = {
     "few": lambda: _few(4, 4096, torch.bfloat16),
     "some": lambda: _some(4096, 2048),
     "pass": lambda: _pass(4096, 512),
+    "more rows": lambda: _more_rows(4, 4096, 512),
     "tf32": lambda: _tf32(4, 4096, 512),
     "starts": _starts,
     "gates": lambda: _bf16_gates(4, 4096, 512),

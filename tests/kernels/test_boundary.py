@@ -107,6 +107,12 @@ def test_forms(form: str) -> None:
     check(before(5, 4, 40, torch.float32), mix_case(5, 4, 40), form)
 
 
+@pytest.mark.parametrize(("parts", "more"), [(2, 2), (1, 5), (3, 30)])
+def test_more_rows_than_gates(parts: int, more: int) -> None:
+    args = before(37, 4, 48, torch.bfloat16, bias=False)
+    check(args, mix_case(37, 4, 48, dtype=torch.bfloat16, parts=parts, more=more, norm=more == 5))
+
+
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize(("bias", "res"), [(False, True), (True, False)])
 def test_optional_parts(parts: int, bias: bool, res: bool) -> None:

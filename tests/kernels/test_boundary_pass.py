@@ -56,6 +56,19 @@ def test_shapes(tokens: int, width: int, norm: bool, n: int, launched: list[str]
     assert KERNEL in launched
 
 
+@pytest.mark.usefixtures("any_tokens")
+@pytest.mark.parametrize(
+    ("n", "parts", "more"), [(4, 2, 2), (4, 2, 0), (4, 1, 11), (4, 2, 16), (2, 2, 13), (2, 3, 16), (2, 1, 0)]
+)
+@pytest.mark.parametrize("norm", [True, False])
+def test_other_rows(n: int, parts: int, more: int, norm: bool, launched: list[str]) -> None:
+    """Fewer gates, and rows without gates, up to the most that there is room for; of the boundary and of the mix."""
+    case = mix_case(70, n, 528, dtype=BF16, norm=norm, parts=parts, more=more, grouped=norm)
+    check(before(70, n, 528, BF16, bias=False), case)
+    check_mix(case, FORMS[USUAL])
+    assert launched.count(KERNEL) == 2
+
+
 @pytest.mark.skipif(DEVICE != "cpu", reason="what torch computes in the kernel's place")
 @pytest.mark.usefixtures("any_tokens")
 @pytest.mark.parametrize("form", FORMS)
@@ -118,7 +131,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     "case",
     [
         {"width": 1024, "tokens": 6143},
-        {"rows": 8},
+        {"rows": 25},
         {"width": 6144},
         {"width": 16384},
         {"width": 448, "tokens": 1 << 15},

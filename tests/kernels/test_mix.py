@@ -87,6 +87,21 @@ def test_fewer_parts(parts: int, grouped: bool) -> None:
     check(mix_case(5, 3, 33, parts=parts, grouped=grouped), FORMS[USUAL])
 
 
+@pytest.mark.parametrize(
+    ("n", "parts", "more", "dtype"),
+    [
+        (4, 2, 2, torch.bfloat16),
+        (4, 2, 24, torch.float32),
+        (3, 1, 1, torch.float32),
+        (4, 3, 40, torch.bfloat16),
+        (2, 2, 100, torch.float16),
+    ],
+)
+def test_more_rows_than_gates(n: int, parts: int, more: int, dtype: torch.dtype) -> None:
+    """h has them, and their gradients come back to phi and x."""
+    check(mix_case(37, n, 33, parts=parts, more=more, grouped=parts == 2, norm=more == 1, dtype=dtype), FORMS[USUAL])
+
+
 @pytest.mark.parametrize("name", ["transformer_engine", "log_columns", "log_softmax"])
 def test_log_domain_of_large_logits(name: str) -> None:
     """Logits of +-100: the linear domain would divide 0 by 0."""

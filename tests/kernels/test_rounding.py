@@ -51,7 +51,7 @@ def test_gates_of_a_mix(gates: Gates) -> None:
         h, ms, alpha, bias = inputs
         x = torch.zeros(len(h), of_gates.N, 8, device=DEVICE)
         forms = {"rms": Rms(), "gates": gates, "sinkhorn": None}
-        found = mix.backward_gates(None, *arriving, None, None, None, x, h.shape[1], alpha, bias, h, ms, **forms)
+        found = mix.backward_gates(None, *arriving, None, None, None, x, alpha, bias, h, ms, **forms)
         return {"h": found.dh[0, :, : h.shape[1]]}
 
     assert of_gates.complaints(gates, evaluate, DEVICE) == []
