@@ -462,7 +462,8 @@ def _sites(shadow: shadowing.Shadow, plan: Plan, shown: Mapping[int, BeforeAfter
     entries: list[tuple[int, SiteReport]] = []
     for site in plan.sites:
         node = _node(site)
-        own = site.own if isinstance(site, (WithGates, ProjectionSite)) else ""
+        with_own = site.logits if isinstance(site, MixSite) else site
+        own = with_own.own if isinstance(with_own, (WithGates, ProjectionSite)) else ""
         entry = SiteReport(site.op, location(node), form_of(site), own=own, module=module_path(node), node=number(node))
         if (one := shown.get(id(site))) is not None:
             entry = replace(entry, before=one.before, after=one.after, excerpt=one.excerpt)

@@ -455,9 +455,9 @@ def _teams(x: torch.Tensor) -> int:
 
 def fits(x: torch.Tensor, phi: torch.Tensor) -> bool:
     """Whether the kernel is for x [..., n, C] and its device, however many tokens; dtype and strides are not asked."""
-    n, width = x.shape[-2:]
     if phi.shape[0] > MOST_ROWS:
         return False
+    width = x.shape[-1]
     ranks, teams = cdiv(width, COLUMNS), _teams(x)
     # A fifth of the GPU idle is what the second pass costs; a single team has not been measured.
     filled = teams > 1 and 5 * teams * ranks >= 4 * PROGRAMS_EACH * gpus.processors(x.device)

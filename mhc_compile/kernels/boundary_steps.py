@@ -28,7 +28,7 @@ def pieces(rows: int) -> int:
 @gluon.constexpr_function
 def rows_of(piece: int, rows: int) -> int:
     """How many rows of phi a piece has; the last ones of the last piece may be beyond phi's, and zero."""
-    return _pieces(rows)[piece]
+    return int(_pieces(rows)[piece])
 
 
 @gluon.constexpr_function

@@ -81,14 +81,16 @@ def is_reached(reached: set[fx.Node], value: Value) -> bool:
 
 def check_gradients(reached: set[fx.Node], site: MixSite) -> None:
     """Refuse a site that would give zeros to parameters that have no gradient."""
-    gates = [("h_pre", site.pre), ("h_post", site.post), ("h_res", site.res)]
-    groups = [(name, gate, rows) for (name, gate), rows in zip(gates, site.groups, strict=False) if gate is not None]
-    moved = {name: is_reached(reached, gate.value) for name, gate, _ in groups}
+    named = zip(("h_pre", "h_post", "h_res"), (site.pre, site.post, site.res), site.groups, strict=False)
+    parts = [(name, gate.value, _parameters(rows)) for name, gate, rows in named if gate is not None]
+    for product in () if site.logits is None else site.logits.products:
+        parts.append((f"logits {len(parts)}", product.projection.out, {product.projection.out}))
+    moved = {name: is_reached(reached, value) for name, value, _ in parts}
     if len(set(moved.values())) < 2:
         return
-    shared = {value for name, _, rows in groups if moved[name] for value in _parameters(rows)}
-    for name, _, rows in groups:
-        if not moved[name] and any(requires_gradient(value) for value in _parameters(rows) - shared):
+    shared = {value for name, _, parameters in parts if moved[name] for value in parameters}
+    for name, _, parameters in parts:
+        if not moved[name] and any(requires_gradient(value) for value in parameters - shared):
             others = " and ".join(other for other in moved if moved[other])
             raise Decline(
                 f"a gradient reaches {others}, but not {name}, because {name} or everything computed from it is "

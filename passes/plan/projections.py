@@ -13,23 +13,18 @@ from dataclasses import replace
 
 from torch import fx
 
-from mhc_compile.forms import Sinkhorn
+from mhc_compile.ops._checks import MAX_K
 from mhc_compile.passes.plan.gradients import is_reached, requires_gradient
 from mhc_compile.passes.plan.sites import (
-    Decline,
     MixingSite,
     MixSite,
     Product,
     ProjectionSite,
-    Rows,
     SinkhornSite,
     Site,
-    Vector,
     WithGates,
-    surface,
     visible,
 )
-from mhc_compile.passes.plan.surroundings import check_surroundings
 from mhc_compile.passes.recognise import Findings, default_view, normalised_before, weight_of
 from mhc_compile.passes.recognise.contraction import StreamsView
 from mhc_compile.passes.recognise.projection import Projection, token_factor, turned_projections
@@ -66,8 +61,6 @@ def projection_sites(
         product = next((p for p in (_product(findings, r) for r in _preferred(readings, views)) if p), None)
         if product is None or len(used.get(out, ())) == product.projection.rows:
             continue
-        if _goes_out_of_a_site(shadow, findings, sites, out):
-            continue
         parameters = [part.phi for part in product.projection.parts]
         shared = is_reached(reached, out) if any(map(requires_gradient, parameters)) else None
         reading = product.projection
@@ -97,49 +90,20 @@ class _Products(Container[Value]):
         return self._turned[value]
 
 
-def _goes_out_of_a_site(shadow: Shadow, findings: Findings, sites: list[Site], out: Value) -> bool:
-    """Whether an operator that makes gates of a product can return the product, too; then it does.
+def with_logits(site: MixSite, projected: ProjectionSite) -> MixSite | None:
+    """The operator that makes the gates of a site, and the logits of another site of the same streams as well.
 
-    It takes the rows of h_pre, h_post and h_res in this order, and returns what it projects them to.
+    It has the rows of phi of both, so that the streams are read once, and gives the streams one gradient.
     """
-    for at, site in enumerate(sites):
-        if not isinstance(site, MixSite) or site.res is not None or site.logits is not None:
-            continue
-        n, (projection, *others) = site.streams.n, {id(g.projection): g.projection for g in site.groups}.values()
-        parts = [range(n), range(n, 2 * n), range(2 * n, n * n + 2 * n)]
-        gates = [(site.pre, parts[0]), (site.post, parts[1])]
-        fits = projection.out is out and not others and projection.rows == n * n + 2 * n and _is_shown(out)
-        if not fits or not all(gate is None or gate.rows == tuple(rows) for gate, rows in gates):
-            continue
-        product = _product(findings, projection)
-        if product is None:
-            continue
-        known = {id(gate): group for (gate, _), group in zip(gates, site.groups, strict=False) if gate is not None}
-        raw = (Vector(None, (0,) * n, 1.0),)
-        groups = [known.get(id(gate)) or Rows(projection, tuple(rows), raw, ()) for gate, rows in gates]
-        groups.append(Rows(projection, tuple(parts[2]), (Vector(None, (0,) * (n * n), 1.0),), ()))
-        larger = replace(
-            site,
-            op="generate_mix" if site.aggregate is None else "generate_mix_and_aggregate",
-            groups=groups,
-            sinkhorn=Sinkhorn(steps=0),
-            logits=ProjectionSite(site.x, site.streams, [product], dict(_squares(shadow, findings, projection))),
-        )
-        try:
-            check_surroundings(shadow, larger)
-        except Decline:  # a write after the logits forbids this, but not the site as it is
-            continue
-        sites[at] = larger
-        return True
-    return False
-
-
-def _is_shown(out: Value) -> bool:
-    try:
-        surface(out)
-    except Decline:
-        return False
-    return True
+    reading, (n, channels) = projected.products[0].projection, (site.streams.n, site.streams.channels)
+    same = site.x is projected.x and reading.tokens_at == site.streams.tokens and reading.width == n * channels
+    rows = sum(len(group.rows) for group in site.groups) + sum(p.projection.rows for p in projected.products)
+    if site.logits is not None or not same or rows > MAX_K:
+        return None
+    if any(product.weight != site.normed.weight for product in projected.products):
+        return None
+    op = "generate_mix" if site.aggregate is None else "generate_mix_and_aggregate"
+    return replace(site, op=op, logits=replace(projected, streams=site.streams))
 
 
 def _rows_of(sites: Iterable[Site]) -> dict[Value, set[int]]:

@@ -60,8 +60,8 @@ class MixSite:
 
     groups are the rows for pre, post and res, as far as the form has them. If the program does not use one of them,
     other rows take its place, because the operator needs them. norm is the RMS norm that reads the aggregate.
-    norm_apart says why such a norm is not part of the operator. logits is the whole projection, if the program reads
-    other rows of it.
+    norm_apart says why such a norm is not part of the operator. logits are products of the same streams that the
+    operator makes as well, for gates of the program's own.
     """
 
     op: str

@@ -32,7 +32,7 @@ from mhc_compile.passes.recognise.contraction import StreamsView
 from mhc_compile.passes.recognise.layout import Dim, Layout, NotALayout, tiles
 from mhc_compile.passes.recognise.outer import Outer
 from mhc_compile.passes.rewrite.copies import Copies
-from mhc_compile.passes.rewrite.order import erase_dead, sort
+from mhc_compile.passes.rewrite.order import erase_dead, erase_unused, sort
 from mhc_compile.passes.rewrite.unread_rows import rows_read
 from mhc_compile.passes.rewrite.unused_parts import take_one_by_one
 from mhc_compile.passes.rewrite.vectors import Vectors
@@ -75,6 +75,8 @@ class Rewriter(Vectors):
         super().__init__(copies, shadow)
         self.gates: dict[Value, tuple[fx.Node, bool]] = {}
         self.calls: list[tuple[fx.Node, Site]] = []
+        # The logits that go out of an operator, with the site that says what they are of.
+        self.made_logits: dict[fx.Node, tuple[ProjectionSite, fx.Node]] = {}
 
     def run(self, sites: Sequence[Site]) -> None:
         """Sites in program order, so that a later one finds the results of an earlier one in place.
@@ -95,7 +97,7 @@ class Rewriter(Vectors):
         erase_dead(self.copies)
         self.calls = [(call, site) for call, site in self.calls if not call._erased]
         for at, (call, site) in enumerate(self.calls):
-            if isinstance(site, ProjectionSite) and call.target is torch.ops.mhc.projection.default:
+            if call in self.made_logits and isinstance(site, (MixSite, ProjectionSite)):
                 self.calls[at] = (self._with_rows_read(call, site), site)
         take_one_by_one(self.copies)
         sort(self.copies, self.calls)
@@ -121,7 +123,8 @@ class Rewriter(Vectors):
         first_node = min((self._node(v) for v in outputs(site)), key=self.shadow.position.__getitem__)
         self.anchor = self.copies[first_node]
         x, tokens = self._streams(site.x, site.streams)
-        phi = self._phi(site)
+        more = 0 if site.logits is None else sum(product.projection.rows for product in site.logits.products)
+        phi = self._phi(site, range(more))
         scale, bias = self._vectors(site)
         tensors: list[fx.Node | None] = [phi, scale, bias]
         if site.normed.weight is not None:
@@ -152,7 +155,9 @@ class Rewriter(Vectors):
             transposed = getattr(site.res.kind, "transposed", False)
             self._gate(site.res.value, self._item(call, 2), transposed)
         if site.logits is not None:
-            self._logits(site.logits, self._item(call, 3), self._item(call, 4))
+            h = self._call("narrow", self._item(call, 3), -1, compat.example(phi).shape[0] - more, more)
+            self.made_logits[call] = (site.logits, h)
+            self._logits(site.logits, h, self._item(call, 4))
 
     def _gate(self, value: Value, node: fx.Node, transposed: bool) -> None:
         """Use an operator's gate output in place of the program's gate, if the graph shows that gate."""
@@ -237,7 +242,9 @@ class Rewriter(Vectors):
         phis = [self._weighted_phi(product, site.streams, own=weight is None) for product in site.products]
         call = self._operator(site.op, x, phis[0] if len(phis) == 1 else self._call(torch.cat, phis, 0), norm)
         self.calls.append((call, site))
-        self._logits(site, self._item(call, 0), self._item(call, 1))
+        h = self._item(call, 0)
+        self.made_logits[call] = (site, h)
+        self._logits(site, h, self._item(call, 1))
 
     def _logits(self, site: ProjectionSite, h: fx.Node, ms: fx.Node) -> None:
         """Put an operator's logits and squares in the place of the program's products and squares."""
@@ -263,25 +270,34 @@ class Rewriter(Vectors):
                 made = self._call(op.target, made, *op.args[1:]) if op.name in TURNS else made
             self._replace(target, made)
 
-    def _with_rows_read(self, call: fx.Node, site: ProjectionSite) -> fx.Node:
-        """A projection of the rows whose logits are read: what read the others may have been replaced."""
-        items: dict[Any, fx.Node] = {user.args[1]: user for user in call.users}
-        x, phi, norm = cast(tuple[fx.Node, fx.Node, fx.Node | None], call.args)
-        count = compat.example(phi).shape[0]
-        rows = rows_read(items[0]) if 0 in items else range(count)
-        site.rows_read = len(rows) or count
-        if len(rows) in (0, count):
+    def _with_rows_read(self, call: fx.Node, site: MixSite | ProjectionSite) -> fx.Node:
+        """An operator with those of the rows that go out that are read: what read the others may have been replaced."""
+        projected, logits = self.made_logits[call]
+        count = compat.example(logits).shape[-1]
+        rows = range(0) if logits._erased else rows_read(logits)
+        if not rows and isinstance(site, ProjectionSite):  # its squares are read
+            rows = range(count)
+        projected.rows_read = len(rows)
+        if len(rows) == count:
             return call
         self.site, self.anchor = site, call
-        new = self._operator(site.op, x, self._call("narrow", phi, 0, rows.start, len(rows)), norm)
-        for index, item in items.items():
-            made = self._item(new, index)
-            if index == 0:
-                made = self._between_zeros(made, rows.start, count - rows.stop)
-            item.replace_all_uses_with(made)
-            self.graph.erase_node(item)
-            self.copies.replaced.update((old, made) for old, now in self.copies.replaced.items() if now is item)
-        self.graph.erase_node(call)
+        x, phi, *others = cast(list[fx.Node], call.args)
+        if isinstance(site, MixSite):
+            phi = self._phi(site, rows)
+            site.logits = projected if rows else None
+        else:
+            phi = self._call("narrow", phi, 0, rows.start, len(rows))
+        new = self._operator(site.op, x, phi, *others, **call.kwargs)
+        made = {item: self._item(new, cast(int, item.args[1])) for item in call.users}
+        if rows:
+            h = self._item(new, 0 if isinstance(site, ProjectionSite) else 3)
+            before = compat.example(h).shape[-1] - len(rows)
+            h = self._call("narrow", h, -1, before, len(rows)) if before else h
+            made[logits] = self._between_zeros(h, rows.start, count - rows.stop)
+        for old, instead in made.items():
+            old.replace_all_uses_with(instead)
+            self.copies.replaced.update((node, instead) for node, now in self.copies.replaced.items() if now is old)
+        erase_unused(self.copies, made)
         return new
 
     def _between_zeros(self, logits: fx.Node, before: int, after: int) -> fx.Node:

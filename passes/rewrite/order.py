@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import fx
 
 from mhc_compile.passes.plan import Decline, Site
@@ -74,7 +76,12 @@ def _blame(calls: Calls, node: fx.Node, reason: str) -> None:
 
 def erase_dead(copies: Copies) -> None:
     """Remove nodes that only replaced nodes needed, except those that may have an effect of their own."""
-    pending = [*copies.replaced, *copies.on_demand]
+    erase_unused(copies, [*copies.replaced, *copies.on_demand])
+
+
+def erase_unused(copies: Copies, nodes: Iterable[fx.Node]) -> None:
+    """Remove those of some nodes that nothing uses, and what only they needed."""
+    pending = list(nodes)
     while pending:
         node = pending.pop()
         if node.users or node.op not in ("call_function", "call_method") or node._erased:

@@ -21,15 +21,25 @@ from mhc_compile.passes.shadow import Value
 class Vectors(Views):
     """Parameters put together from what the program has, in the order of the operators' rows."""
 
-    def _phi(self, site: MixSite) -> fx.Node:
-        """phi [K, n*C] with its rows in the operator's order."""
-        projections = {group.projection.out: group.projection for group in site.groups}
-        whole = {out: self._phi_of(projection, site.streams) for out, projection in projections.items()}
-        rows = [row for group in site.groups for row in group.rows]
-        if len(whole) == 1 and rows == list(range(site.groups[0].projection.rows)):
-            return next(iter(whole.values()))
-        parts = [self._take(whole[g.projection.out], g.rows, g.projection.rows) for g in site.groups]
-        return self._call(torch.cat, parts, 0)
+    def _phi(self, site: MixSite, more: range = range(0)) -> fx.Node:
+        """phi [K, n*C] with its rows in the operator's order; more: those rows of the site's logits come after them."""
+        groups = [(group.projection, list(group.rows)) for group in site.groups]
+        first = 0
+        for product in () if site.logits is None else site.logits.products:
+            rows, first = range(first, first + product.projection.rows), first + product.projection.rows
+            taken = [rows.index(row) for row in more if row in rows]
+            groups += [(product.projection, taken)] if taken else []
+        joined: list[tuple[Projection, list[int]]] = []
+        for projection, taken in groups:
+            before, rows_before = joined[-1] if joined else (projection, [])
+            if before.out is projection.out and len(_runs(rows_before + taken)) == 1:
+                joined[-1:] = [(projection, rows_before + taken)]
+            else:
+                joined.append((projection, taken))
+        whole = {projection.out: projection for projection, _ in joined}
+        made = {out: self._phi_of(projection, site.streams) for out, projection in whole.items()}
+        parts = [self._take(made[projection.out], taken, projection.rows) for projection, taken in joined]
+        return parts[0] if len(parts) == 1 else self._call(torch.cat, parts, 0)
 
     def _take(self, node: fx.Node, indices: Sequence[int], count: int) -> fx.Node:
         """Elements of the first dimension, of `count`, by views where these express the order."""
