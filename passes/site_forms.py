@@ -36,7 +36,7 @@ def form_of(site: Site) -> str:
     parts.append(f"rms eps {site.normed.rms.eps:g} {site.normed.rms.mode}")
     if site.res is not None:
         parts.append(_half_steps(site.sinkhorn))
-    if site.logits is not None:
+    if site.logits is not None and site.logits.rows_read:
         parts.append(f"{site.logits.rows_read} logits more")
     if site.norm is not None:
         parts.append(f"input norm eps {site.norm.eps:g}")

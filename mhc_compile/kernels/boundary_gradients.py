@@ -34,8 +34,8 @@ WAVES = 2
 
 @gluon.jit
 def _fetch(new_s, grad_s, old_s, input_s, f_s, dh_s, stage, x_new, d_x_new, x, d_layer_input, f, dh, start, last, M,
-           C, block, N: gl.constexpr, K: gl.constexpr, ROW: gl.constexpr, BLOCK_M: gl.constexpr,
-           BLOCK_C: gl.constexpr, TILE: gl.constexpr, NARROW: gl.constexpr):  # fmt: skip
+           C, block, N: gl.constexpr, ROW: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_C: gl.constexpr,
+           TILE: gl.constexpr, NARROW: gl.constexpr):  # fmt: skip
     """Start copying all that is read of the tokens from `start` on; streams lie one after the other as rows."""
     c = (block * BLOCK_C + gl.arange(0, BLOCK_C, gl.SliceLayout(0, TILE)))[None, :]
     row = gl.arange(0, N * BLOCK_M, gl.SliceLayout(1, TILE))[:, None]
@@ -53,7 +53,7 @@ def _fetch(new_s, grad_s, old_s, input_s, f_s, dh_s, stage, x_new, d_x_new, x, d
     mask_1 = (tok_1 < last) & (c < C)
     # What is needed first comes first.
     load_to_shared(new_s.index(stage), x_new + at, mask=mask)
-    load_to_shared(dh_s.index(stage), dh_at, mask=(tok_h < last) & (k < K) & (part < 3))
+    load_to_shared(dh_s.index(stage), dh_at, mask=(tok_h < last) & (k < ROW) & (part < 3))
     load_to_shared(grad_s.index(stage), d_x_new + at, mask=mask)
     load_to_shared(input_s.index(stage), d_layer_input + at_1, mask=mask_1)
     load_to_shared(old_s.index(stage), x + at, mask=mask)
@@ -122,7 +122,7 @@ def boundary_gradients_kernel(d_x_new, d_layer_input, x_new, f, x, phi, norm_wei
     last = gl.minimum(first + tokens_each, M)
     for stage in gl.static_range(STAGES - 1):
         _fetch(new_s, grad_s, old_s, input_s, f_s, dh_s, stage, x_new, d_x_new, x, d_layer_input, f, dh,
-               first + stage * BLOCK_M, last, M, C, block, N, K, ROW, BLOCK_M, BLOCK_C, TILE, NARROW)  # fmt: skip
+               first + stage * BLOCK_M, last, M, C, block, N, ROW, BLOCK_M, BLOCK_C, TILE, NARROW)  # fmt: skip
     split_phi(phi_s, 0, phi, norm_weight, phi_k, phi_c, block * BLOCK_C, C, N, K, 2, ROWS, HAS_NORM, BLOCK_C, TILE)
     lane = gl.arange(0, LANES, gl.SliceLayout(0, SUMS))[None, :]
     dphi = ()
@@ -133,7 +133,7 @@ def boundary_gradients_kernel(d_x_new, d_layer_input, x_new, f, x, phi, norm_wei
         async_copy.wait_group(STAGES - 2)
         barrier()
         _fetch(new_s, grad_s, old_s, input_s, f_s, dh_s, (turn + STAGES - 1) % STAGES, x_new, d_x_new, x,
-               d_layer_input, f, dh, start + (STAGES - 1) * BLOCK_M, last, M, C, block, N, K, ROW, BLOCK_M, BLOCK_C,
+               d_layer_input, f, dh, start + (STAGES - 1) * BLOCK_M, last, M, C, block, N, ROW, BLOCK_M, BLOCK_C,
                TILE, NARROW)  # fmt: skip
         new_t = new_s.index(turn)
         parts_s = dh_s.index(turn)

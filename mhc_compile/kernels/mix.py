@@ -235,8 +235,8 @@ def mix_backward_kernel(h, ms, scale, bias, d_pre, d_post, d_res, d_h, d_ms, rea
                         MORE: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
     """From the gates' gradients to dh [parts, M, ROW], 2 dms / (nC), h_pre [n, M], affine_part [tiles, 2, GATES].
 
-    The first GATES of the K rows of h make gates; of the others, dh is d_h, if there is one. READ_GIVEN: read_with
-    takes the place of h_pre in the result.
+    The first GATES of the K rows of h make gates; of the others dh is d_h, if there is one, and of columns beyond K
+    it is 0. READ_GIVEN: read_with takes the place of h_pre in the result.
     """
     tile = tl.program_id(0)
     tokens = M.to(tl.int64)
@@ -300,13 +300,12 @@ def mix_backward_kernel(h, ms, scale, bias, d_pre, d_post, d_res, d_h, d_ms, rea
         _, terms = _gate_gradient(d_gate, h, r, scale, bias, d_h, dh, affine_at, i, tok, mask, tokens, 1, N, K, GATES,
                                   ROW, PARTS, HAS_DH, GROUPED)  # fmt: skip
         r_dr += terms
-    for first in tl.static_range(GATES, K, MORE):
+    for first in tl.static_range(GATES, ROW, MORE):
         k = first + tl.arange(0, MORE)[:, None]
-        inside = live1[None, :] & (k < K)
         grad = tl.zeros([MORE, BLOCK_T], tl.float32)
         if HAS_DH:
-            grad = tl.load(d_h + tok * K + k, mask=inside, other=0.0).to(tl.float32)
-        store_gradient(grad, dh + tok * ROW + k, tokens * ROW, inside, PARTS)
+            grad = tl.load(d_h + tok * K + k, mask=live1[None, :] & (k < K), other=0.0).to(tl.float32)
+        store_gradient(grad, dh + tok * ROW + k, tokens * ROW, live1[None, :] & (k < ROW), PARTS)
 
     dms = rms_gradient(r_dr, mean, r1, rms_eps, RMS_MODE)
     if HAS_DMS:
@@ -479,7 +478,7 @@ def backward_gates(
             ODD=form.steps % 2 == 1, GROUPED=group_scale(scale, bias), HAS_PRE=pre is not None,
             HAS_POST=post is not None, HAS_RES=res is not None, HAS_DH=d_h is not None, HAS_DMS=d_ms is not None,
             READ_GIVEN=read_with is not None, ROW=dh.shape[2], PARTS=dh.shape[0] == 3,
-            MORE=next_power_of_2(min(rows - made, 32)), BLOCK_T=block_t, num_warps=4,
+            MORE=next_power_of_2(min(dh.shape[2] - made, 32)), BLOCK_T=block_t, num_warps=4,
         )  # fmt: skip
     return Logits(dh, coefficient, h_pre, Affine(scale, bias, affine_part, tiles), d_out, weight_part)
 

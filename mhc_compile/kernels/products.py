@@ -47,7 +47,10 @@ def block_k(rows: int, limit: int = MAX_BLOCK_K) -> int:
 
 
 def dh_parts(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """Room for dh [1 or 3, M, row]: float32, or for bf16 x its three bf16 parts, in rows of whole 16 bytes."""
+    """Room for dh [1 or 3, M, row]: float32, or for bf16 x its three bf16 parts, in rows of whole 16 bytes.
+
+    Who fills it puts zeros into columns beyond K: a kernel that copies 16 bytes at a time multiplies them by zeros.
+    """
     if x.dtype == torch.bfloat16:
         return torch.empty(3, x.shape[0], cdiv(rows, 8) * 8, dtype=torch.bfloat16, device=x.device)
     return torch.empty(1, x.shape[0], rows, dtype=torch.float32, device=x.device)
@@ -280,7 +283,7 @@ def backward_products(
 
     dx is the memory to fill, [M, n, C] of any strides; without it there is new one.
 
-    dh is filled as `dh_parts` lays it out; no column beyond K is read. Without affine there is no dscale and no dbias.
+    dh is filled as `dh_parts` lays it out. Without affine there is no dscale and no dbias.
     """
     tokens, n, width = x.shape
     norm_weight = None if norm_weight is None else norm_weight.contiguous()

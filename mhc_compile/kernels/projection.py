@@ -276,11 +276,10 @@ def spread_kernel(d_h, d_ms, dh, coefficient, M, inverse_columns, K: tl.constexp
     tok = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     live = tok < tokens
     k = tl.arange(0, BLOCK_K)[None, :]
-    mask = live[:, None] & (k < K)
     grad = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
     if HAS_DH:
-        grad += tl.load(d_h + tok[:, None] * K + k, mask=mask, other=0.0).to(tl.float32)
-    store_gradient(grad, dh + tok[:, None] * ROW + k, tokens * ROW, mask, PARTS)
+        grad += tl.load(d_h + tok[:, None] * K + k, mask=live[:, None] & (k < K), other=0.0).to(tl.float32)
+    store_gradient(grad, dh + tok[:, None] * ROW + k, tokens * ROW, live[:, None] & (k < ROW), PARTS)
     dms = tl.zeros([BLOCK_T], tl.float32)
     if HAS_DMS:
         dms += tl.load(d_ms + tok, mask=live, other=0.0).to(tl.float32)
@@ -417,7 +416,7 @@ def spread(
     tokens, n, width = x.shape
     dh = dh_parts(x, rows)
     coefficient = torch.empty(tokens, dtype=torch.float32, device=x.device)
-    block_t, block = narrow_tile(rows)
+    block_t, block = narrow_tile(dh.shape[2])
     with on_device(x):
         launch(
             spread_kernel, (cdiv(tokens, block_t),),

@@ -217,7 +217,8 @@ class ProjectionSite:
     """projection, of which the logits go out: products of one tensor, and the squares that it is normalised by.
 
     squares are the program's sums of squares, each with what the mean square is times, or None for the root of the sum.
-    rows_read says how many logits the rewritten program reads, and so the operator makes; None until that is known.
+    rows_read says how many logits the rewritten program reads, and so the operator makes; None until that is known. Of
+    those that an operator makes beside gates, rows of the gates are not counted.
     """
 
     x: Value

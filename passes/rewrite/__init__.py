@@ -123,8 +123,8 @@ class Rewriter(Vectors):
         first_node = min((self._node(v) for v in outputs(site)), key=self.shadow.position.__getitem__)
         self.anchor = self.copies[first_node]
         x, tokens = self._streams(site.x, site.streams)
-        more = 0 if site.logits is None else sum(product.projection.rows for product in site.logits.products)
-        phi = self._phi(site, range(more))
+        rows = range(0 if site.logits is None else sum(product.projection.rows for product in site.logits.products))
+        phi = self._phi(site, _beyond_gates(site, rows)[0])
         scale, bias = self._vectors(site)
         tensors: list[fx.Node | None] = [phi, scale, bias]
         if site.normed.weight is not None:
@@ -155,9 +155,7 @@ class Rewriter(Vectors):
             transposed = getattr(site.res.kind, "transposed", False)
             self._gate(site.res.value, self._item(call, 2), transposed)
         if site.logits is not None:
-            h = self._call("narrow", self._item(call, 3), -1, compat.example(phi).shape[0] - more, more)
-            self.made_logits[call] = (site.logits, h)
-            self._logits(site.logits, h, self._item(call, 4))
+            self._logits(site.logits, self._logits_of_mix(call, site, rows, rows), self._item(call, 4))
 
     def _gate(self, value: Value, node: fx.Node, transposed: bool) -> None:
         """Use an operator's gate output in place of the program's gate, if the graph shows that gate."""
@@ -270,30 +268,40 @@ class Rewriter(Vectors):
                 made = self._call(op.target, made, *op.args[1:]) if op.name in TURNS else made
             self._replace(target, made)
 
+    def _logits_of_mix(self, call: fx.Node, site: MixSite, rows: range, every: range) -> fx.Node:
+        """The logits that go out of an operator of gates: those of `rows`, and zeros for others of `every`."""
+        assert site.logits is not None
+        h, shown = self._item(call, 3), _beyond_gates(site, rows)[1]
+        made = compat.example(h).shape[-1]
+        if len(shown) < made:
+            h = self._call("narrow", h, -1, made - len(shown), len(shown))
+        logits = self._between_zeros(h, shown.start, len(every) - shown.stop)
+        self.made_logits[call] = (site.logits, logits)
+        return logits
+
     def _with_rows_read(self, call: fx.Node, site: MixSite | ProjectionSite) -> fx.Node:
         """An operator with those of the rows that go out that are read: what read the others may have been replaced."""
         projected, logits = self.made_logits[call]
-        count = compat.example(logits).shape[-1]
+        every = range(sum(product.projection.rows for product in projected.products))
         rows = range(0) if logits._erased else rows_read(logits)
         if not rows and isinstance(site, ProjectionSite):  # its squares are read
-            rows = range(count)
-        projected.rows_read = len(rows)
-        if len(rows) == count:
+            rows = every
+        more = _beyond_gates(site, rows)[0] if isinstance(site, MixSite) else rows
+        projected.rows_read = len(more)
+        if rows == every:
             return call
         self.site, self.anchor = site, call
         x, phi, *others = cast(list[fx.Node], call.args)
         if isinstance(site, MixSite):
-            phi = self._phi(site, rows)
-            site.logits = projected if rows else None
+            phi = self._phi(site, more)
         else:
             phi = self._call("narrow", phi, 0, rows.start, len(rows))
         new = self._operator(site.op, x, phi, *others, **call.kwargs)
         made = {item: self._item(new, cast(int, item.args[1])) for item in call.users}
-        if rows:
-            h = self._item(new, 0 if isinstance(site, ProjectionSite) else 3)
-            before = compat.example(h).shape[-1] - len(rows)
-            h = self._call("narrow", h, -1, before, len(rows)) if before else h
-            made[logits] = self._between_zeros(h, rows.start, count - rows.stop)
+        if isinstance(site, ProjectionSite):
+            made[logits] = self._between_zeros(self._item(new, 0), rows.start, len(every) - rows.stop)
+        elif rows:
+            made[logits] = self._logits_of_mix(new, site, rows, every)
         for old, instead in made.items():
             old.replace_all_uses_with(instead)
             self.copies.replaced.update((node, instead) for node, now in self.copies.replaced.items() if now is old)
@@ -302,6 +310,8 @@ class Rewriter(Vectors):
 
     def _between_zeros(self, logits: fx.Node, before: int, after: int) -> fx.Node:
         """Logits with zeros in the places of those that nothing reads. A pad would fix symbolic sizes."""
+        if not before and not after:
+            return logits
         zero = self._call(torch.zeros_like, self._call("narrow", logits, -1, 0, 1))
         kept = [-1] * (compat.example(logits).dim() - 1)
         sides = [self._call("expand", zero, *kept, count) if count else None for count in (before, after)]
@@ -387,6 +397,21 @@ class Rewriter(Vectors):
 
     def _out_dtype(self, target: Value, x: fx.Node) -> dict[str, torch.dtype]:
         return {} if target.dtype == compat.example(x).dtype else {"out_dtype": target.dtype}
+
+
+def _beyond_gates(site: MixSite, rows: range) -> tuple[range, range]:
+    """Those rows of a site's logits that phi has after the rows of its gates, and with which rows h ends then.
+
+    Gates may be made of the first rows of the same logits, which h begins with.
+    """
+    products = [] if site.logits is None else site.logits.products
+    of_gates = [(group.projection.out, row) for group in site.groups for row in group.rows]
+    gates = range(len(of_gates))
+    begins = len(products) == 1 and of_gates == [(products[0].projection.out, row) for row in gates]
+    if not begins or rows.start > gates.stop or not rows:
+        return rows, rows
+    end = max(gates.stop, rows.stop)
+    return range(gates.stop, end), range(end)
 
 
 def replaced(site: Site) -> Iterator[Value]:

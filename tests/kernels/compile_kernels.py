@@ -160,15 +160,19 @@ def _tf32(n: int, width: int, tokens: int) -> None:
 
 
 def _bf16_gates(n: int, width: int, tokens: int) -> None:
-    """Gates that a program has rounded to the streams' dtype, in the kernels that take no strides for them."""
+    """Gates that a program has rounded to the streams' dtype, in the kernels that take no strides for them.
+
+    Of the gradients also with an odd number of rows, of which no 16 bytes would be whole.
+    """
     rows = n * n + 2 * n
     x, f = torch.empty(tokens, n, width, dtype=torch.bfloat16), torch.empty(tokens, width, dtype=torch.bfloat16)
     post, res = torch.empty(tokens, n, dtype=torch.bfloat16), torch.empty(tokens, n, n, dtype=torch.bfloat16)
     phi, ms, pre = torch.empty(rows, n * width), torch.empty(tokens), torch.empty(n, tokens)
     combine_project.forward(x, phi, None, (f, post, res, x))
     combine_gradients.backward(x, f, x, f, post, x, res)
-    dh = products.dh_parts(x, rows)
-    boundary_gradients.backward(x, f, x, f, x, f, x, phi, None, dh, ms, pre, post, res)
+    for count in (rows, 2 * n + 1):
+        dh = products.dh_parts(x, count)
+        boundary_gradients.backward(x, f, x, f, x, f, x, phi[:count], None, dh, ms, pre, post, res)
 
 
 def _eight(width: int, tokens: int) -> None:

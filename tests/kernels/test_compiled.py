@@ -46,7 +46,7 @@ SPILLS: dict[str, dict[int, dict[str, int]]] = {
     },
 }
 # float32 and more streams take minutes.
-CASES = ("bf16", "few", "some", "pass", "tf32", "starts", "gates", "eight", "norm", "narrow", "turned")
+CASES = ("bf16", "few", "some", "pass", "more rows", "tf32", "starts", "gates", "eight", "norm", "narrow", "turned")
 
 
 # The GPUs that are measured, and the others.

@@ -331,7 +331,8 @@ def test_gradients_where_torch_has_to_pick_one(kind: type[_Untrained], told: str
     outcome = check.run(kind(), (torch.randn(2, 3, N, WIDTH),))
     check.assert_as_accurate(outcome)
     assert ("generate_mix_and_aggregate" in outcome.operators) or told
-    assert any(told in reason for reason in outcome.reasons) == bool(told), str(outcome.report)
+    reasons = [reason for reason in outcome.reasons if reason != "what is made of the logits"]
+    assert any(told in reason for reason in reasons) == bool(told), str(outcome.report)
     assert not outcome.report.declined, str(outcome.report)
 
 

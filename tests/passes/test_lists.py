@@ -360,12 +360,12 @@ def test_snapshot() -> None:
     assert_expected_inline(
         str(capture(Listed(), torch.randn(2, 3, 4, WIDTH))),
         """\
-%0 = generate_mix_and_aggregate(x=f32[2, 3, 4, 6], phi=f32[24, 24], scale=f32[24], bias=f32[24],
-    rms_eps=1.1920928955078125e-07, sinkhorn_steps=0)
+%0 = generate_mix_and_aggregate(x=f32[2, 3, 4, 6], phi=f32[24, 24], scale=f32[8], bias=f32[8],
+    rms_eps=1.1920928955078125e-07)
 %1 = expand_combine(f=f32[2, 3, 6](%0.0), h_post=%0.1, x=f32[2, 3, 4, 6], h_res=f32[2, 3, 4,
     4](%0.3, %0.4))
-%2 = generate_mix_and_aggregate(x=%1, phi=f32[24, 24], scale=f32[24], bias=f32[24],
-    rms_eps=1.1920928955078125e-07, sinkhorn_steps=0)
+%2 = generate_mix_and_aggregate(x=%1, phi=f32[24, 24], scale=f32[8], bias=f32[8],
+    rms_eps=1.1920928955078125e-07)
 %3 = expand_combine(f=f32[2, 3, 6](%2.0), h_post=%2.1, x=%1, h_res=f32[2, 3, 4, 4](%2.3, %2.4))
 return %3""",
     )

@@ -129,10 +129,10 @@ def _check(report: Report, read: str, modules: int = 1, broken: type[nn.Module] 
 @pytest.mark.parametrize(
     ("kind", "read"),
     [
-        (Torn, "head"),
+        (Torn, "generate_mix_and_aggregate"),
         (TwoProjections, "head"),
         (OtherGates, "aggregate"),
-        (OtherSpelling, "head"),
+        (OtherSpelling, "generate_mix_and_aggregate"),
         (ByMatrices, "aggregate"),
         (ByMatricesMixed, "aggregate"),
     ],
@@ -170,7 +170,12 @@ def _packed() -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(
     ("kind", "read"),
-    [(Torn, "head"), (TwoProjections, "head"), (OtherGates, "aggregate"), (OtherSpellingPacked, "head")],
+    [
+        (Torn, "generate_mix_and_aggregate"),
+        (TwoProjections, "head"),
+        (OtherGates, "aggregate"),
+        (OtherSpellingPacked, "generate_mix_and_aggregate"),
+    ],
 )
 def test_both_halves_are_told_where_tokens_are_chosen(kind: type[Torn], read: str) -> None:
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
