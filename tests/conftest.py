@@ -20,7 +20,7 @@ import pytest
 if os.environ.get("TRITON_INTERPRET") == "1" and platform.machine() == "x86_64":
     # The interpreter multiplies with NumPy, whose BLAS on AVX2 sums a row by its place in the tile. NumPy reads this
     # when it is imported.
-    os.environ.setdefault("OPENBLAS_CORETYPE", "Nehalem")
+    os.environ["OPENBLAS_CORETYPE"] = "Nehalem"
 
 import torch
 
