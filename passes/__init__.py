@@ -43,6 +43,7 @@ from mhc_compile.passes.plan import (
     ProjectionSite,
     Site,
     WithGates,
+    nested,
     outputs,
 )
 from mhc_compile.passes.recognise import recognise
@@ -67,7 +68,6 @@ SKIPPED = 'options={"mhc.skip": ...} names this line'
 Left = Mapping[str, str]
 
 
-@compat.without_hooks_of_saved_tensors()
 def run(
     graph: fx.Graph,
     *,
@@ -86,13 +86,37 @@ def run(
     raised. What is raised is Dynamo's request to trace again, if a form's constant was an input of the graph, and
     `agreement.FailedAlone`.
     """
+    new, report, undecided = _run(graph, input_norms, module, left, skipped)
+    _decide(report, new or graph, undecided)
+    return new, report
+
+
+# Sites that are declined only if no report of a called graph has them, with what enters or leaves these graphs.
+Undecided = list[tuple[SiteReport, list[nested.CalledEnd]]]
+
+
+def _decide(report: Report, graph: fx.Graph, undecided: Undecided) -> None:
+    """Take out of a graph's report what the reports of the graphs that it calls have, once they are done; log it."""
+    with guard("what graphs that this one calls have may be told twice", report.errors):
+        told = {id(site) for site, called in undecided if nested.is_told(graph, called)}
+        report.sites = [site for site in report.sites if id(site) not in told]
+    with guard("the report is not logged", report.errors):
+        log.info("%s", report)
+
+
+@compat.without_hooks_of_saved_tensors()
+def _run(
+    graph: fx.Graph, input_norms: bool | None, module: fx.GraphModule | None, left: Left, skipped: Sequence[str]
+) -> tuple[fx.Graph | None, Report, Undecided]:
+    """As `run`, with what only the graphs that this one calls can decide."""
     begin = time.perf_counter()
     report = Report(graphs=1, skipped=list(skipped))
     failures: list[str] = []
     places: dict[int, Location] = {}
+    undecided: Undecided = []
 
     def change() -> fx.Graph | None:
-        new = _rewritten(graph, input_norms, left, skipped, report, failures, places)
+        new = _rewritten(graph, input_norms, left, skipped, report, failures, places, undecided)
         if new is not None and module is not None:
             put(module, new)
         return new
@@ -100,6 +124,8 @@ def run(
     def undo() -> None:
         report.sites.clear()
         report.cut.clear()
+        undecided.clear()
+        nested.note(graph, {})
         if module is not None:
             put(module, graph)
 
@@ -111,9 +137,7 @@ def run(
         report.cut += cut(new or graph, places)
         report.advice = advice(graph)
     report.seconds = time.perf_counter() - begin
-    with guard("the report is not logged", report.errors):
-        log.info("%s", report)
-    return new, report
+    return new, report, undecided
 
 
 def _rewritten(
@@ -124,13 +148,15 @@ def _rewritten(
     report: Report,
     failures: list[str],
     places: dict[int, Location],
+    undecided: Undecided,
 ) -> fx.Graph | None:
     """The new graph, if any. Failures of the graph go to `failures`, those of the report to the report's errors.
 
-    places: the places of sites, to be filled in by what the editor notes in their nodes.
+    places: the places of sites, to be filled in by what the editor notes in their nodes. undecided is filled in, too.
     """
     stages = Stages()
     forget_sites(graph)
+    nested.note(graph, {})
     with _planned(graph, input_norms, left, failures, stages) as (shadow, plan):
         _skip(plan, skipped)
         report.errors += plan.untold
@@ -150,7 +176,10 @@ def _rewritten(
             plan.declined += [] if failures else list(named(shadow, sites, refused))
         with guard("sites are reported without their places", report.errors):
             places |= {id(site): location(_node(site)) for site in plan.sites}
-            report.sites = _sites(shadow, plan, shown)
+            entries = _sites(shadow, plan, shown)
+            report.sites = [entry for entry, _ in entries]
+            undecided += [(entry, called) for entry, called in entries if called]
+            nested.note(new or graph, plan.told_of_ends)
             report.excerpts = {one.excerpt: list(one.lines) for one in shown.values()}
             # A graph that calls this one reads its gates.
             torn = [] if compat.is_called(graph) else [site for site in plan.torn if site in plan.sites]
@@ -397,13 +426,15 @@ def run_recursively(
     A graph comes before its bodies: an `autograd.Function` that computes a gate is recognised by what its bodies
     compute, as their author wrote them, and disappears with them.
     """
-    total = Report()
-    left = left_of(module.graph)
-    total.add(run(module.graph, input_norms=input_norms, module=module, left=left, skipped=skipped)[1])
+    total, bodies = Report(), Report()
+    _, own, undecided = _run(module.graph, input_norms, module, left_of(module.graph), skipped)
     for name in sorted({str(node.target) for node in module.graph.nodes if node.op == "get_attr" and node.users}):
         body = getattr(module, name, None)
         if isinstance(body, fx.GraphModule):
-            total.add(run_recursively(body, input_norms=input_norms, left_of=left_of, skipped=skipped))
+            bodies.add(run_recursively(body, input_norms=input_norms, left_of=left_of, skipped=skipped))
+    _decide(own, module.graph, undecided)
+    total.add(own)
+    total.add(bodies)
     return total
 
 
@@ -458,8 +489,11 @@ def _decline(plan: Plan, failures: dict[int, Exception], errors: list[str]) -> N
             plan.declined.append(Declined(site.op, reason, _node(site)))
 
 
-def _sites(shadow: shadowing.Shadow, plan: Plan, shown: Mapping[int, BeforeAfter]) -> list[SiteReport]:
-    entries: list[tuple[int, SiteReport]] = []
+def _sites(
+    shadow: shadowing.Shadow, plan: Plan, shown: Mapping[int, BeforeAfter]
+) -> list[tuple[SiteReport, list[nested.CalledEnd]]]:
+    """What there is to say of each site, in program order, with what decides on it if it is declined."""
+    entries: list[tuple[int, SiteReport, list[nested.CalledEnd]]] = []
     for site in plan.sites:
         node = _node(site)
         with_own = site.logits if isinstance(site, MixSite) else site
@@ -467,7 +501,7 @@ def _sites(shadow: shadowing.Shadow, plan: Plan, shown: Mapping[int, BeforeAfter
         entry = SiteReport(site.op, location(node), form_of(site), own=own, module=module_path(node), node=number(node))
         if (one := shown.get(id(site))) is not None:
             entry = replace(entry, before=one.before, after=one.after, excerpt=one.excerpt)
-        entries.append((shadow.position[node], entry))
+        entries.append((shadow.position[node], entry, []))
     for declined in plan.declined:
         at = shadow.position[declined.node] if declined.node is not None else 0
         entry = SiteReport(
@@ -478,8 +512,8 @@ def _sites(shadow: shadowing.Shadow, plan: Plan, shown: Mapping[int, BeforeAfter
             module=module_path(declined.node),
             node=number(declined.node),
         )
-        entries.append((at, entry))
-    return [entry for _, entry in sorted(entries, key=lambda pair: pair[0])]
+        entries.append((at, entry, declined.called))
+    return [(entry, called) for _, entry, called in sorted(entries, key=lambda one: one[0])]
 
 
 def _torn(node: fx.Node, op: str) -> SiteReport:

@@ -13,9 +13,11 @@ from typing import TypeVar
 
 from torch import fx
 
+from mhc_compile import compat
 from mhc_compile.forms import Rms
 from mhc_compile.guard import guard, told
 from mhc_compile.passes.called import calls_ours
+from mhc_compile.passes.plan import nested
 from mhc_compile.passes.plan.gradients import (
     check_gradients,
     derives_again,
@@ -23,7 +25,7 @@ from mhc_compile.passes.plan.gradients import (
     takes_forward_derivatives,
 )
 from mhc_compile.passes.plan.meetings import Meetings
-from mhc_compile.passes.plan.misses import misses
+from mhc_compile.passes.plan.misses import misses, told_of_ends
 from mhc_compile.passes.plan.mix import mix_site
 from mhc_compile.passes.plan.outside import came_in, reads_of_torn, remember, remember_torn, writes
 from mhc_compile.passes.plan.own import name_own_gates
@@ -73,12 +75,14 @@ class Plan:
     """All decisions for one graph; untold are failures to find out why something is in no site.
 
     torn are the reads of connections that write in another graph, where no operator makes the gates of the write.
+    told_of_ends is for the report of a graph that calls this one (`nested.note`).
     """
 
     sites: list[Site]
     declined: list[Declined]
     untold: list[str] = field(default_factory=list)
     torn: list[AggregateSite | MixSite] = field(default_factory=list)
+    told_of_ends: nested.Told = field(default_factory=dict)
 
 
 def plan(
@@ -267,6 +271,7 @@ class _Planner:
         remember(self.sites)
         torn = _torn_reads(self.sites, self.torn)
         untold: list[str] = []
+        ends: nested.Told = {}
         with guard("what else there is of hyper-connections is not reported", untold):
             name_own_gates(self.sites, self.findings)
             views = _views(self.sites)
@@ -275,10 +280,12 @@ class _Planner:
             writes = [d.node for d in self.declined if d.what in ("expand_combine", "mix_streams")]
             told = unwritten(self.shadow, self.meetings, self.sites, [*writes, *lists_left], self.evident, rows)
             self.declined += list(told)
+            if compat.is_called(self.shadow.graph):
+                ends = told_of_ends(self.shadow, self.findings, self.sites, self.declined)
         sites = self.sites
         if input_norms is not False:
             sites = [_with_norm(self.shadow, self.findings, site, input_norms, self.errors) for site in sites]
-        return Plan(sites, self.declined, untold, torn)
+        return Plan(sites, self.declined, untold, torn, ends)
 
 
 def _whole(mixing: StreamsMixing) -> tuple[Value, int]:

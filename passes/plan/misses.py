@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from mhc_compile.passes.called import calls_ours
+from mhc_compile.passes.plan import nested
 from mhc_compile.passes.plan.sites import CombineSite, Declined, MixSite, SinkhornSite, Site, WithGates
 from mhc_compile.passes.recognise import Findings
 from mhc_compile.passes.recognise.aggregate import aggregates
@@ -42,7 +43,7 @@ def misses(
         if read.out.op is not None and read.out not in told and read.out.op.node not in refused:
             refused.add(read.out.op.node)
             yield Declined("aggregate", _BY_CHANNEL, read.out.op.node)
-    yield from _unread(findings, sites, refused, views)
+    yield from _unread(shadow, findings, sites, refused, views)
     yield from _unprojected(sites, gates, told)
     for site in sites:
         made = site.res.value if isinstance(site, MixSite) and site.res is not None else None
@@ -59,18 +60,24 @@ def _after(value: Value) -> fx.Node:
 
 
 def _unread(
-    findings: Findings, sites: list[Site], refused: set[fx.Node | None], views: dict[Value, StreamsView]
+    shadow: Shadow,
+    findings: Findings,
+    sites: list[Site],
+    refused: set[fx.Node | None],
+    views: dict[Value, StreamsView],
 ) -> Iterator[Declined]:
     """Gates that operators make and that something other than an operator reads.
 
     refused: where something is said of a step already.
     """
-    read = {gate for site in sites if isinstance(site, WithGates) for gate in site.gates()}
-    read |= {site.aggregate.gate for site in sites if isinstance(site, MixSite) and site.aggregate is not None}
+    read = _read(sites)
     told: set[Op] = set()
     unwritten: set[int] = set()
+    of_calls: dict[fx.Node, Declined] = {}
     for role, gate, site in sorted(_known(sites), key=lambda known: known[0] == "h_post"):  # h_res says more of it
-        use = _wide_use(gate, read)
+        use, value = _wide_use(gate, read)
+        if use is not None and use.node in of_calls:
+            of_calls[use.node].called.extend(nested.inputs(use, value, shadow))
         if use is None or calls_ours(use.node) or (role == "h_post" and id(site) in unwritten):
             continue
         sums = list(_sums(use, gate, findings))
@@ -88,10 +95,46 @@ def _unread(
         what = "aggregate" if role == "h_pre" else "expand_combine"
         if role != "h_pre":
             unwritten.add(id(site))
-        reason = f"this reads {role}, but {_furthest(role, gate, sums, findings, views)}"
+        called = nested.inputs(use, value, shadow)
+        opaque = bool(called) or use.target is None
+        why = nested.reason(use, called, "reads it") if opaque else _furthest(role, gate, sums, findings, views)
+        reason = f"this reads {role}, but {why}"
         if x is not None and x.op is not None and x.op.name in TOGETHER:
             reason += "; the streams are a list that is put together for the projection alone: keep them as one tensor"
-        yield Declined(what, reason, use.node)
+        found = Declined(what, reason, use.node, called)
+        if called:  # perhaps by other gates, too
+            of_calls[use.node] = found
+        else:
+            yield found
+    yield from of_calls.values()
+
+
+def _read(sites: list[Site]) -> set[Value]:
+    """The gates that operators read."""
+    read = {gate for site in sites if isinstance(site, WithGates) for gate in site.gates()}
+    return read | {site.aggregate.gate for site in sites if isinstance(site, MixSite) and site.aggregate is not None}
+
+
+def told_of_ends(shadow: Shadow, findings: Findings, sites: list[Site], declined: list[Declined]) -> nested.Told:
+    """The inputs and outputs of a graph of which its report has the steps that read them as gates, or make them.
+
+    An input that is not read as a gate is among them.
+    """
+    read, refused = _read(sites), {entry.node for entry in declined}
+    made = {value for site in sites for value in site.targets()}
+    told: nested.Told = {}
+    for end, held in nested.ends(shadow):
+        if end[0] == "input":
+            op, value = _wide_use(held, read)
+            called = nested.inputs(op, value, shadow) if op is not None else []
+            known = op is None or calls_ours(op.node) or any(one.node in refused for one in _sums(op, held, findings))
+        else:
+            op, value = _wide_source(held, made)
+            called = nested.outputs(op, value) if op is not None else []
+            known = value in made
+        if called or known:
+            told[end] = called
+    return told
 
 
 def _known(sites: list[Site]) -> Iterator[tuple[str, Value, Site]]:
@@ -106,8 +149,6 @@ def _known(sites: list[Site]) -> Iterator[tuple[str, Value, Site]]:
 
 def _furthest(role: str, gate: Value, sums: list[Op], findings: Findings, views: dict[Value, StreamsView]) -> str:
     """The reason of the reading with this gate that got furthest."""
-    if sums[-1].target is None:
-        return "is not analysed: it is a nested function, or it writes into a tensor"
     found: list[tuple[int, int, str]] = []
     for at, op in enumerate(sums):
         for miss in _readings(role, op.out, findings.reader, views):
@@ -127,22 +168,25 @@ def _readings(role: str, out: Value, reader: Reader, views: dict[Value, StreamsV
         yield from residuals(reader, out, views.get)
 
 
-def _wide_use(gate: Value, read: set[Value]) -> Op | None:
-    """The first operator that brings a gate together with something larger; None if one of ours reads the gate."""
+def _wide_use(gate: Value, read: set[Value]) -> tuple[Op | None, Value]:
+    """The first operator that brings a gate together with something larger, and what it reads of the gate.
+
+    No operator if one of ours reads the gate.
+    """
     pending = [gate]
     for value in pending:
         if value in read:
-            return None
+            break
         for op in value.users:
             # Gates of some tokens are put together with those of others.
             gathered = op.name in TOGETHER
             if not gathered and any(v.numel > value.numel for v in (*op.sources, *op.outs)):
-                return None if any(_is_part_of(out, read) for out in op.outs) else op
+                return (None if any(_is_part_of(out, read) for out in op.outs) else op), value
             kept = gathered or is_movement(op)  # of a gate for each stream, a part is read at a time
             pending += [out for out in op.outs if out not in pending and (kept or out.numel == value.numel)]
         if len(pending) > _LIMIT:
             break
-    return None
+    return None, gate
 
 
 def _is_part_of(value: Value, gates: set[Value]) -> bool:
@@ -171,27 +215,33 @@ def _unprojected(sites: list[Site], gates: set[Value], told: set[Value]) -> Iter
     """Code that makes the logits of a Sinkhorn projection that mixes streams, if no operator replaces it."""
     in_operators = {group.projection.out for site in sites if isinstance(site, MixSite) for group in site.groups}
     for site in sites:
-        source = _wide_source(site.matrices.logits, told) if isinstance(site, SinkhornSite) else None
-        if source is None or site.matrices.out not in gates:  # type: ignore[union-attr]
+        if not isinstance(site, SinkhornSite) or site.matrices.out not in gates:
             continue
-        if source.target is None:
-            why = "this is not looked into"
+        source, value = _wide_source(site.matrices.logits, told)
+        if source is None:
+            continue
+        called = nested.outputs(source, value)
+        if called or source.target is None:
+            why = nested.reason(source, called, "makes them")
         elif in_operators.intersection(source.outs):
             why = "the operator that projects here returns other gates alone, so that this projects once more"
         else:
             why = "this is not recognised as the projection of a token's streams, all of them, by one matrix"
         reason = f"the logits of a Sinkhorn projection come from here, but {why}"
-        yield Declined("generate_mix", reason, source.node)
+        yield Declined("generate_mix", reason, source.node, called)
 
 
-def _wide_source(logits: Value, told: set[Value]) -> Op | None:
-    """The operator that made logits out of something larger; None if there is none, or if it is one of ours."""
+def _wide_source(logits: Value, told: set[Value]) -> tuple[Op | None, Value]:
+    """The operator that made logits out of something larger, and what it makes.
+
+    No operator if there is none, or if it is one of ours, which makes that value then.
+    """
     value = logits
     for _ in range(_LIMIT):
         op = value.op
         if op is None or not op.sources or value in told:
-            return None
+            break
         if op.target is None or (len(op.sources) > 1 and any(source.numel > value.numel for source in op.sources)):
-            return op
+            return op, value
         value = max(op.sources, key=lambda source: source.numel)
-    return None
+    return None, value

@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
 from torch import fx
 
 from mhc_compile.forms import Gates, Rms, Sinkhorn
+from mhc_compile.passes.plan.nested import CalledEnd
 from mhc_compile.passes.recognise import Matrices, Normed, Weight
 from mhc_compile.passes.recognise.aggregate import Aggregate
 from mhc_compile.passes.recognise.combine import Combine
@@ -253,11 +254,16 @@ Site = MixSite | WithGates | SinkhornSite | ProjectionSite
 
 @dataclass(frozen=True)
 class Declined:
-    """A site that was refused: what it would have become, why it will not, and where it is."""
+    """A site that was refused: what it would have become, why it will not, and where it is.
+
+    called are the inputs and outputs of called graphs, by their names, that may have it in these graphs. It is refused
+    only if the reports of these graphs do not have it (`nested.is_told`).
+    """
 
     what: str
     reason: str
     node: fx.Node | None
+    called: list[CalledEnd] = field(default_factory=list)
 
 
 def surface(value: Value) -> Value:
