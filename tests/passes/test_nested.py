@@ -72,6 +72,17 @@ class NearlyWritesInTwoRegions(Sublayer):
         return out
 
 
+class HalfWithoutGradient(Sublayer):
+    def write(self, *given: Tensor) -> Tensor:
+        def half(x: Tensor, f: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
+            with torch.no_grad():
+                mixed = h_res.transpose(-1, -2) @ x
+            return h_post.unsqueeze(-1) * f.unsqueeze(-2) + mixed
+
+        out: Tensor = _region(half, *given)
+        return out
+
+
 class Looks(Sublayer):
     """A region reads the matrix for a statistic, beside streams."""
 
@@ -181,7 +192,8 @@ def _report(kind: type[Sublayer], run: Callable[[torch.fx.GraphModule], Report])
         return gm
 
     model, x = kind(4, 6, 3, 2), torch.randn(X)
-    with torch.no_grad():
+    # Dynamo traces through an autograd.Function where there are no gradients; eager loops and branches have none.
+    with torch.set_grad_enabled(not issubclass(kind, (Branches, Loop))):
         torch.testing.assert_close(torch.compile(model, backend=backend, fullgraph=True)(x), model(x))
     (report,) = reports
     assert report.errors == []
@@ -235,8 +247,14 @@ def test_what_is_not_rewritten_in_a_called_graph_is_missed(
 
 
 @ORDERS
-def test_what_a_called_graph_declines_is_told_once(run: Callable[..., Report], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_called_graph_declines_is_told_once(run: Callable[..., Report]) -> None:
     """With the reason that the called graph has."""
+    (told,) = _report(HalfWithoutGradient, run).declined
+    assert (told.op, told.reason) == (WRITE, "grad mode or inference mode changes between its parts")
+
+
+@ORDERS
+def test_what_a_called_graph_skips_is_told_once(run: Callable[..., Report], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes, "_skip", _skip_writes)
     (told,) = _report(Writes, run).declined
     assert (told.op, told.reason) == (WRITE, passes.SKIPPED)
