@@ -30,6 +30,8 @@ from tests.zoo.near import Sublayer
 # Over 4 ranks the first dim leaves one rank without tokens, and over 2 ranks both are uneven; so are the channels.
 TOKENS = (3, 5)
 SIZES = Sizes(n=2, width=5, tokens=TOKENS)
+# Fewer gates, and rows of phi without any.
+OTHER_ROWS = Sizes(n=2, width=5, tokens=TOKENS, parts=2, more=3)
 # Sums of a few hundred float64 numbers in another order, relative to the largest result.
 EXACT = 1e-13
 
@@ -82,10 +84,12 @@ class Lines(logging.Handler):
         self.lines.append(f"{record.levelname} {record.getMessage()}")
 
 
-def same(operator: str, mesh: DeviceMesh, place: Place) -> tuple[float, dict[str, list[str]], int]:
+def same(
+    operator: str, mesh: DeviceMesh, place: Place, sizes: Sizes = SIZES
+) -> tuple[float, dict[str, list[str]], int]:
     """How far results are from one process's in float64, relative to the largest; their placements; collectives."""
     torch.manual_seed(0)
-    whole = drawn(operator, SIZES)
+    whole = drawn(operator, sizes)
     expected = results(call(operator, whole))
     given = given_to(operator, whole, mesh, place)
     with CommDebugMode() as counted:
@@ -108,6 +112,7 @@ def every_operator(mesh: DeviceMesh, placements: Placements) -> dict[str, Any]:
     far, collectives, misplaced = {}, {}, []
     for operator in OPERATORS:
         distance, placed, count = same(operator, mesh, token_shards(placements))
+        distance = max(distance, same(operator, mesh, token_shards(placements), OTHER_ROWS)[0])
         if not distance < EXACT:
             far[operator] = distance
         if count:
@@ -147,6 +152,7 @@ def over_channels(mesh: DeviceMesh, tokens: Placements = ()) -> dict[str, Any]:
     far, collectives = {}, {}
     for operator in WITH_CHANNELS:
         distance, _, count = same(operator, mesh, over(operator, tokens))
+        distance = max(distance, same(operator, mesh, over(operator, tokens), OTHER_ROWS)[0])
         if not distance < EXACT:
             far[operator] = distance
         if count:

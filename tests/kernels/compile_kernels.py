@@ -228,7 +228,7 @@ CASES: dict[str, Callable[[], None]] = {
     "few": lambda: _few(4, 4096, torch.bfloat16),
     "some": lambda: _some(4096, 2048),
     "pass": lambda: _pass(4096, 512),
-    "more rows": lambda: _more_rows(4, 4096, 512),
+    "more": lambda: _more_rows(4, 4096, 512),
     "tf32": lambda: _tf32(4, 4096, 512),
     "starts": _starts,
     "gates": lambda: _bf16_gates(4, 4096, 512),

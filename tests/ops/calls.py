@@ -16,15 +16,19 @@ from torch import Tensor
 import mhc_compile.ops  # noqa: F401  (registers the operators)
 from mhc_compile import compat
 
-# The shape of every input, in letters: t tokens, n streams, C columns, K rows of phi, G groups of scale, m rows of
-# mixed streams. The gradient d_name of an output has the shape of that output.
+# The shape of every input, in letters: t tokens, n streams, C columns, K rows of phi, L of them with gates, G groups of
+# scale, m rows of mixed streams. The gradient d_name of an output has the shape of that output.
 SHAPES = {
     "x": "t n C", "f": "t C", "h": "t K", "ms": "t", "h_pre": "t n", "h_post": "t n", "h_res": "t n n",
-    "logits": "t n n", "phi": "K nC", "scale": "G", "bias": "K", "norm_weight": "nC", "layer_bias": "C",
+    "logits": "t n n", "phi": "K nC", "scale": "G", "bias": "L", "norm_weight": "nC", "layer_bias": "C",
     "input_norm_weight": "C",
 }  # fmt: skip
 # Inputs of another shape in one operator.
-OTHER_SHAPES = {"head": {"phi": "n nC", "scale": "1", "bias": "n"}, "mix_streams": {"h": "t n m"}}
+OTHER_SHAPES = {
+    "head": {"phi": "n nC", "scale": "1", "bias": "n"},
+    "scale": {"h": "t L"},
+    "mix_streams": {"h": "t n m"},
+}
 PARAMETERS = frozenset(name for name, letters in SHAPES.items() if not letters.startswith("t"))
 # Optional arguments that models seldom give: some kernels run only without them.
 RARE = frozenset({"norm_weight", "input_norm_weight", "d_h", "d_ms", "d_x"})
@@ -40,7 +44,10 @@ Given = dict[str, Any]
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the arguments are; parts and per_row say which of the gates there are, and their scale's form."""
+    """How large the arguments are; parts and per_row say which of the gates there are, and their scale's form.
+
+    more: rows of phi without gates.
+    """
 
     n: int = 2
     width: int = 3
@@ -48,10 +55,11 @@ class Sizes:
     parts: int = 3
     per_row: bool = False
     m: int = 4
+    more: int = 0
 
     def shape(self, letters: str) -> tuple[int, ...]:
         n, k = self.n, (self.n, 2 * self.n, self.n * (self.n + 2))[self.parts - 1]
-        sizes = {"n": n, "C": self.width, "nC": n * self.width, "K": k, "m": self.m, "1": 1}
+        sizes = {"n": n, "C": self.width, "nC": n * self.width, "K": k + self.more, "L": k, "m": self.m, "1": 1}
         sizes["G"] = k if self.per_row else self.parts
         return tuple(size for letter in letters.split() for size in (self.tokens if letter == "t" else [sizes[letter]]))
 

@@ -43,6 +43,7 @@ def test_every_operator(name: str) -> None:
         (Sizes(2, 3, (2,)), ()),
         (Sizes(3, 2, (2, 2), m=1), RARE),
         (Sizes(1, 3, (2,), m=3), ()),
+        (Sizes(2, 3, (2,), parts=2, more=3), ()),
     ):
         given = arguments(name, sizes, without=without)
         names = [argument for argument in tensor_names(name) if given[argument] is not None]

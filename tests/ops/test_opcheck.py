@@ -60,7 +60,7 @@ _EVERY = {
     ),
     "empty": Variant(Sizes(3, 4, (0,), parts=2), torch.float16, torch.float16),
     "double": Variant(
-        Sizes(2, 3, (4,), parts=1, per_row=True), torch.float64, torch.float64, RARE, _CLAMP, transposed=True
+        Sizes(2, 3, (4,), parts=1, per_row=True, more=3), torch.float64, torch.float64, RARE, _CLAMP, transposed=True
     ),
 }
 # What models call most, of operators for which this is not "whole".
