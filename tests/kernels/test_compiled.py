@@ -31,8 +31,8 @@ LIMITS = {80: (163 << 10, "mma.sync"), 90: (227 << 10, "wgmma.mma_async"), 100: 
 # with few rows, which seldom has a tile.
 SPILLS: dict[str, dict[int, dict[str, int]]] = {
     "3.7": {
-        80: {"products_kernel": 32, "boundary_gradients_kernel": 40},
-        90: {"boundary_gradients_kernel": 16, "boundary_pass_kernel": 16},
+        80: {"products_kernel": 64, "boundary_gradients_kernel": 40},
+        90: {"boundary_gradients_kernel": 16, "boundary_pass_kernel": 16, "boundary_rest_kernel": 16},
         100: {"combine_backward_kernel": 160, "boundary_gradients_kernel": 16},
     },
     "3.8": {
