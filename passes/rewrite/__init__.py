@@ -294,6 +294,7 @@ class Rewriter(Vectors):
         x, phi, *others = cast(list[fx.Node], call.args)
         if isinstance(site, MixSite):
             phi = self._phi(site, more)
+            site.logits = projected if rows else None
         else:
             phi = self._call("narrow", phi, 0, rows.start, len(rows))
         new = self._operator(site.op, x, phi, *others, **call.kwargs)
