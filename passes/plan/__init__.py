@@ -20,6 +20,7 @@ from mhc_compile.passes.called import calls_ours
 from mhc_compile.passes.plan import nested
 from mhc_compile.passes.plan.gradients import (
     check_gradients,
+    check_hooks,
     derives_again,
     reached_by_gradients,
     takes_forward_derivatives,
@@ -140,6 +141,7 @@ class _Planner:
                 if self.beyond:
                     raise Decline(self.beyond)
                 check_surroundings(self.shadow, site)
+                check_hooks(self.reached, site)
                 if isinstance(site, MixSite):
                     check_gradients(self.reached, site)
             except Decline as reason:
@@ -259,6 +261,7 @@ class _Planner:
                 continue
             try:
                 check_surroundings(self.shadow, larger)
+                check_hooks(self.reached, larger)
                 check_gradients(self.reached, larger)
             except Decline:  # then each is as before
                 continue

@@ -12,7 +12,8 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from mhc_compile import compat
-from mhc_compile.passes.plan.sites import Decline, MixSite, Rows
+from mhc_compile.passes.plan.sites import Decline, MixSite, ProjectionSite, Rows, Site
+from mhc_compile.passes.report import in_words
 from mhc_compile.passes.shadow import Shadow, Value, tensors_of
 
 
@@ -52,7 +53,9 @@ def reached_by_gradients(shadow: Shadow) -> set[fx.Node]:
     for node in reversed(shadow.graph.nodes):
         if any(user in to_all or (user in to_used and uses(user, held[node])) for user in node.users):
             found.add(node)
-        if node.op == "output" or node in writing or not compat.is_plain_call(node):
+        if _registers_hook(node):  # it returns its tensor
+            to_all.update({node} & found)
+        elif node.op == "output" or node in writing or not compat.is_plain_call(node):
             to_all.add(node)
         elif node in found and any(tensor.requires_grad for tensor in tensors_of(node)):
             to_used.add(node)
@@ -77,6 +80,27 @@ def _held(shadow: Shadow, node: fx.Node) -> set[Value]:
 def is_reached(reached: set[fx.Node], value: Value) -> bool:
     """Whether a gradient can come back to a value."""
     return not reached.isdisjoint(_nodes(value))
+
+
+def _registers_hook(node: fx.Node) -> bool:
+    """Whether a node has a function called with the gradient of a tensor, once this comes back."""
+    return getattr(node.target, "__name__", "") == "register_hook"
+
+
+def check_hooks(reached: set[fx.Node], site: Site) -> None:
+    """Refuse an operator that would call a hook which eager code does not.
+
+    Autograd calls the hooks of all results of an operator, those of results without a gradient with None.
+    """
+    if not isinstance(site, (MixSite, ProjectionSite)):
+        return
+    for value in site.targets():
+        hooked = [node for node in _nodes(value) if any(map(_registers_hook, node.users))]
+        if hooked and not is_reached(reached, value):
+            raise Decline(
+                f"a hook is registered on {in_words(hooked[0])}, to which no gradient comes back: eager code does not "
+                "call it, and one operator for this and other gates would call it with None"
+            )
 
 
 def check_gradients(reached: set[fx.Node], site: MixSite) -> None:

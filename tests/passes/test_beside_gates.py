@@ -22,7 +22,7 @@ APART = [*TOGETHER, "projection"]
 
 
 class Separate(nn.Module):
-    """h_pre and h_post by sigmoid, h_res by softmax; each has a phi of its own. Two connections, one after the other."""
+    """h_pre and h_post by sigmoid, h_res by softmax, each with a phi of its own, in two connections."""
 
     def __init__(self) -> None:
         super().__init__()
