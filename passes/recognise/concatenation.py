@@ -59,7 +59,7 @@ def put_together(op: Op) -> Together | None:
         pieces.append(found[start])
         end += 1 if name == "select_scatter" else found[start].shape[axis]
     whole = Together(tuple(pieces), axis, name == "select_scatter")
-    return whole if end == op.out.shape[axis] and len(pieces) > 1 else None
+    return whole if end == op.out.shape[axis] else None
 
 
 def _joined(pieces: list[Factor], axis: int) -> Factor:
