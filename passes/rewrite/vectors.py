@@ -62,14 +62,14 @@ class Vectors(Views):
             kept = [step for step in steps if step[1]]
             if kept != real:
                 node = self._call("permute", node, *(real.index(step) for step in kept), *rest)
-        elif not real:
+        elif steps and not real:
             node = self._call("squeeze", node, 0)
         repeated = [d for d, (_, stride) in enumerate(steps) if not stride]
         for d in repeated:
             node = self._call("unsqueeze", node, d)
         if repeated:
             node = self._call("expand", node, *(size for size, _ in steps), *compat.example(node).shape[len(steps) :])
-        return node if len(steps) == 1 else self._call("flatten", node, 0, len(steps) - 1)
+        return node if len(steps) < 2 else self._call("flatten", node, 0, len(steps) - 1)
 
     def _phi_of(self, projection: Projection, streams: StreamsView) -> fx.Node:
         parts = []

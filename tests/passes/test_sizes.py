@@ -56,8 +56,9 @@ class _ScaleGiven(Sublayer):
 
 
 @pytest.mark.parametrize("begin", [0, -3])
-def test_a_scale_of_symbolic_size(begin: int) -> None:
-    model, x, scale = _ScaleGiven(4, 6, 3, 2), torch.randn(2, 3, 4, 6), torch.rand(5) + 0.5
+@pytest.mark.parametrize("sizes", [(5,), (5, 1)])
+def test_a_scale_of_symbolic_size(begin: int, sizes: tuple[int, ...]) -> None:
+    model, x, scale = _ScaleGiven(4, 6, 3, 2), torch.randn(2, 3, 4, 6), torch.rand(sizes) + 0.5
     model.begin = begin
     outcome = check.run(model, (x, scale), exact=False, dynamic=True)
     check.assert_equal_to_eager(outcome)
