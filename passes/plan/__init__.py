@@ -31,7 +31,7 @@ from mhc_compile.passes.plan.mix import mix_site
 from mhc_compile.passes.plan.outside import came_in, reads_of_torn, remember, remember_torn, writes
 from mhc_compile.passes.plan.own import name_own_gates
 from mhc_compile.passes.plan.part_writes import why_left
-from mhc_compile.passes.plan.projections import projection_sites, with_logits
+from mhc_compile.passes.plan.projections import goes_beside_gates, projection_sites
 from mhc_compile.passes.plan.roles import connections
 from mhc_compile.passes.plan.sites import (
     INTERNAL,
@@ -249,25 +249,9 @@ class _Planner:
         """Projections whose logits the program makes into gates itself."""
         views = _views(self.sites)
         for projected in list(projection_sites(self.shadow, self.findings, self.sites, views, self.reached)):
-            if not self._goes_beside_gates(projected):
+            if not goes_beside_gates(self.shadow, self.reached, self.sites, projected):
                 node = projected.products[0].projection.out.op.node  # type: ignore[union-attr]
                 self.consider("projection", node, lambda site=projected: site)  # type: ignore[misc]
-
-    def _goes_beside_gates(self, projected: ProjectionSite) -> bool:
-        """Let an operator that makes gates of the same streams make some logits as well, if one can."""
-        for at, site in enumerate(self.sites):
-            larger = with_logits(site, projected) if isinstance(site, MixSite) else None
-            if larger is None:
-                continue
-            try:
-                check_surroundings(self.shadow, larger)
-                check_hooks(self.reached, larger)
-                check_gradients(self.reached, larger)
-            except Decline:  # then each is as before
-                continue
-            self.sites[at] = larger
-            return True
-        return False
 
     def plan(self, input_norms: bool | None, lists_left: Sequence[fx.Node]) -> Plan:
         """All decisions, and the reasons for a report."""

@@ -14,8 +14,9 @@ from dataclasses import replace
 from torch import fx
 
 from mhc_compile.ops._checks import MAX_K
-from mhc_compile.passes.plan.gradients import is_reached, requires_gradient
+from mhc_compile.passes.plan.gradients import check_gradients, check_hooks, is_reached, requires_gradient
 from mhc_compile.passes.plan.sites import (
+    Decline,
     MixingSite,
     MixSite,
     Product,
@@ -25,6 +26,7 @@ from mhc_compile.passes.plan.sites import (
     WithGates,
     visible,
 )
+from mhc_compile.passes.plan.surroundings import check_surroundings
 from mhc_compile.passes.recognise import Findings, default_view, normalised_before, weight_of
 from mhc_compile.passes.recognise.contraction import StreamsView
 from mhc_compile.passes.recognise.projection import Projection, token_factor, turned_projections
@@ -90,7 +92,24 @@ class _Products(Container[Value]):
         return self._turned[value]
 
 
-def with_logits(site: MixSite, projected: ProjectionSite) -> MixSite | None:
+def goes_beside_gates(shadow: Shadow, reached: set[fx.Node], sites: list[Site], projected: ProjectionSite) -> bool:
+    """Let one of the sites that make gates of the same streams make some logits as well, if one can."""
+    for at, site in enumerate(sites):
+        larger = _with_logits(site, projected) if isinstance(site, MixSite) else None
+        if larger is None:
+            continue
+        try:
+            check_surroundings(shadow, larger)
+            check_hooks(reached, larger)
+            check_gradients(reached, larger)
+        except Decline:  # then each is as before
+            continue
+        sites[at] = larger
+        return True
+    return False
+
+
+def _with_logits(site: MixSite, projected: ProjectionSite) -> MixSite | None:
     """The operator that makes the gates of a site, and the logits of another site of the same streams as well.
 
     It has the rows of phi of both, so that the streams are read once, and gives the streams one gradient.
