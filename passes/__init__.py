@@ -68,6 +68,11 @@ SKIPPED = 'options={"mhc.skip": ...} names this line'
 Left = Mapping[str, str]
 
 
+# Sites that are declined only if no report of a called graph has them, with what enters or leaves these graphs.
+Undecided = list[tuple[SiteReport, list[nested.CalledEnd]]]
+
+
+@compat.without_hooks_of_saved_tensors()
 def run(
     graph: fx.Graph,
     *,
@@ -75,40 +80,19 @@ def run(
     module: fx.GraphModule | None = None,
     left: Left = MappingProxyType({}),
     skipped: Sequence[str] = (),
+    bodies: Callable[[], object] = lambda: None,
 ) -> tuple[fx.Graph | None, Report]:
     """Rewrite the hyper-connections of one Dynamo graph, with the norms that read layer inputs or without.
 
     left holds why some sites are left alone, by their names (`site_name`). skipped holds places in the program, as
-    reports show them, whose sites are left alone.
+    reports show them, whose sites are left alone. bodies is called after the rewriting, for the graphs that this one
+    calls, if they are not done yet: what their reports have is not told in this one.
 
     Returns the new graph, or None where there is nothing to rewrite, and the report. The new graph is put into the
     module, if one is given; the old graph is not changed. Whatever goes wrong inside is written into the report, never
     raised. What is raised is Dynamo's request to trace again, if a form's constant was an input of the graph, and
     `agreement.FailedAlone`.
     """
-    new, report, undecided = _run(graph, input_norms, module, left, skipped)
-    _decide(report, new or graph, undecided)
-    return new, report
-
-
-# Sites that are declined only if no report of a called graph has them, with what enters or leaves these graphs.
-Undecided = list[tuple[SiteReport, list[nested.CalledEnd]]]
-
-
-def _decide(report: Report, graph: fx.Graph, undecided: Undecided) -> None:
-    """Take out of a graph's report what the reports of the graphs that it calls have, once they are done; log it."""
-    with guard("what graphs that this one calls have may be told twice", report.errors):
-        told = {id(site) for site, called in undecided if nested.is_told(graph, called)}
-        report.sites = [site for site in report.sites if id(site) not in told]
-    with guard("the report is not logged", report.errors):
-        log.info("%s", report)
-
-
-@compat.without_hooks_of_saved_tensors()
-def _run(
-    graph: fx.Graph, input_norms: bool | None, module: fx.GraphModule | None, left: Left, skipped: Sequence[str]
-) -> tuple[fx.Graph | None, Report, Undecided]:
-    """As `run`, with what only the graphs that this one calls can decide."""
     begin = time.perf_counter()
     report = Report(graphs=1, skipped=list(skipped))
     failures: list[str] = []
@@ -137,7 +121,13 @@ def _run(
         report.cut += cut(new or graph, places)
         report.advice = advice(graph)
     report.seconds = time.perf_counter() - begin
-    return new, report, undecided
+    bodies()
+    with guard("what graphs that this one calls have may be told twice", report.errors):
+        told = {id(site) for site, called in undecided if nested.is_told(new or graph, called)}
+        report.sites = [site for site in report.sites if id(site) not in told]
+    with guard("the report is not logged", report.errors):
+        log.info("%s", report)
+    return new, report
 
 
 def _rewritten(
@@ -426,14 +416,17 @@ def run_recursively(
     A graph comes before its bodies: an `autograd.Function` that computes a gate is recognised by what its bodies
     compute, as their author wrote them, and disappears with them.
     """
-    total, bodies = Report(), Report()
-    _, own, undecided = _run(module.graph, input_norms, module, left_of(module.graph), skipped)
-    for name in sorted({str(node.target) for node in module.graph.nodes if node.op == "get_attr" and node.users}):
-        body = getattr(module, name, None)
-        if isinstance(body, fx.GraphModule):
-            bodies.add(run_recursively(body, input_norms=input_norms, left_of=left_of, skipped=skipped))
-    _decide(own, module.graph, undecided)
-    total.add(own)
+    bodies = Report()
+
+    def run_bodies() -> None:
+        for name in sorted({str(node.target) for node in module.graph.nodes if node.op == "get_attr" and node.users}):
+            body = getattr(module, name, None)
+            if isinstance(body, fx.GraphModule):
+                bodies.add(run_recursively(body, input_norms=input_norms, left_of=left_of, skipped=skipped))
+
+    options: dict[str, Any] = {"input_norms": input_norms, "left": left_of(module.graph), "skipped": skipped}
+    total = Report()
+    total.add(run(module.graph, module=module, bodies=run_bodies, **options)[1])
     total.add(bodies)
     return total
 
