@@ -37,7 +37,7 @@ def form_of(site: Site) -> str:
     if site.res is not None:
         parts.append(_half_steps(site.sinkhorn))
     if site.logits is not None and site.logits.rows_read:
-        parts.append(f"{site.logits.rows_read} logits more")
+        parts.append(f"{site.logits.rows_read} logit{'s' * (site.logits.rows_read > 1)} more")
     if site.norm is not None:
         parts.append(f"input norm eps {site.norm.eps:g}")
     if site.norm_apart:

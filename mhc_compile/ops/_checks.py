@@ -163,16 +163,21 @@ def check_gate_rows(scale: Tensor, bias: Tensor, k: int, n: int, x: Tensor) -> i
 
     As many rows as bias has entries make gates. What is beyond these is projected, and nothing else.
     """
-    rows = bias.shape[0] if bias.dim() == 1 and bias.shape[0] < k and bias.shape[0] in part_ends(n) else k
+    rows, ends = k, part_ends(n)
+    # A scale for all rows of phi says that bias is the one that is wrong.
+    if bias.dim() == 1 and bias.shape[0] < k and bias.shape[0] in ends and tuple(scale.shape) != (k,):
+        rows = bias.shape[0]
     parts = check_parts(rows, n, "phi")
     check_scale_and_bias(scale, bias, rows, parts, x)
     return parts
 
 
-def check_all_make_gates(k: int, bias: Tensor) -> None:
+def check_all_make_gates(operator: str, k: int, bias: Tensor) -> None:
     """What a function asks that returns gates and no products: no row of phi beyond those with gates."""
     if k != bias.shape[0]:
-        raise ValueError(f"bias has shape {shape_text(bias.shape)}; expected [K] = [{k}]")
+        raise ValueError(
+            f"mhc::{operator}: phi has K = {k} rows, but bias has {bias.shape[0]} entries; expected one for each row"
+        )
 
 
 def check_scale_and_bias(scale: Tensor, bias: Tensor, k: int, parts: int, x: Tensor, x_name: str = "x") -> None:

@@ -93,7 +93,7 @@ def boundary(
         streams_dtype=streams_dtype,
         out_dtype=out_dtype,
     )
-    check_all_make_gates(h.shape[-1], bias)
+    check_all_make_gates("boundary", h.shape[-1], bias)
     return x_new, layer_input, next_post, next_res
 
 

@@ -78,7 +78,7 @@ def generate_mix(
         sinkhorn_start_eps=sinkhorn_start_eps,
         sinkhorn_clamp=sinkhorn_clamp,
     )
-    check_all_make_gates(h.shape[-1], bias)
+    check_all_make_gates("generate_mix", h.shape[-1], bias)
     return h_pre, h_post, h_res
 
 

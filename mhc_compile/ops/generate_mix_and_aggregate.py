@@ -91,7 +91,7 @@ def generate_mix_and_aggregate(
         input_norm_eps=input_norm_eps,
         out_dtype=out_dtype,
     )
-    check_all_make_gates(h.shape[-1], bias)
+    check_all_make_gates("generate_mix_and_aggregate", h.shape[-1], bias)
     return layer_input, h_post, h_res
 
 

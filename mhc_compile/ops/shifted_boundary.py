@@ -97,7 +97,7 @@ def shifted_boundary(
         streams_dtype=streams_dtype,
         out_dtype=out_dtype,
     )
-    check_all_make_gates(h.shape[-1], bias)
+    check_all_make_gates("shifted_boundary", h.shape[-1], bias)
     return x_new, layer_input, next_pre, next_post, next_res
 
 

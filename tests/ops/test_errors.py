@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_compile.ops as ops
 from mhc_compile.forms import SINKHORN_STARTS
-from tests.ops.calls import FORWARD, Sizes, arguments, call, results, tensor_names
+from tests.ops.calls import FORWARD, RARE, Sizes, arguments, call, results, tensor_names
 
 Call = Callable[[Callable[..., Tensor]], Any]
 
@@ -514,6 +514,19 @@ def test_wrappers_take_whole_numbers_and_leave_the_rest_to_python() -> None:
         ops.aggregate(logits)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="unexpected keyword argument 'steep'"):
         ops.sinkhorn(logits, steep=1)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("name", ["generate_mix", "generate_mix_and_aggregate", "boundary", "shifted_boundary"])
+def test_functions_that_return_no_logits_want_a_gate_for_each_row(name: str) -> None:
+    """The operators return the products of rows without a gate in h, which these functions do not return."""
+    given = arguments(name, Sizes(4, 6, more=4), torch.float32, without=RARE)
+    assert call(name, given)[-2].shape == (5, 28)
+    message = f"mhc::{name}: phi has K = 28 rows, but bias has 24 entries; expected one for each row"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        getattr(ops, name)(*given.values())
+    given |= {"phi": given["phi"][:24], "bias": given["bias"][:8], "scale": torch.ones(24)}
+    with pytest.raises(ValueError, match=re.escape("bias has shape [8]; expected [K] = [24]")):
+        getattr(ops, name)(*given.values())
 
 
 def test_compiling_raises_the_same_message() -> None:
