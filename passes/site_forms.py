@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from mhc_compile.forms import Sinkhorn
 from mhc_compile.passes.plan import AggregateSite, CombineSite, MixingSite, ProjectionSite, SinkhornSite, Site
 from mhc_compile.passes.plan.sites import visible
@@ -26,9 +24,7 @@ def form_of(site: Site) -> str:
     if isinstance(site, SinkhornSite):
         return _half_steps(site.matrices.kind.form)
     if isinstance(site, ProjectionSite):
-        rows: Any = sum(product.projection.rows for product in site.products)
-        if site.rows_read not in (None, rows):
-            rows = f"{site.rows_read} of {rows}"
+        rows = str(site.rows) if site.rows_read in (None, site.rows) else f"{site.rows_read} of {site.rows}"
         if site.streams.n == 1:  # of something that is made of the streams, such as a dropout
             return f"{site.streams.channels} values a token, {rows} logits"
         return f"n = {site.streams.n}, C = {site.streams.channels}, {rows} logits"

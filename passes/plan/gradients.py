@@ -107,7 +107,7 @@ def check_gradients(reached: set[fx.Node], site: MixSite) -> None:
     """Refuse a site that would give zeros to parameters that have no gradient."""
     named = zip(("h_pre", "h_post", "h_res"), (site.pre, site.post, site.res), site.groups, strict=False)
     parts = [(name, gate.value, _parameters(rows)) for name, gate, rows in named if gate is not None]
-    for product in () if site.logits is None else site.logits.products:
+    for product in site.products:
         parts.append((f"logits {len(parts)}", product.projection.out, {product.projection.out}))
     moved = {name: is_reached(reached, value) for name, value, _ in parts}
     if len(set(moved.values())) < 2:

@@ -116,7 +116,7 @@ def _with_logits(site: MixSite, projected: ProjectionSite) -> MixSite | None:
     """
     reading, (n, channels) = projected.products[0].projection, (site.streams.n, site.streams.channels)
     same = site.x is projected.x and reading.tokens_at == site.streams.tokens and reading.width == n * channels
-    rows = sum(len(group.rows) for group in site.groups) + sum(p.projection.rows for p in projected.products)
+    rows = sum(len(group.rows) for group in site.groups) + projected.rows
     if site.logits is not None or not same or rows > MAX_K:
         return None
     if any(product.weight != site.normed.weight for product in projected.products):

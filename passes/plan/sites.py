@@ -87,6 +87,11 @@ class MixSite:
             return None
         return self.aggregate.out if self.norm is None else self.norm.out
 
+    @property
+    def products(self) -> list[Product]:
+        """The products that its logits are of."""
+        return [] if self.logits is None else self.logits.products
+
     def made(self) -> Iterator[Value]:
         """The gates that the operator makes."""
         yield from (gate.value for gate in (self.pre, self.post, self.res) if gate is not None)
@@ -229,6 +234,11 @@ class ProjectionSite:
     own: str = "what is made of the logits"
     op: str = "projection"
     rows_read: int | None = None
+
+    @property
+    def rows(self) -> int:
+        """How many logits its products have."""
+        return sum(product.projection.rows for product in self.products)
 
     def targets(self) -> Iterator[Value]:
         yield from (product.projection.out for product in self.products)

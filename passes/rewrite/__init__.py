@@ -123,7 +123,7 @@ class Rewriter(Vectors):
         first_node = min((self._node(v) for v in outputs(site)), key=self.shadow.position.__getitem__)
         self.anchor = self.copies[first_node]
         x, tokens = self._streams(site.x, site.streams)
-        rows = range(0 if site.logits is None else sum(product.projection.rows for product in site.logits.products))
+        rows = range(0 if site.logits is None else site.logits.rows)
         phi = self._phi(site, _beyond_gates(site, rows)[0])
         scale, bias = self._vectors(site)
         tensors: list[fx.Node | None] = [phi, scale, bias]
@@ -282,7 +282,7 @@ class Rewriter(Vectors):
     def _with_rows_read(self, call: fx.Node, site: MixSite | ProjectionSite) -> fx.Node:
         """An operator with those of the rows that go out that are read: what read the others may have been replaced."""
         projected, logits = self.made_logits[call]
-        every = range(sum(product.projection.rows for product in projected.products))
+        every = range(projected.rows)
         rows = range(0) if logits._erased else rows_read(logits)
         if not rows and isinstance(site, ProjectionSite):  # its squares are read
             rows = every
@@ -405,10 +405,9 @@ def _beyond_gates(site: MixSite, rows: range) -> tuple[range, range]:
 
     Gates may be made of the first rows of the same logits, which h begins with.
     """
-    products = [] if site.logits is None else site.logits.products
     of_gates = [(group.projection.out, row) for group in site.groups for row in group.rows]
     gates = range(len(of_gates))
-    begins = len(products) == 1 and of_gates == [(products[0].projection.out, row) for row in gates]
+    begins = len(site.products) == 1 and of_gates == [(site.products[0].projection.out, row) for row in gates]
     if not begins or rows.start > gates.stop or not rows:
         return rows, rows
     end = max(gates.stop, rows.stop)

@@ -25,7 +25,7 @@ class Vectors(Views):
         """phi [K, n*C] with its rows in the operator's order; more: those rows of the site's logits come after them."""
         groups = [(group.projection, list(group.rows)) for group in site.groups]
         first = 0
-        for product in () if site.logits is None else site.logits.products:
+        for product in site.products:
             rows, first = range(first, first + product.projection.rows), first + product.projection.rows
             taken = [rows.index(row) for row in more if row in rows]
             groups += [(product.projection, taken)] if taken else []
