@@ -75,8 +75,11 @@ def _blame(calls: Calls, node: fx.Node, reason: str) -> None:
 
 
 def erase_dead(copies: Copies) -> None:
-    """Remove nodes that only replaced nodes needed, except those that may have an effect of their own."""
-    erase_unused(copies, [*copies.replaced, *copies.on_demand])
+    """Remove nodes that only replaced nodes needed, and what replaces them if nothing reads that.
+
+    Nodes that may have an effect of their own stay.
+    """
+    erase_unused(copies, [*copies.replaced, *copies.on_demand, *copies.replaced.values()])
 
 
 def erase_unused(copies: Copies, nodes: Iterable[fx.Node]) -> None:

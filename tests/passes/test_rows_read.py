@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from mhc_compile import passes
 from mhc_compile.testing import capture
-from tests.zoo import check
+from tests.zoo import check, near_gates  # noqa: F401  (gives the near misses names)
 from tests.zoo.common import random_parameter, random_phi
+from tests.zoo.near import MISSES
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -215,6 +216,19 @@ def test_logits_that_leave_the_graph_or_are_written_are_whole(kind: type[Shown])
     outcome = check.run(model, (torch.randn(SHAPE),), backward=kind is Shown)
     check.assert_as_accurate(outcome)
     assert _projected(model) == [4 * N]
+
+
+class OnlyGates(MISSES["split_same_twice"], MISSES["post_with_clipped_gradient"]):  # type: ignore[misc]
+    """Two gates are made of the same rows, and operators make all of the gates."""
+
+
+# Dynamo instantiates autograd.Function while it traces one, which torch itself warns about.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_logits_that_nothing_reads_are_not_made() -> None:
+    outcome = check.run(OnlyGates(n=N, width=WIDTH, length=3, batch=2), (torch.randn(SHAPE),))
+    check.assert_as_accurate(outcome)
+    assert outcome.operators == ["expand_combine", "generate_mix_and_aggregate"], str(outcome.report)
+    assert _projected(OnlyGates(n=N, width=WIDTH, length=3, batch=2)) == [2 * N + N * N]
 
 
 def test_symbolic_sizes_stay_symbolic() -> None:
