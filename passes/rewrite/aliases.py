@@ -43,6 +43,7 @@ class Aliases:
 
         made: the nodes of the program in whose places there are operators' results, and the sites of these.
         """
+        made = [(old, site) for old, site in made if not copies.current(old)._erased]
         stands_for: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         for old in copies:
             stands_for[copies.current(old)].append(old)

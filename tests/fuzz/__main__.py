@@ -148,9 +148,10 @@ def _judge(seeds: Iterator[int], sent: Connection, received: Connection) -> None
         sent.send((seed, verdict))
         if verdict.complaint and not verdict.complaint.startswith("hang"):
             wrong += 1
+            print(f"WRONG, seed {seed}: {verdict.complaint}", flush=True)  # before it is made smaller, which takes long
             if wrong <= SHRUNK:
                 program, verdict = shrink(seed, choices.made, lambda: sent.send(None))
-            print(f"WRONG, seed {seed}: {verdict.complaint}\n{LINE}\n{program}\n{LINE}", flush=True)
+            print(f"{LINE}\nseed {seed}, smaller: {verdict.complaint}\n{program}\n{LINE}", flush=True)
 
 
 def _judge_alone(seed: int, sent: Connection) -> None:

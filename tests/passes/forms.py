@@ -256,7 +256,7 @@ GROUPS: dict[str, list[Form]] = {
             "streams in a Python list that leaves the graph",
             lambda: beside.ListOfStreams(4, 32, 3, 2),
             lambda: (torch.randn(2, 3, 4, 32),),
-            ("generate_mix", PROJECT),
+            ("generate_mix",),
             "left",
             "as separate tensors",
         ),
