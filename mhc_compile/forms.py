@@ -155,3 +155,13 @@ class Sinkhorn:
 
 class SymbolicLayout(ValueError):
     """A kernel has to know how a tensor lies in memory, but this depends on a symbolic size."""
+
+
+def is_alone(x: Tensor, phi: Tensor) -> bool:
+    """Whether phi projects each stream of x [..., n, C] alone."""
+    return x.shape[-2] > 1 and phi.dim() == 2 and phi.shape[1] == x.shape[-1]
+
+
+def as_projected(x: Tensor, phi: Tensor) -> Tensor:
+    """x [..., n, C] as phi projects it: each stream a token of its own, [..., n, 1, C], if phi is for each alone."""
+    return x.unsqueeze(-2) if is_alone(x, phi) else x

@@ -4,6 +4,8 @@
     dx[i] = sum_o h_res[i, o] dx'[o]        df = sum_o h_post[o] dx'[o]
     dphi = dh^T @ x_new                     dh_post[o] = <f, dx'[o]>, dh_res[i, o] = <x[i], dx'[o]>
 
+The coefficient may be one for each stream.
+
 A program owns COLUMNS columns of all streams and a stretch of tokens, TOKENS at a time. Tensor cores leave the products
 in their own layout, one thread far from the next; here the program says where each tile lies, which Triton does not
 let it, and copies the next tile into shared memory while it computes. In C-units of n = 4 it reads 14 and writes 5,
@@ -62,9 +64,11 @@ def _fetch(new_s, grad_s, old_s, input_s, f_s, dh_s, stage, x_new, d_x_new, x, d
 
 
 @gluon.jit
-def _factors(coefficient, h_pre, h_post, h_res, tok, live, tokens, N: gl.constexpr):
-    """Per token: the coefficient, h_pre, h_post and the rows of h_res, asked for before any of them is needed."""
-    values = (gl.load(coefficient + tok, mask=live, other=0.0)[:, None],)
+def _factors(coefficient, h_pre, h_post, h_res, tok, live, tokens, N: gl.constexpr, COEFFICIENTS: gl.constexpr):
+    """Per token: coefficients, h_pre, h_post and the rows of h_res, asked for before any of them is needed."""
+    values = ()
+    for o in gl.static_range(COEFFICIENTS):
+        values = values + (gl.load(coefficient + tok * COEFFICIENTS + o, mask=live, other=0.0)[:, None],)
     for o in gl.static_range(N):
         values = values + (gl.load(h_pre + o * tokens + tok, mask=live, other=0.0)[:, None],)
     for o in gl.static_range(N):
@@ -78,12 +82,13 @@ def _factors(coefficient, h_pre, h_post, h_res, tok, live, tokens, N: gl.constex
 @gluon.jit(do_not_specialize=["M", "tokens_each"])
 def boundary_gradients_kernel(d_x_new, d_layer_input, x_new, f, x, phi, norm_weight, dh, coefficient, h_pre, h_post,
                               h_res, dx, df, dphi_part, sums_part, M, tokens_each, C, phi_k, phi_c, N: gl.constexpr,
-                              K: gl.constexpr, ROW: gl.constexpr, ROWS: gl.constexpr, HAS_NORM: gl.constexpr,
-                              BLOCK_M: gl.constexpr, BLOCK_C: gl.constexpr, WARPS: gl.constexpr,
-                              STAGES: gl.constexpr):  # fmt: skip
+                              K: gl.constexpr, COEFFICIENTS: gl.constexpr, ROW: gl.constexpr,
+                              ROWS: gl.constexpr, HAS_NORM: gl.constexpr, BLOCK_M: gl.constexpr,
+                              BLOCK_C: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """dx, df, dphi_part [splits, K, n*C] and sums_part [blocks, n + n*n, M] of BLOCK_C columns of tokens_each tokens.
 
-    dh [3, M, ROW] comes as bf16 parts, the largest first; of phi * norm_weight two are made here.
+    dh [3, M, ROW] comes as bf16 parts, the largest first; of phi * norm_weight two are made here. coefficient
+    [M, COEFFICIENTS] has one number for all streams, or one for each.
     """
     LANES: gl.constexpr = BLOCK_C // 8
     TILE: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
@@ -141,7 +146,7 @@ def boundary_gradients_kernel(d_x_new, d_layer_input, x_new, f, x, phi, norm_wei
         live = tok_1 < last
         mask = live[:, None] & inside
         at = tok_1[:, None] * (N * C) + c
-        factors = _factors(coefficient, h_pre, h_post, h_res, tok_1, live, tokens, N)
+        factors = _factors(coefficient, h_pre, h_post, h_res, tok_1, live, tokens, N, COEFFICIENTS)
 
         high_t = parts_s.slice(0, BLOCK_M, 0).permute((1, 0)).load(LEFT)
         middle_t = parts_s.slice(BLOCK_M, BLOCK_M, 0).permute((1, 0)).load(LEFT)
@@ -168,8 +173,10 @@ def boundary_gradients_kernel(d_x_new, d_layer_input, x_new, f, x, phi, norm_wei
             part = mma_v2(high, phi_middle, part)
             part = mma_v2(high, phi_high, part)
             new = new_t.slice(o * BLOCK_M, BLOCK_M, 0).load(TILE).to(gl.float32)
-            v = gl.convert_layout(part, TILE) + factors[0] * new
-            v += factors[1 + o] * d_input + grad_s.index(turn).slice(o * BLOCK_M, BLOCK_M, 0).load(TILE).to(gl.float32)
+            v = gl.convert_layout(part, TILE) + factors[o % COEFFICIENTS] * new
+            v += factors[COEFFICIENTS + o] * d_input + grad_s.index(turn).slice(o * BLOCK_M, BLOCK_M, 0).load(TILE).to(
+                gl.float32
+            )
             d_new = d_new + (v,)
 
         sums = ()
@@ -192,7 +199,7 @@ def boundary_gradients_kernel(d_x_new, d_layer_input, x_new, f, x, phi, norm_wei
                         changed = changed + (sums[j],)
                 sums = changed
                 # h_post stands before the rows of h_res, as f before the streams.
-                grad += factors[1 + N + i * N + o] * d_new[o]
+                grad += factors[COEFFICIENTS + N + i * N + o] * d_new[o]
             if i == 0:
                 gl.store(df + tok_1[:, None] * C + c, grad.to(gl.bfloat16), mask=mask)
             else:
@@ -254,8 +261,9 @@ def backward(
         launch(
             boundary_gradients_kernel, (splits * blocks,),
             d_x_new, d_layer_input, x_new, f, x, phi, norm_weight, dh, coefficient, h_pre, h_post, h_res, dx, df,
-            dphi_part, sums_part, tokens, each, width, phi.stride(0), phi.stride(1), N=n, K=rows, ROW=dh.shape[2],
-            ROWS=ROWS, HAS_NORM=norm_weight is not None, BLOCK_M=TOKENS, BLOCK_C=COLUMNS, WARPS=WARPS, STAGES=STAGES,
+            dphi_part, sums_part, tokens, each, width, phi.stride(0), phi.stride(1), N=n, K=rows,
+            COEFFICIENTS=n if coefficient.dim() == 2 else 1, ROW=dh.shape[2], ROWS=ROWS,
+            HAS_NORM=norm_weight is not None, BLOCK_M=TOKENS, BLOCK_C=COLUMNS, WARPS=WARPS, STAGES=STAGES,
             num_warps=WARPS,
         )  # fmt: skip
     return dphi_part, sums_part

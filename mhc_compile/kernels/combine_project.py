@@ -2,7 +2,8 @@
 
     x'[o] = h_post[o] f + sum_i h_res[i, o] x[i]        h = x' phi^T        squares = sum x'^2
 
-and, where the gates of the read are given, its result: layer_input = sum_o h_pre[o] x'[o]
+and, where the gates of the read are given, its result: layer_input = sum_o h_pre[o] x'[o]. The squares of each stream
+can stay alone.
 
 A program owns some tokens and goes through blocks of columns of all streams, while the next block is copied into
 shared memory. x' takes the place of x there, from where tensor cores get it; phi, in three bf16 parts, they read where
@@ -62,10 +63,10 @@ def _fetch(x_s, f_s, phi_s, stage, x, f, phi, tile, start, bound, M, C, N: gl.co
 def combine_project_kernel(f, h_post, x, h_res, h_pre, phi, norm_weight, out, layer_input, h_part, squares_part, M,
                            C, phi_k, phi_c, stored, chunks_each, chunk_blocks, N: gl.constexpr, K: gl.constexpr,
                            PARTS: gl.constexpr, ROWS: gl.constexpr, AHEAD: gl.constexpr, HAS_NORM: gl.constexpr,
-                           GROUPS: gl.constexpr, TOKENS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_C: gl.constexpr,
-                           WARPS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+                           SQUARES: gl.constexpr, GROUPS: gl.constexpr, TOKENS: gl.constexpr, BLOCK_M: gl.constexpr,
+                           BLOCK_C: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """out [M, n, C], layer_input [M, C] where h_pre [M, n] is given, and sums of chunks_each chunks: h_part
-    [stored, K, M] and squares_part [stored, M].
+    [stored, K, M] and squares_part [stored, SQUARES, M], with SQUARES of all streams 1 and of each alone n.
 
     AHEAD: phi [PARTS, ROWS, n*C] comes as bf16 parts, the largest first, its rows beyond K zero. Otherwise it is split
     here, block by block. A program has TOKENS of the BLOCK_M rows that tensor cores multiply, and with one stage a
@@ -120,11 +121,15 @@ def combine_project_kernel(f, h_post, x, h_res, h_pre, phi, norm_weight, out, la
         for o in gl.static_range(N):
             pre = pre + (gl.load(h_pre + tok * N + o, mask=live, other=0.0).to(gl.float32),)
     h = gl.zeros([BLOCK_M, ROWS], gl.float32, MMA)
-    squares = gl.zeros([TOKENS], gl.float32, TOKEN)
+    squares = ()
+    for _ in gl.static_range(SQUARES):
+        squares = squares + (gl.zeros([TOKENS], gl.float32, TOKEN),)
     turn = 0
     for chunk in range(chunks_each):
         h_chunk = gl.zeros([BLOCK_M, ROWS], gl.float32, MMA)
-        squares_chunk = gl.zeros([TOKENS], gl.float32, TOKEN)
+        squares_chunk = ()
+        for _ in gl.static_range(SQUARES):
+            squares_chunk = squares_chunk + (gl.zeros([TOKENS], gl.float32, TOKEN),)
         for within in range(chunk_blocks):
             start = ((first + chunk * chunk_blocks + within) * GROUPS + group) * BLOCK_C
             if not AHEAD:
@@ -149,7 +154,7 @@ def combine_project_kernel(f, h_post, x, h_res, h_pre, phi, norm_weight, out, la
             old = ()
             for i in gl.static_range(N):
                 old = old + (x_s[i].index(turn).slice(0, TOKENS, 0).load(TILE),)
-            terms = gl.zeros([TOKENS, BLOCK_C], gl.float32, TILE)
+            terms = ()
             if READ:
                 read = gl.zeros([TOKENS, BLOCK_C], gl.float32, TILE)
             for o in gl.static_range(N):
@@ -160,13 +165,19 @@ def combine_project_kernel(f, h_post, x, h_res, h_pre, phi, norm_weight, out, la
                     # A thread reads of x what it overwrites, and nothing else.
                     x_s[o].index(turn).slice(0, TOKENS, 0).store(new)
                 v = new.to(gl.float32)
-                terms = gl.fma(v, v, terms)
+                if o < SQUARES:
+                    terms = terms + (v * v,)
+                else:
+                    terms = (gl.fma(v, v, terms[0]),)
                 if READ:
                     read = gl.fma(pre[o][:, None], v, read)
             if READ:
                 read_at = layer_input + tok[:, None] * C + c
                 gl.store(read_at, read.to(layer_input.dtype.element_ty), mask=mask)
-            squares_chunk += gl.sum(terms, axis=1)
+            added = ()
+            for s in gl.static_range(SQUARES):
+                added = added + (squares_chunk[s] + gl.sum(terms[s], axis=1),)
+            squares_chunk = added
             if COMBINE:
                 barrier()
             small = gl.zeros([BLOCK_M, ROWS], gl.float32, MMA)
@@ -184,13 +195,17 @@ def combine_project_kernel(f, h_post, x, h_res, h_pre, phi, norm_weight, out, la
             h_chunk = gl.fma(large + small, gl.full_like(h_chunk, 1.0), h_chunk)
             turn = (turn + 1) % STAGES
         h += h_chunk
-        squares += squares_chunk
+        added = ()
+        for s in gl.static_range(SQUARES):
+            added = added + (squares[s] + squares_chunk[s],)
+        squares = added
     async_copy.wait_group(0)
     tok_h = (gl.arange(0, BLOCK_M, gl.SliceLayout(1, MMA)).to(gl.int64) + tile)[:, None]
     k = gl.arange(0, ROWS, gl.SliceLayout(0, MMA))[None, :]
     live_h = tok_h < gl.minimum(tokens, tile + TOKENS)
     gl.store(h_part + (part_of * K + k).to(gl.int64) * tokens + tok_h, h, mask=live_h & (k < K))
-    gl.store(squares_part + part_of.to(gl.int64) * tokens + tok, squares, mask=live)
+    for s in gl.static_range(SQUARES):
+        gl.store(squares_part + (part_of * SQUARES + s).to(gl.int64) * tokens + tok, squares[s], mask=live)
 
 
 def fits(
@@ -214,11 +229,12 @@ def forward(
     norm_weight: torch.Tensor | None,
     combine: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     read: tuple[torch.Tensor, torch.Tensor] | None = None,
+    alone: bool = False,
 ) -> Partials:
     """The partial sums of the projection of x [M, n, C], or of x'.
 
     combine: f [M, C], h_post, h_res, and out for x' [M, n, C], which is filled; read: h_pre [M, n], and out for the sum
-    [M, C] that it weighs, which is filled.
+    [M, C] that it weighs, which is filled; alone: squares are of each stream.
     """
     tokens, n, width = x.shape
     rows = phi.shape[0]
@@ -236,7 +252,7 @@ def forward(
     each, chunk_blocks = min(cuts, key=rounds)
     stored = GROUPS * (chunks * chunk // (each * chunk_blocks))
     h = torch.empty(stored, rows, tokens, dtype=torch.float32, device=x.device)
-    squares = torch.empty(stored, tokens, dtype=torch.float32, device=x.device)
+    squares = torch.empty(stored, *([n] if alone else []), tokens, dtype=torch.float32, device=x.device)
     parts = max(2, parts_of(x, phi, norm_weight))
     # As in `projection`: splitting phi once costs a launch, and pays where many programs need it.
     ahead = expected_tiles >= SPLIT_AHEAD_TILES
@@ -250,7 +266,8 @@ def forward(
             combine_project_kernel, (cdiv(tokens, tile.tokens) * stored,),
             f, h_post, x, h_res, h_pre, weight, norm_weight, out, layer_input, h, squares, tokens, width,
             weight.stride(-2), weight.stride(-1), stored, each, chunk_blocks, N=n, K=rows, PARTS=parts, ROWS=ROWS,
-            AHEAD=ahead, HAS_NORM=norm_weight is not None and not ahead, GROUPS=GROUPS, TOKENS=tile.tokens,
-            BLOCK_M=MANY.tokens, BLOCK_C=tile.columns, WARPS=tile.warps, STAGES=tile.stages, num_warps=tile.warps,
+            AHEAD=ahead, HAS_NORM=norm_weight is not None and not ahead, SQUARES=n if alone else 1, GROUPS=GROUPS,
+            TOKENS=tile.tokens, BLOCK_M=MANY.tokens, BLOCK_C=tile.columns, WARPS=tile.warps, STAGES=tile.stages,
+            num_warps=tile.warps,
         )  # fmt: skip
     return Partials(h, squares, stored, chunks // each, chunk // chunk_blocks)

@@ -77,7 +77,7 @@ def cut_columns(n: int, width: int) -> Cut:
 class Partials:
     """Partial sums of h [stored, K, M] and of the squares [stored, M], and how they are added (`partial_sum`).
 
-    First every `chunk` of them, then every `group` of these sums.
+    Squares of each stream alone are [stored, n, M]. First every `chunk` of them, then every `group` of these sums.
     """
 
     h: torch.Tensor
@@ -256,22 +256,23 @@ def store_sums(h_part, h, tok, tokens, stored, K: tl.constexpr, KP: tl.constexpr
 
 @triton.jit(do_not_specialize=["M", "stored"])
 def collect_kernel(h_part, squares_part, h, ms, M, stored, inverse_columns, K: tl.constexpr,
-                   GROUP: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
+                   SQUARES: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
                    BLOCK_T: tl.constexpr):  # fmt: skip
-    """h [M, K] and ms [M] from the partial sums of a projection."""
+    """h [M, K] and ms [M, SQUARES] from the partial sums of a projection."""
     tokens = M.to(tl.int64)
     tok = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     live = tok < tokens
-    squares = partial_sum(squares_part + tok, live, stored, tokens, GROUP, CHUNK)
-    tl.store(ms + tok, squares * inverse_columns, mask=live)
+    for s in tl.static_range(SQUARES):
+        squares = partial_sum(squares_part + s * tokens + tok, live, stored, SQUARES * tokens, GROUP, CHUNK)
+        tl.store(ms + tok * SQUARES + s, squares * inverse_columns, mask=live)
     store_sums(h_part, h, tok, tokens, stored, K, BLOCK_K, GROUP, CHUNK)
 
 
 @triton.jit(do_not_specialize=["M"])
-def spread_kernel(d_h, d_ms, dh, coefficient, M, inverse_columns, K: tl.constexpr, ROW: tl.constexpr,
-                  HAS_DH: tl.constexpr, HAS_DMS: tl.constexpr, PARTS: tl.constexpr, BLOCK_K: tl.constexpr,
-                  BLOCK_T: tl.constexpr):  # fmt: skip
-    """d h [M, K] and d ms [M] as products_kernel takes them: dh [parts, M, ROW] and 2 dms / (nC)."""
+def spread_kernel(d_h, d_ms, dh, coefficient, M, inverse_columns, K: tl.constexpr, SQUARES: tl.constexpr,
+                  ROW: tl.constexpr, HAS_DH: tl.constexpr, HAS_DMS: tl.constexpr, PARTS: tl.constexpr,
+                  BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
+    """d h [M, K] and d ms [M, SQUARES] as products_kernel takes them: dh [parts, M, ROW] and 2 dms / (nC)."""
     tokens = M.to(tl.int64)
     tok = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     live = tok < tokens
@@ -280,10 +281,11 @@ def spread_kernel(d_h, d_ms, dh, coefficient, M, inverse_columns, K: tl.constexp
     if HAS_DH:
         grad += tl.load(d_h + tok[:, None] * K + k, mask=live[:, None] & (k < K), other=0.0).to(tl.float32)
     store_gradient(grad, dh + tok[:, None] * ROW + k, tokens * ROW, live[:, None] & (k < ROW), PARTS)
-    dms = tl.zeros([BLOCK_T], tl.float32)
-    if HAS_DMS:
-        dms += tl.load(d_ms + tok, mask=live, other=0.0).to(tl.float32)
-    tl.store(coefficient + tok, dms * (2.0 * inverse_columns), mask=live)
+    for s in tl.static_range(SQUARES):
+        dms = tl.zeros([BLOCK_T], tl.float32)
+        if HAS_DMS:
+            dms += tl.load(d_ms + tok * SQUARES + s, mask=live, other=0.0).to(tl.float32)
+        tl.store(coefficient + tok * SQUARES + s, dms * (2.0 * inverse_columns), mask=live)
 
 
 def more_rows(rows: int, block: int) -> int:
@@ -392,37 +394,50 @@ def forward(
     return collect(project(flat, phi, norm_weight) if flat.shape[0] else None, x, phi.shape[0])
 
 
-def collect(partials: Partials | None, x: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(h [..., K], ms [...]) from the partial sums of the K = `rows` projections of x [..., n, C]; None: no tokens."""
+def collect(
+    partials: Partials | None, x: torch.Tensor, rows: int, alone: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(h [..., K], ms [...]) from the partial sums of the K = `rows` projections of x [..., n, C]; None: no tokens.
+
+    alone: the rows are of one stream after the other, h [..., n, K / n] and ms [..., n].
+    """
     n, width = x.shape[-2:]
-    h = torch.empty((*x.shape[:-2], rows), dtype=torch.float32, device=x.device)
-    ms = torch.empty(x.shape[:-2], dtype=torch.float32, device=x.device)
+    squares = n if alone else 1
+    shape = x.shape[:-1] if alone else x.shape[:-2]
+    h = torch.empty((*shape, rows // squares), dtype=torch.float32, device=x.device)
+    ms = torch.empty(shape, dtype=torch.float32, device=x.device)
     if partials is None:
         return h, ms
-    tokens, block_t = partials.squares.shape[1], tokens_to_add(partials, rows)
+    tokens, block_t = partials.squares.shape[-1], tokens_to_add(partials, rows)
     with on_device(x):
         launch(
             collect_kernel, (cdiv(tokens, block_t),),
-            partials.h, partials.squares, h, ms, tokens, partials.stored, 1.0 / (n * width), K=rows,
-            GROUP=partials.group, CHUNK=partials.chunk, BLOCK_K=next_power_of_2(rows), BLOCK_T=block_t, num_warps=4,
+            partials.h, partials.squares, h, ms, tokens, partials.stored, squares / (n * width), K=rows,
+            SQUARES=squares, GROUP=partials.group, CHUNK=partials.chunk, BLOCK_K=next_power_of_2(rows),
+            BLOCK_T=block_t, num_warps=4,
         )  # fmt: skip
     return h, ms
 
 
 def spread(
-    d_h: torch.Tensor | None, d_ms: torch.Tensor | None, x: torch.Tensor, rows: int
+    d_h: torch.Tensor | None, d_ms: torch.Tensor | None, x: torch.Tensor, rows: int, alone: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """dh as `dh_parts` lays it out and the coefficient of x [M], for x [M, n, C] (M > 0) and K = `rows`."""
+    """dh as `dh_parts` lays it out and the coefficient of x [M], for x [M, n, C] (M > 0) and K = `rows`.
+
+    alone: the rows are of one stream after the other, and coefficient is [M, n].
+    """
     tokens, n, width = x.shape
+    squares = n if alone else 1
     dh = dh_parts(x, rows)
-    coefficient = torch.empty(tokens, dtype=torch.float32, device=x.device)
+    coefficient = torch.empty(tokens, *([n] if alone else []), dtype=torch.float32, device=x.device)
     block_t, block = narrow_tile(dh.shape[2])
     with on_device(x):
         launch(
             spread_kernel, (cdiv(tokens, block_t),),
             None if d_h is None else d_h.contiguous(), None if d_ms is None else d_ms.contiguous(), dh,
-            coefficient, tokens, 1.0 / (n * width), K=rows, ROW=dh.shape[2], HAS_DH=d_h is not None,
-            HAS_DMS=d_ms is not None, PARTS=dh.shape[0] == 3, BLOCK_K=block, BLOCK_T=block_t, num_warps=4,
+            coefficient, tokens, squares / (n * width), K=rows, SQUARES=squares, ROW=dh.shape[2],
+            HAS_DH=d_h is not None, HAS_DMS=d_ms is not None, PARTS=dh.shape[0] == 3, BLOCK_K=block,
+            BLOCK_T=block_t, num_warps=4,
         )  # fmt: skip
     return dh, coefficient
 

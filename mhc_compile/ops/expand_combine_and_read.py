@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mhc_compile.ops._checks import accumulation_dtype, check_needs, check_out_dtype, check_tensor
+from mhc_compile.forms import as_projected, is_alone
+from mhc_compile.ops._checks import accumulation_dtype, check_needs, check_out_dtype, check_tensor, shape_text
 from mhc_compile.ops._register import define, differentiate
 from mhc_compile.ops._tensors import fake_gradients, rows_of, settle_gradient, settle_streams, upcast
 from mhc_compile.ops.aggregate import pre_gradient
@@ -42,24 +43,29 @@ def expand_combine_and_read(
         layer_input = aggregate(x', h_pre)
         h, ms = projection(x', phi, norm_weight)
 
+    If phi has C columns, it is applied to each stream alone, as in arXiv 2409.19606:
+
+        h[..., i, :], ms[..., i] = projection(x'[..., [i], :], phi, norm_weight)
+
     Neither waits for gates that are made of x'. So one pass that makes x' also makes what reads it. Gates that no
     operator makes have their own program after h and ms, and gates that are parameters need no h at all.
 
     Args:
         f, layer_bias, h_post, x, h_res: as in `expand_combine`.
         h_pre: [..., n], as in `aggregate`; None for no layer_input.
-        phi, norm_weight: as in `projection`; None for no h and ms.
+        phi, norm_weight: as in `projection`, phi [K, n*C] and norm_weight [n*C], or [K, C] and [C] for each stream
+            alone; None for no h and ms.
         streams_dtype: the dtype of x'; None means that of x.
         out_dtype: the dtype of layer_input; None means that of x'.
 
     Returns:
-        x' [..., n, C], layer_input [..., C], h [..., K] and ms [...]. Without h_pre, layer_input has the shape
-        [..., 0]; without phi, h and ms have.
+        x' [..., n, C], layer_input [..., C], h [..., K] and ms [...], or h [..., n, K] and ms [..., n] of each stream.
+        Without h_pre, layer_input has the shape [..., 0]; without phi, h and ms have.
 
     Raises:
         TypeError, ValueError: an argument has an unexpected dtype, shape or device, or neither h_pre nor phi is given.
 
-    Source: equations 3, 14 and 15 of arXiv 2512.24880.
+    Source: equations 3, 14 and 15 of arXiv 2512.24880; for streams alone, section 2.2 of arXiv 2409.19606.
     """
     result: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.mhc.expand_combine_and_read(
         f, layer_bias, h_post, x, h_res, h_pre, phi, norm_weight, streams_dtype=streams_dtype, out_dtype=out_dtype
@@ -87,7 +93,14 @@ def _check(
     if h_pre is None and phi is None:
         raise ValueError("neither h_pre nor phi was given; expected one of them, or both")
     if phi is not None:
-        check_phi(x, phi, norm_weight)
+        n, width = x.shape[-2:]
+        if phi.dim() == 2 and phi.shape[1] not in (n * width, width):
+            raise ValueError(
+                f"phi has shape {shape_text(phi.shape)}; expected [K, n*C] = [K, {n * width}], or [K, C] = [K, {width}]"
+                f" for each stream alone, for x [..., n, C] of shape {shape_text(x.shape)}"
+            )
+        check_phi(as_projected(x, phi), phi, None)
+        check_tensor("norm_weight", norm_weight, phi.shape[1:], "[C]" if is_alone(x, phi) else "[n*C]", x)
     elif norm_weight is not None:
         raise ValueError("norm_weight was given without phi; expected both, or None for both")
 
@@ -111,7 +124,7 @@ def reference(
     if h_pre is not None:
         layer_input = aggregate_reference(x_new, h_pre, out_dtype=out_dtype)
     if phi is not None:
-        h, ms = projection_reference(x_new, phi, norm_weight)
+        h, ms = projection_reference(as_projected(x_new, phi), phi, norm_weight)
     return x_new, layer_input, h, ms
 
 
@@ -121,8 +134,16 @@ def empty_reads(
     """layer_input, h and ms of the new streams, their elements left open."""
     tokens, width, dtype = x_new.shape[:-2], x_new.shape[-1], accumulation_dtype(x_new)
     layer_input = x_new.new_empty((*tokens, 0 if h_pre is None else width), dtype=out_dtype or x_new.dtype)
-    h = x_new.new_empty((*tokens, 0 if phi is None else phi.shape[0]), dtype=dtype)
-    return layer_input, h, x_new.new_empty((*tokens, 0) if phi is None else tokens, dtype=dtype)
+    rows, means = shapes_of_projection(x_new, phi)
+    return layer_input, x_new.new_empty(rows, dtype=dtype), x_new.new_empty(means, dtype=dtype)
+
+
+def shapes_of_projection(x: Tensor, phi: Tensor | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shapes of h and ms."""
+    if phi is None:
+        return (*x.shape[:-2], 0), (*x.shape[:-2], 0)
+    tokens = as_projected(x, phi).shape[:-2]
+    return (*tokens, phi.shape[0]), tuple(tokens)
 
 
 def _fake(
@@ -164,8 +185,10 @@ def _check_backward(
     check_tensor("d_x_new", d_x_new, x.shape, "the shape of x", x)
     tokens = x.shape[:-2]
     check_tensor("d_layer_input", d_layer_input, (*tokens, 0 if h_pre is None else x.shape[-1]), "[..., C]", x)
-    check_tensor("d_h", d_h, (*tokens, 0 if phi is None else phi.shape[0]), "[..., K]", x)
-    check_tensor("d_ms", d_ms, (*tokens, 0) if phi is None else tokens, "[...]", x)
+    rows, means = shapes_of_projection(x, phi)
+    each = "..., n" if phi is not None and is_alone(x, phi) else "..."
+    check_tensor("d_h", d_h, rows, f"[{each}, K]", x)
+    check_tensor("d_ms", d_ms, means, f"[{each}]", x)
 
 
 def _reference_backward(
@@ -187,15 +210,18 @@ def _reference_backward(
     into, dtype = any(needs[:5]), accumulation_dtype(x)
     d_new, d_pre, dphi, dnorm_weight = d_x_new, None, None, None
     if phi is not None:
-        aggregated = None
+        streams, aggregated = as_projected(x_new, phi), None
         if h_pre is not None and d_layer_input is not None:
-            aggregated = (upcast(rows_of(h_pre), dtype), rows_of(d_layer_input))
             d_pre = pre_gradient(d_layer_input, x_new) if needs[5] else None
-        tokens = x.shape[:-2].numel()
+            gates, d_out = h_pre, d_layer_input
+            if is_alone(x_new, phi):
+                gates, d_out = h_pre.unsqueeze(-1), d_layer_input.unsqueeze(-2).expand(x_new.shape)
+            aggregated = (upcast(rows_of(gates), dtype), rows_of(d_out))
+        tokens = streams.shape[:-2].numel()
         dh = x.new_zeros((tokens, phi.shape[0]), dtype=dtype) if d_h is None else upcast(rows_of(d_h), dtype)
         dms = None if d_ms is None else upcast(d_ms.reshape(tokens), dtype)
-        wide, d_x = (into, needs[6], needs[7]), d_x_new if into else None
-        dx, dphi, dnorm_weight = projection_gradients(dh, dms, x_new, phi, norm_weight, wide, d_x, aggregated)
+        wide, d_x = (into, needs[6], needs[7]), as_projected(d_x_new, phi) if into and d_x_new is not None else None
+        dx, dphi, dnorm_weight = projection_gradients(dh, dms, streams, phi, norm_weight, wide, d_x, aggregated)
         d_new = settle_streams(dx, x_new)
     elif h_pre is not None and d_layer_input is not None:
         read = aggregate_backward(d_layer_input, x_new, h_pre, (into, needs[5]), d_x_new if into else None)

@@ -184,6 +184,14 @@ def unviewed(node: Any) -> Any:
     return source if views and same_layout(source, node) else node
 
 
+def in_order(node: Any) -> Any:
+    """What a node is, past views that leave all elements in order; each stream may be a token of its own in them."""
+    if not isinstance(node, fx.Node):
+        return node
+    source, _ = viewed(node)
+    return source if contiguous(source) and contiguous(node) else unviewed(node)
+
+
 def call(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: fx.Node) -> fx.Node:
     """Insert a call whose fake result is computed, and which otherwise is described as `like`."""
     fakes = fx.map_arg((args, kwargs), lambda n: n.meta["val"])

@@ -3,6 +3,8 @@
     x' = expand_combine(f, ..., x, h_res); layer_input = aggregate(x', h_pre); h, ms = projection(x', phi)
         ->    x', layer_input, h, ms = expand_combine_and_read(f, ..., x, h_res, h_pre, phi)
 
+The projection may be of each stream alone, as a token of its own.
+
 Forward, either of the two readers may be missing. Gates that are parameters, or that come from the sublayer before, are
 there before x' is; and where gates are the program's own, what they are made of is.
 
@@ -18,19 +20,20 @@ from typing import Any
 import torch
 from torch import fx
 
+from mhc_compile import compat
 from mhc_compile.passes.fuse.boundary import TENSORS, erase_views, hoistable, same_block, same_width
 from mhc_compile.passes.fuse.joint import (
     arguments,
     call,
     calls,
     fits,
+    in_order,
     is_operator,
     item,
     note_parts,
     replace_items,
     same_layout,
     same_stretch,
-    unviewed,
 )
 from mhc_compile.passes.fuse.recompute import made_by
 from mhc_compile.passes.fuse.shifted import first_reader, made_for, move_behind, readers, users_between
@@ -45,7 +48,9 @@ _OF_READ, _OF_PROJECTION = {1: 5}, {1: 6, 2: 7}
 
 def combine_and_read(graph: fx.Graph) -> int:
     """Fuse forward; returns how many writes are fused now."""
-    reads, projections = readers(graph, _READ), readers(graph, _PROJECTION)
+    reads, projections = readers(graph, _READ), readers(graph, _PROJECTION, in_order)
+    for combine, found in projections.items():
+        projections[combine] = [projection for projection in found if _projects(projection, combine)]
     count = 0
     for combine in sorted({*reads, *projections}):
         read, projection = (first_reader(found.get(combine, ()), combine) for found in (reads, projections))
@@ -58,6 +63,17 @@ def combine_and_read(graph: fx.Graph) -> int:
             combine.prepend(node)
         count += _fuse(graph, combine, read, projection)
     return count
+
+
+def _projects(projection: fx.Node, streams: fx.Node) -> bool:
+    """Whether a projection, or its backward, reads streams [..., n, C] as they are, or each of them alone."""
+    x = arguments(projection)["x"]
+    if same_layout(x, streams):
+        return True
+    have, whole = x.meta["val"].shape, streams.meta["val"].shape
+    alone = (*whole[:-1], 1, whole[-1])
+    several = not compat.same_size(whole[-2], 1)
+    return several and len(have) == len(alone) and all(map(compat.same_size, have, alone))
 
 
 def _fuse(graph: fx.Graph, combine: fx.Node, read: fx.Node | None, projection: fx.Node | None) -> bool:
@@ -94,8 +110,8 @@ def combine_and_read_backward(graph: fx.Graph) -> int:
     """Fuse backward; returns how many backwards of writes are fused now."""
     count = 0
     for combine in calls(graph, "expand_combine_backward"):
-        later = made_for(arguments(combine)["d_x_new"], combine, _BACKWARD)
-        earlier = None if later is None else made_for(arguments(later)["d_x"], later, _BACKWARD)
+        later = made_for(arguments(combine)["d_x_new"], combine, _BACKWARD, in_order)
+        earlier = None if later is None else made_for(arguments(later)["d_x"], later, _BACKWARD, in_order)
         if later is None:
             continue
         # Those that add to the gradient of x', in order.
@@ -103,6 +119,8 @@ def combine_and_read_backward(graph: fx.Graph) -> int:
         read, projection = (next((node for node in parts if is_operator(node, name)), None) for name in _BACKWARD)
         # A projection alone would gain nothing.
         if read is None or not _belong_together(combine, parts):
+            continue
+        if projection is not None and not _projects(projection, arguments(read)["x"]):
             continue
         # Placed where the later one is: what reads other results of a projection before that has to move.
         moving = [] if projection in (None, later) else users_between(parts[0], later, combine)
@@ -113,7 +131,7 @@ def combine_and_read_backward(graph: fx.Graph) -> int:
 
 def _belong_together(combine: fx.Node, parts: list[fx.Node]) -> bool:
     """Whether these backwards are of readers of what the write made of the tensors that its own backward has."""
-    given, streams = arguments(combine), {unviewed(arguments(part)["x"]) for part in parts}
+    given, streams = arguments(combine), {in_order(arguments(part)["x"]) for part in parts}
     made = made_by(next(iter(streams))) if len(streams) == 1 else None
     return (
         given["d_x"] is None
@@ -137,7 +155,12 @@ def _fuse_backward(
     first, second = arguments(combine), arguments(read)
     third = {} if projection is None else arguments(projection)
     gates_apart = projection is not None and second["needs"][1]
-    gradients = (arguments(parts[0])["d_x"], second["d_out"], third.get("d_h"), third.get("d_ms"))
+    before = arguments(parts[0])["d_x"]
+    if before is not None and not same_layout(before, second["x"]):
+        before = in_order(before)  # a projection of each stream alone adds to it
+        if not same_layout(before, second["x"]):
+            return False
+    gradients = (before, second["d_out"], third.get("d_h"), third.get("d_ms"))
     tensors = (*(first[name] for name in TENSORS), second["h_pre"], third.get("phi"), third.get("norm_weight"))
     needs = [*first["needs"], second["needs"][1] and not gates_apart, *third.get("needs", [False] * 3)[1:]]
     with graph.inserting_before(parts[-1]):

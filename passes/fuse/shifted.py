@@ -10,7 +10,7 @@ sum goes straight into the combine's backward. The two directions are fused inde
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -65,11 +65,11 @@ def shifted_boundary(graph: fx.Graph) -> int:
     return count
 
 
-def readers(graph: fx.Graph, name: str) -> dict[fx.Node, list[fx.Node]]:
-    """The operators of this name that read the new streams of a combine, by combine."""
+def readers(graph: fx.Graph, name: str, seen: Callable[[Any], Any] = unviewed) -> dict[fx.Node, list[fx.Node]]:
+    """The operators of this name that read the new streams of a combine, by combine; seen looks past views."""
     found: dict[fx.Node, list[fx.Node]] = {}
     for reader in calls(graph, name):
-        combine = unviewed(arguments(reader)["x"])
+        combine = seen(arguments(reader)["x"])
         if isinstance(combine, fx.Node) and is_operator(combine, "expand_combine"):
             found.setdefault(combine, []).append(reader)
     return found
@@ -123,9 +123,11 @@ def shifted_boundary_backward(graph: fx.Graph) -> int:
     return count
 
 
-def made_for(gradient: Any, reader: fx.Node, names: tuple[str, ...] = _BACKWARD) -> fx.Node | None:
+def made_for(
+    gradient: Any, reader: fx.Node, names: tuple[str, ...] = _BACKWARD, seen: Callable[[Any], Any] = unviewed
+) -> fx.Node | None:
     """The backward of a read or a mix whose gradient of the streams this is, which nothing but `reader` uses."""
-    source = unviewed(gradient)
+    source = seen(gradient)
     made = item_of(source, names, 0)
     return made if made is not None and only_used_by(source, reader) else None
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mhc_compile.forms import as_projected, is_alone
 from mhc_compile.ops import _loops
 from mhc_compile.ops._checks import accumulation_dtype
 from mhc_compile.ops._tensors import fake_gradients, settle_gradient
@@ -385,7 +386,7 @@ def expand_combine_and_read(
     if h_pre is not None:
         layer_input = aggregate(x_new, h_pre, out_dtype=out_dtype)
     if phi is not None:
-        h, ms = projection(x_new, phi, norm_weight)
+        h, ms = projection(as_projected(x_new, phi), phi, norm_weight)
     return x_new, layer_input, h, ms
 
 
@@ -415,9 +416,12 @@ def expand_combine_and_read_backward(
     dphi, dnorm_weight = settle_gradient(None, phi, x), settle_gradient(None, norm_weight, x)
     d_new = d_x_new
     if d_h is not None and phi is not None:
-        dtype = accumulation_dtype(x)
-        d_new = _unproject(x_new, d_h.to(dtype), phi, norm_weight, d_ms, aggregated, d_x_new)
-        dphi, dnorm_weight = _phi_gradients(d_h.to(dtype), x_new, phi, norm_weight, needs[6:])
+        dtype, read = accumulation_dtype(x), as_projected(x_new, phi)
+        if aggregated is not None and is_alone(x_new, phi):
+            d_new, aggregated = _read_backward(*aggregated, d_x_new, x_new), None
+        d_x = None if d_new is None else as_projected(d_new, phi)
+        d_new = _unproject(read, d_h.to(dtype), phi, norm_weight, d_ms, aggregated, d_x).view(x_new.shape)
+        dphi, dnorm_weight = _phi_gradients(d_h.to(dtype), read, phi, norm_weight, needs[6:])
     elif aggregated is not None:
         d_new = _read_backward(*aggregated, d_x_new, x_new)
     assert d_new is not None

@@ -98,6 +98,10 @@ def _calls(n: int, width: int, tokens: int, dtype: torch.dtype) -> None:
         combine_project.forward(x, phi, norm, (f, post, res, x), (pre, f))
         combine_project.forward(x, phi, norm)
         boundary_gradients.backward(x, f, x, f, x, f, x, phi, norm, dh, ms, pre.t().contiguous(), post, res)
+        # Of each stream alone.
+        projection.collect(combine_project.forward(x, phi, norm, (f, post, res, x), (pre, f), True), x, rows, True)
+        dh, each = projection.spread(torch.empty(tokens, n, n + 2), torch.empty(tokens, n), x, rows, True)
+        boundary_gradients.backward(x, f, x, f, x, f, x, phi, norm, dh, each, pre.t().contiguous(), post, res)
 
 
 def _few(n: int, width: int, dtype: torch.dtype) -> None:

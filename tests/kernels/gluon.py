@@ -111,7 +111,7 @@ def _streamed_products(
     """In float64, the sum whole in the place of its first part."""
     d_h = dh.double().sum(0)[:, : phi.shape[0]]
     weight = phi.double() if norm_weight is None else phi.double() * norm_weight.double()
-    value = coefficient[:, None, None] * x.double() + (d_h @ weight).view(x.shape)
+    value = coefficient.view(len(x), -1, 1) * x.double() + (d_h @ weight).view(x.shape)
     if d_out is not None and h_pre is not None:
         value += h_pre.t()[:, :, None] * d_out.double()[:, None]
     if d_x is not None:
@@ -154,7 +154,8 @@ def _combine_project(
     flat = new.flatten(1)
     weight = phi.double().sum(0)[:rows] if AHEAD else phi.double() * (1.0 if norm_weight is None else norm_weight)
     h_part.zero_()[0] = weight @ flat.t()
-    squares_part.zero_()[0] = flat.square().sum(1)
+    squares = new.square().sum(-1).t()
+    squares_part.zero_()[0] = squares if squares_part.dim() == 3 else squares.sum(0)
 
 
 def _whole(rest: dict[str, Any]) -> tuple[int, str, str]:

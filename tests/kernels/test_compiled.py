@@ -28,17 +28,17 @@ LIMITS = {80: (163 << 10, "mma.sync"), 90: (227 << 10, "wgmma.mma_async"), 100: 
 # On sm_90, Triton 3.8 stores two registers before the loop over tokens, and loads them after it. In a Sinkhorn's
 # backward, it stores one before the loop over half-steps. `boundary_pass` with drawn tiles stores three before its
 # loop, and loads two of them once a tile. Triton 3.6, with which it was measured, stores none. So does `boundary_rest`
-# with few rows, which seldom has a tile.
+# with few rows, which seldom has a tile. With a coefficient for each stream, `boundary_gradients` stores two more.
 SPILLS: dict[str, dict[int, dict[str, int]]] = {
     "3.7": {
         80: {"products_kernel": 64, "boundary_gradients_kernel": 40},
         90: {"boundary_gradients_kernel": 16, "boundary_pass_kernel": 16, "boundary_rest_kernel": 16},
-        100: {"combine_backward_kernel": 160, "boundary_gradients_kernel": 16},
+        100: {"combine_backward_kernel": 160, "boundary_gradients_kernel": 32},
     },
     "3.8": {
         80: {"products_kernel": 32, "boundary_gradients_kernel": 32},
         90: {
-            "boundary_gradients_kernel": 8,
+            "boundary_gradients_kernel": 16,
             "streamed_products_kernel": 8,
             "sinkhorn_backward_kernel": 8,
             "boundary_pass_kernel": 16,

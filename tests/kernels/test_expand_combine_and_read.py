@@ -15,7 +15,7 @@ from tests.kernels.test_boundary import before
 pytestmark = MARKS
 BF16 = torch.bfloat16
 NAMES = ["df", "dlayer_bias", "dpost", "dx", "dres", "dpre", "dphi", "dnorm"]
-READS = ["gates", "projection", "both"]
+READS = ["gates", "projection", "both", "each", "gates and each"]
 
 Arguments = tuple[Tensor | None, ...]
 
@@ -31,10 +31,11 @@ def _arguments(
     res: bool = True,
     rows: int = 6,
 ) -> Arguments:
-    """The eight arguments of a write and of what `reads` names."""
-    h_pre = draw(tokens, n) if reads != "projection" else None
-    phi = draw(rows, n * width) / (n * width) ** 0.5 if reads != "gates" else None
-    norm = draw(n * width) if reads == "both" else None
+    """The eight arguments of a write and of what `reads` names: "each" is a projection of each stream alone."""
+    columns = width if "each" in reads else n * width
+    h_pre = draw(tokens, n) if reads not in ("projection", "each") else None
+    phi = draw(rows, columns) / columns**0.5 if reads != "gates" else None
+    norm = draw(columns) if reads in ("both", "gates and each") else None
     return (*before(tokens, n, width, dtype, bias=bias, res=res), h_pre, phi, norm)
 
 
@@ -43,7 +44,8 @@ def _outputs(arguments: Sequence[Tensor | None], x_new: Tensor) -> list[Tensor]:
     h_pre, phi, norm = arguments[5:]
     outputs = [] if h_pre is None else [(h_pre[..., None] * x_new).sum(-2)]
     if phi is not None:
-        flat = x_new.flatten(-2)
+        alone = phi.shape[1] == x_new.shape[-1] and x_new.shape[-2] > 1
+        flat = x_new if alone else x_new.flatten(-2)
         outputs += [(flat if norm is None else flat * norm) @ phi.T, flat.square().mean(-1)]
     return outputs
 
@@ -112,11 +114,36 @@ def test_optional_parts(n: int, bias: bool, res: bool, reads: str) -> None:
     check(_arguments(5, n, 40, torch.float32, reads, bias=bias, res=res))
 
 
-@pytest.mark.parametrize(("tokens", "n", "width", "rows"), [(270, 4, 80, 10), (33, 2, 48, 24), (20, 4, 144, 32)])
-def test_one_pass(tokens: int, n: int, width: int, rows: int, launched: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "n", "width", "rows", "reads"),
+    [
+        (270, 4, 80, 10, "both"),
+        (33, 2, 48, 24, "both"),
+        (20, 4, 144, 32, "both"),
+        (270, 4, 80, 6, "gates and each"),
+        (33, 2, 48, 4, "gates and each"),
+        (20, 4, 144, 8, "gates and each"),
+    ],
+)
+def test_one_pass(tokens: int, n: int, width: int, rows: int, reads: str, launched: list[str]) -> None:
     """Of a projection with a read that was made from it, as where gates are a program's own."""
-    check(_arguments(tokens, n, width, BF16, "both", bias=False, rows=rows))
+    check(_arguments(tokens, n, width, BF16, reads, bias=False, rows=rows))
     assert launched == ["combine_project_kernel", "boundary_gradients_kernel"]
+
+
+def test_each_stream_alone_has_the_bits_of_a_phi_with_zeros() -> None:
+    """In one pass, which multiplies the rows of one stream by zeros for the others."""
+    alone = _arguments(40, 4, 80, BF16, "gates and each", bias=False)
+    phi, norm = alone[6:]
+    assert phi is not None
+    assert norm is not None
+    of_all = (*alone[:6], torch.block_diag(phi, phi, phi, phi), norm.repeat(4))
+    x_new, layer_input, h, ms = expand_combine_and_read.forward(*alone)
+    whole = expand_combine_and_read.forward(*of_all)
+    assert torch.equal(x_new, whole[0])
+    assert torch.equal(layer_input, whole[1])
+    assert_near(h.flatten(-2), whole[2].double(), "h", 1e-6)
+    assert_near(ms.mean(-1), whole[3].double(), "ms", 1e-6)
 
 
 def test_a_read_with_given_gates_takes_one_launch(launched: list[str]) -> None:
@@ -186,8 +213,9 @@ def test_in_place(n: int, dtype: torch.dtype, reads: str) -> None:
     expected = expand_combine_and_read.backward(d_new, *saved)
     given = d_new.clone()
     got = expand_combine_and_read.backward(given, *saved, in_place=True)
-    # A kernel that reads streams again from cache must not overwrite them.
-    assert (got[3].data_ptr() == given.data_ptr()) == (n <= expand_combine.MAX_UNROLLED)
+    # A kernel that reads streams again from cache must not overwrite them; one operator after the other may not either.
+    taken = n <= expand_combine.MAX_UNROLLED and "each" not in reads
+    assert (got[3].data_ptr() == given.data_ptr()) == taken
     assert all(map(torch.equal, got, expected))
 
 

@@ -399,10 +399,15 @@ CASES: dict[str, tuple[Call, type[Exception], str]] = {
         ValueError,
         "mhc::expand_combine_and_read: h_pre has shape [5, 3]; expected [..., n] = [5, 2]",
     ),
-    "expand_combine_and_read with phi of one stream": (
+    "expand_combine_and_read with phi of two channels": (
+        lambda make: _reads(make, phi=(7, 2)),
+        ValueError,
+        "mhc::expand_combine_and_read: phi has shape [7, 2]; expected [K, n*C] = [K, 6], or [K, C] = [K, 3] for each",
+    ),
+    "expand_combine_and_read with a norm_weight of all streams for each alone": (
         lambda make: _reads(make, phi=(7, 3)),
         ValueError,
-        "mhc::expand_combine_and_read: phi has shape [7, 3]; expected [K, n*C] = [K, 6] for x [..., n, C] of shape",
+        "mhc::expand_combine_and_read: norm_weight has shape [6]; expected [C] = [3]",
     ),
     "expand_combine_and_read's streams_dtype": (
         lambda make: _reads(make, streams_dtype=torch.int64),
@@ -433,6 +438,11 @@ CASES: dict[str, tuple[Call, type[Exception], str]] = {
         lambda make: _reads_backward(make, d_h=(5, 6)),
         ValueError,
         "mhc::expand_combine_and_read_backward: d_h has shape [5, 6]; expected [..., K] = [5, 7]",
+    ),
+    "expand_combine_and_read_backward's gradient of h of each stream": (
+        lambda make: _reads_backward(make, phi=(7, 3), norm_weight=(3,)),
+        ValueError,
+        "mhc::expand_combine_and_read_backward: d_h has shape [5, 7]; expected [..., n, K] = [5, 2, 7]",
     ),
     "gradient of streams is a vector": (
         lambda make: torch.ops.mhc.expand_backward(make(3)),

@@ -136,12 +136,14 @@ def test_shifted_boundary(name: str, n: int) -> None:
 
 
 @pytest.mark.parametrize("res", [True, False])
-@pytest.mark.parametrize("reads", ["gates", "projection", "both"])
+@pytest.mark.parametrize("reads", ["gates", "projection", "both", "each alone", "gates and each alone"])
 def test_expand_combine_and_read(reads: str, res: bool) -> None:
     f, layer_bias, h_post, x, h_res = combine_arguments(2, 3, (2,))
-    h_pre, phi, norm_weight = (torch.rand(*shape, dtype=torch.float64) for shape in ((2, 2), (5, 6), (6,)))
+    columns = 3 if "alone" in reads else 6
+    shapes = (2, 2), (5, columns), (columns,)
+    h_pre, phi, norm_weight = (torch.rand(*shape, dtype=torch.float64) for shape in shapes)
     given = {"layer_bias": layer_bias} | ({"h_res": h_res} if res else {})
-    given |= {"h_pre": h_pre} if reads != "projection" else {}
+    given |= {"h_pre": h_pre} if reads not in ("projection", "each alone") else {}
     given |= {"phi": phi, "norm_weight": norm_weight} if reads != "gates" else {}
     names = ("f", "h_post", "x", *given)
 

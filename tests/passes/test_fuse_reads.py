@@ -63,6 +63,20 @@ class Own(nn.Module):
         return ops.expand_combine(self.layer(ops.aggregate(x, pre)), None, post, x, res)
 
 
+class Each(Own):
+    """Each stream makes the gates of its own, and its row of the matrix (arXiv 2409.19606)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phi = random_phi(STREAMS + 2, WIDTH)
+        self.weight = random_parameter(WIDTH, mean=1.0)
+
+    def gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        h, ms = ops.projection(x.unsqueeze(-2), self.phi, self.weight)
+        pre, post, res = (h * torch.rsqrt(ms + 1e-6).unsqueeze(-1)).split([1, 1, STREAMS], -1)
+        return pre.squeeze(-1).tanh(), post.squeeze(-1).cos(), res.tanh()
+
+
 class Chain(nn.Module):
     """Sublayers one after the other; with `late` each reads with the gates that the one before has made."""
 
@@ -89,6 +103,7 @@ def _counts(layers: int, readers: int) -> dict[str, int]:
 
 
 KINDS = {"fixed": (Fixed, False, 1), "own": (Own, False, 2), "own, late": (Own, True, 2)}
+KINDS |= {"each": (Each, False, 2), "each, late": (Each, True, 2)}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -208,8 +223,17 @@ FORWARD: dict[str, tuple[Program, int]] = {
     "gates of the new streams": (lambda t: [read(t, new := combine(t, t["x"]), new.mean(-1))], 0),
     "other streams": (lambda t: [read(t, combine(t, t["x"]) * 2)], 0),
     "streams in another order": (lambda t: [read(t, combine(t, t["x"]).flip(-2))], 0),
-    "streams as tokens": (
-        lambda t: [*mhc.projection(combine(t, t["x"]).unsqueeze(-2), t["phi"][:, : t["x"].shape[-1]])],
+    "each stream alone": (lambda t: [*mhc.projection(combine(t, t["x"]).unsqueeze(-2), _of_one(t))], 1),
+    "each stream alone, and a read": (
+        lambda t: [*mhc.projection((new := combine(t, t["x"])).unsqueeze(-2), _of_one(t)), read(t, new)],
+        1,
+    ),
+    "each token of all streams alone": (
+        lambda t: [*mhc.projection(combine(t, t["x"]).flatten(0, -2)[:, None], _of_one(t))],
+        0,
+    ),
+    "every channel a stream": (
+        lambda t: [*mhc.projection((new := combine(t, t["x"])).mT.contiguous(), t["phi"]), new],
         0,
     ),
     "old streams": (lambda t: [read(t, t["x"]), combine(t, t["x"])], 0),
@@ -231,6 +255,11 @@ def test_a_write_between_stays_between() -> None:
     assert fused(written) == {}
 
 
+def _of_one(t: dict[str, Tensor]) -> Tensor:
+    """phi of one stream."""
+    return t["phi"][:, : t["x"].shape[-1]].contiguous()
+
+
 def projected_back(t: dict[str, Tensor], x: Tensor, d_x: Tensor | None = None, d_h: Tensor | None = None) -> Any:
     d_h = t["h"] if d_h is None else d_h
     return mhc.projection_backward(d_h, t["ms"], x, t["phi"], None, [True, True, False], d_x)[:2]
@@ -247,6 +276,22 @@ def _own(t: dict[str, Tensor]) -> list[Tensor]:
     dx, d_pre = read_back(t, new, t["g"])
     d_new, d_phi = projected_back(t, new, dx, t["h"] * d_pre.sum(-1, keepdim=True))
     return [*_behind(t, d_new), d_pre, d_phi, new]
+
+
+def _each(t: dict[str, Tensor], first: bool = False) -> list[Tensor]:
+    """As `_own`, each stream projected alone; `first`: before the read."""
+    new, d_x, d_pre = combine(t, t["x"]), t["g"], t["post"]
+    if not first:
+        d_x, d_pre = read_back(t, new, d_x)
+    d_h = t["h"].unsqueeze(-2) * d_pre.unsqueeze(-1)
+    d_ms = t["ms"].unsqueeze(-1) * d_pre
+    each = mhc.projection_backward(
+        d_h, d_ms, new.unsqueeze(-2), _of_one(t), None, [True, True, False], d_x.unsqueeze(-2)
+    )
+    d_new = each[0].squeeze(-2)
+    if first:
+        d_new, d_pre = read_back(t, new, d_new)
+    return [*_behind(t, d_new), d_pre, each[1], new]
 
 
 def _made_between(t: dict[str, Tensor]) -> list[Tensor]:
@@ -291,6 +336,8 @@ BACKWARD: dict[str, tuple[Program, int]] = {
     "the only reader": (lambda t: [*_behind(t, read_back(t, new := combine(t, t["x"]))[0]), new], 1),
     "gates of the projection": (_own, 1),
     "the projection's gradient first": (_made_between, 1),
+    "each stream alone": (_each, 1),
+    "each stream alone, its gradient first": (lambda t: _each(t, first=True), 1),
     "straight through": (_straight_through, 0),
     "of another write": (_another_write, 0),
     "scaled between": (_scaled_between, 0),
