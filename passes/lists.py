@@ -31,6 +31,7 @@ KEEP = "keep the streams in one tensor [..., n, C]"
 LEAVE = f"the new streams leave the graph as separate tensors, so stacking them would cost a copy: {KEEP}"
 COME = f"the streams enter the graph as separate tensors, so stacking them would cost a copy: {KEEP}"
 WRITTEN = f"the program writes in place into one of the streams in the list: {KEEP}"
+NO_STACK = f"torch does not stack these tensors, or does not take the stack apart: {KEEP}"
 SAME = "all streams in the list are one tensor, which Inductor reads once; the operator would read n copies of it"
 STREAMS_AT, GATES_AT = -2, 0
 # How often lists are stacked, each time without those that no operator wrote. Each time the whole graph is recorded.
@@ -142,6 +143,8 @@ class Lists:
             return ""
         if self._is_written(old):
             return WRITTEN
+        if not self._can_be_stacked(old, STREAMS_AT):
+            return NO_STACK
         if any(map(_leaves, old)) or not (all(map(_can_go_anywhere, old)) or self._is_put_together(old)):
             return COME
         return ""
@@ -149,7 +152,17 @@ class Lists:
     def _why_not_new(self, write: ListWrite) -> str:
         if self._is_written(write.new):
             return WRITTEN
-        return LEAVE if any(map(_leaves, write.new)) else ""
+        if any(map(_leaves, write.new)):
+            return LEAVE
+        return "" if self._can_be_stacked(write.new, STREAMS_AT) else NO_STACK
+
+    def _can_be_stacked(self, values: Streams, at: int) -> bool:
+        """Whether torch stacks values and takes the stack apart, which it does not for every DTensor."""
+        stack = compat.on_examples(torch.stack, self._nodes(values), at)
+        return stack is not None and compat.on_examples("unbind", stack, at) is not None
+
+    def _nodes(self, values: Streams) -> list[fx.Node]:
+        return [min(value.nodes, key=self._shadow.position.__getitem__) for value in values]
 
     def _is_one_tensor(self, streams: Streams) -> bool:
         """Whether the streams are parts of one tensor, evenly apart."""
@@ -183,7 +196,8 @@ class Lists:
             views = [{source.base for source in self._reader.views(gate)} for gate in gates]
             if set.intersection(*views) or any(not base.isdisjoint(stacked) for base in views):
                 return
-            if len({(gate.shape, gate.dtype) for gate in gates}) == 1 and all(gate.nodes for gate in gates):
+            alike = len({(gate.shape, gate.dtype) for gate in gates}) == 1 and all(gate.nodes for gate in gates)
+            if alike and self._can_be_stacked(gates, GATES_AT):
                 stacked.update(gates)
                 yield gates
 
@@ -211,7 +225,7 @@ class Lists:
     def _stack(self, graph: fx.Graph, values: Streams, at: int) -> fx.Node:
         """Stack values after the last of them; later code reads the parts of the stack."""
         position = self._shadow.position
-        held = [min(value.nodes, key=position.__getitem__) for value in values]
+        held = self._nodes(values)
         last = max(held, key=position.__getitem__)
         if last.op in ("placeholder", "get_attr"):
             last = next(n for n in self._shadow.graph.nodes if n.next.op not in ("placeholder", "get_attr"))

@@ -74,6 +74,21 @@ def told() -> Iterator[list[str]]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thin", type=int, metavar="N", help="of each test run at most N cases, always the same ones")
+    parser.addoption(
+        "--whole",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="with --thin: all cases of fast tests in this folder",
+    )
+
+
+def _is_whole(config: pytest.Config, item: pytest.Item) -> bool:
+    """Whether all cases of a test run in any case: it is fast, and in a folder that is named."""
+    slow = any(item.get_closest_marker(name) for name in ("slow", "thorough"))
+    return not slow and any(
+        item.path.is_relative_to(config.rootpath / folder) for folder in config.getoption("--whole")
+    )
 
 
 def _thin_out(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -82,7 +97,8 @@ def _thin_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     if most < 1:
         raise pytest.UsageError(f"--thin {most}: expected a number of cases, 1 or more")
     tables: dict[str, list[pytest.Item]] = {}
-    for item in sorted(items, key=lambda item: zlib.crc32(item.nodeid.encode())):
+    thinned = [item for item in items if not _is_whole(config, item)]
+    for item in sorted(thinned, key=lambda item: zlib.crc32(item.nodeid.encode())):
         tables.setdefault(item.nodeid.partition("[")[0], []).append(item)
     left_out = {item for cases in tables.values() for item in cases[most:]}
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])

@@ -12,7 +12,8 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 import mhc_compile
-from mhc_compile import passes
+from mhc_compile import compat, passes
+from mhc_compile.passes.lists import NO_STACK
 from mhc_compile.testing import capture
 from tests.zoo import check
 from tests.zoo.common import random_parameter, random_phi
@@ -345,6 +346,21 @@ def test_told_in_one_line(kind: type[Listed], reason: str, rewritten: int) -> No
     assert all(reason in str(site.reason) for site in declined), str(outcome.report)
     assert len({site.location for site in declined}) == 1, str(outcome.report)
     assert declined[0].location.file.endswith("test_lists.py")
+
+
+@pytest.mark.parametrize("missing", [torch.stack, "unbind"])
+def test_what_torch_does_not_stack_or_take_apart_is_left(missing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with DTensors in torch 2.11."""
+    on_examples = compat.on_examples
+    monkeypatch.setattr(
+        compat, "on_examples", lambda function, *args: None if function == missing else on_examples(function, *args)
+    )
+    outcome = _run(Listed())
+    assert not outcome.report.errors
+    # The last list is stacked by the program itself.
+    assert outcome.operators.count("expand_combine") == LAYERS - 1, str(outcome.report)
+    reasons = {str(site.reason) for site in outcome.report.declined}
+    assert reasons == {NO_STACK}, str(outcome.report)
 
 
 def test_lists_of_a_wide_model_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
