@@ -349,6 +349,7 @@ class Pooling(nn.Module):
         super().__init__()
         self.returned = returned
         self.query, self.heads, self.layer = nn.Linear(N * C, N), nn.Linear(N * C, 2 * N), nn.Linear(C, C)
+        self.pairs = nn.Linear(N * C, N * N)
 
     def forward(self, x: Tensor) -> Any:
         logits = self.query(x.flatten(-2))
@@ -362,6 +363,7 @@ class Pooling(nn.Module):
                 "its logits": logits,
                 "its entropies": -(weights * logits),
                 "its weights once more": logits.log_softmax(-1),
+                "weights of pairs": self.pairs(x.flatten(-2)).sigmoid().unflatten(-1, (N, N)),
             }[self.returned]
         pooled = (weights.unsqueeze(-1) * x).sum(-2)
         torch._dynamo.graph_break()
@@ -369,7 +371,8 @@ class Pooling(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "returned", ["its weights", "its logits", "its entropies", "its weights once more", "another head"]
+    "returned",
+    ["its weights", "its logits", "its entropies", "its weights once more", "weights of pairs", "another head"],
 )
 def test_models_without_streams_are_not_torn(returned: str) -> None:
     report = mhc_compile.explain(Pooling(returned), torch.randn(2, 3, N, C))
