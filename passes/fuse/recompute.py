@@ -55,7 +55,7 @@ def recompute(graph: fx.Graph, layers: Layers) -> int:
     if layers is None or not any(is_backward(node) for node in graph.nodes):
         return 0
     # Later than any checkpoint of the user's: what those hand over, such as f, is then kept and not computed again.
-    block = max((int(node.meta.get("ac_graph_id") or 0) for node in graph.nodes), default=0)
+    block = 1 + max(int(node.meta.get("ac_graph_id") or 0) for node in graph.nodes)
     made: list[fx.Node] = []
     for chain in _chains(graph):
         length = _best(chain) if layers == "auto" else int(layers)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from mhc_compile.passes.fuse.joint import is_operator
 from tests.passes.fused import ALL, Checkpointed, Program, Stack, assert_same, program, streams
@@ -116,8 +117,8 @@ def test_off_by_default() -> None:
     assert not any("recompute" in node.meta for graph in whole.graphs for node in graph.nodes)
 
 
-# Blocks of 1, 1, 2 and 3.
-@pytest.mark.parametrize("count", [1, 2, 5, 11])
+# Blocks of 1, 1, 2 and 3. Of ten layers with three streams, blocks would have 2.
+@pytest.mark.parametrize("count", [1, 2, 5, 10])
 def test_auto(count: int) -> None:
     model, x = Stack(count), streams()
     blocks = program(model, layers="auto")
@@ -188,3 +189,18 @@ def test_on_top_of_checkpointing(where: str, count: int) -> None:
     fewer, saved = _saved(blocks.call, model, x), _saved(whole.call, model, x)
     assert _bytes(fewer) <= _bytes(saved)
     assert _kept_streams(saved, x) - _kept_streams(fewer, x) == count
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_what_checkpoints_hand_over_is_kept(count: int) -> None:
+    """Streams that are computed again need f, and the checkpointed layers do not run once more to make it."""
+    model, x = Stack(3), streams()
+    for sublayer in model.sublayers[:count]:
+        forward = sublayer.layer.forward
+        sublayer.layer.forward = lambda x, f=forward: checkpoint(f, x, use_reentrant=False)
+    blocks, whole = program(model, layers=3), program(model)
+    kept, without = (
+        sum(value.shape == (BATCH, LENGTH, WIDTH) for value in _saved(each.call, model, x)) for each in (blocks, whole)
+    )
+    assert _recomputed(blocks) == 2
+    assert kept - without == 2

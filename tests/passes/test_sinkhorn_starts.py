@@ -292,3 +292,17 @@ def test_an_einsum_that_reads_a_sinkhorn(equation: str) -> None:
     assert outcome.operators == ["sinkhorn"], str(outcome.report)
     assert "value of its own" not in str(outcome.report)
     check.assert_as_accurate(outcome)
+
+
+def test_a_sinkhorn_of_which_the_maximum_is_read_as_well() -> None:
+    """Few channels, so that what the matrices mix is no larger than they are: all that reads them may be their steps."""
+
+    class Mixed(_Shifted):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            m = self.res((x.flatten(-2) @ self.phi[2 * N :, : N * N].t()).unflatten(-1, (N, N)))
+            return (m @ x).sin().sum(-1), m.amax(-1)
+
+    outcome = check.run(Mixed(), (torch.randn(5, 3, N, N),))
+    check.assert_as_accurate(outcome)
+    assert outcome.operators == ["sinkhorn"], str(outcome.report)
+    assert not outcome.report.declined, str(outcome.report)
