@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -295,7 +296,7 @@ def test_an_einsum_that_reads_a_sinkhorn(equation: str) -> None:
 
 
 def test_a_sinkhorn_of_which_the_maximum_is_read_as_well() -> None:
-    """Few channels, so that what the matrices mix is no larger than they are: all that reads them may be their steps."""
+    """With few channels, what the matrices mix is no larger than the matrices: all their readers may be their steps."""
 
     class Mixed(_Shifted):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -306,3 +307,23 @@ def test_a_sinkhorn_of_which_the_maximum_is_read_as_well() -> None:
     check.assert_as_accurate(outcome)
     assert outcome.operators == ["sinkhorn"], str(outcome.report)
     assert not outcome.report.declined, str(outcome.report)
+
+
+def test_logits_that_are_read_whole_and_column_by_column() -> None:
+    """The logits are views of what is projected, and their columns are views of them."""
+
+    class Columns(Sublayer):
+        def logits(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+            pre, post, res = parts
+            return pre, post, res.unflatten(-1, (N, N))
+
+        def res(self, logits: Tensor) -> Tensor:
+            m = torch.exp(logits - functools.reduce(torch.maximum, logits.split(1, -1)))
+            for axis in (-1, -2) * 3:
+                m = m / m.sum(axis, keepdim=True)
+            return m
+
+    outcome = check.run(Columns(N, WIDTH, 3, 2), (torch.randn(2, 3, N, WIDTH),))
+    check.assert_as_accurate(outcome)
+    assert outcome.operators == ["expand_combine", "generate_mix_and_aggregate"], str(outcome.report)
+    assert outcome.reasons == []
