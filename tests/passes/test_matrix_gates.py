@@ -182,10 +182,20 @@ class MixedIsReadElsewhere(Matrices):
     def body(self, x: Tensor) -> Any:
         a, p, r = self.gates(x)
         mixed = a @ x
-        return self.write(x, self.layer(mixed.mean(-2)), p[..., 0], r), mixed
+        return self.write(x, self.layer(self.pooled(mixed)), p[..., 0], r), mixed
+
+    def pooled(self, mixed: Tensor) -> Tensor:
+        return mixed.mean(-2)
 
     def write(self, x: Tensor, f: Tensor, p: Tensor, r: Tensor) -> Tensor:
         return r @ x + p.unsqueeze(-1) * f.unsqueeze(-2)
+
+
+class ScaledMixedIsReadElsewhere(MixedIsReadElsewhere):
+    """What the read ends in is not the sum itself."""
+
+    def pooled(self, mixed: Tensor) -> Tensor:
+        return 0.5 * mixed.sum(-2)
 
 
 class WeighedByChannel(Matrices):
@@ -219,6 +229,7 @@ class Squared(Matrices):
     ("kind", "operators"),
     [
         (MixedIsReadElsewhere, ["expand_combine", "projection"]),
+        (ScaledMixedIsReadElsewhere, ["expand_combine", "projection"]),
         (WeighedByChannel, ["expand_combine", "projection"]),
         (Squared, []),
         (OutputsOfTheirOwn, ["aggregate", "mix_streams", "projection"]),
