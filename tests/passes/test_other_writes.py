@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from mhc_compile.testing import capture
 from tests.passes.test_own_gates import ALL, BOTH, SHAPE, WIDTH, N, Own, Softmax, Static
 from tests.zoo import check
 from tests.zoo.common import random_parameter
@@ -347,6 +348,24 @@ def test_a_bias_that_one_node_adds_stays_in_the_sublayer(kind: type[Own], name: 
     check.assert_as_accurate(outcome)
     assert outcome.operators == (BOTH if kind is Static else ALL), str(outcome.report)
     assert not outcome.report.declined, str(outcome.report)
+
+
+ADDED: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "after": lambda m, f: f + m.weight[0],
+    "before": lambda m, f: m.weight[0] + f,
+}
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_a_bias_that_the_program_adds_goes_into_the_operator(name: str) -> None:
+    class Model(Static):
+        def layer(self, u: Tensor) -> Tensor:
+            return ADDED[name](self, super().layer(u))
+
+    outcome = check.run(Model(), (torch.randn(SHAPE),))
+    check.assert_as_accurate(outcome)
+    assert outcome.operators == BOTH, str(outcome.report)
+    assert "layer_bias=f32[6]" in str(capture(Model(), torch.randn(SHAPE)))
 
 
 UNKNOWN: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {

@@ -157,6 +157,11 @@ class Diagonal(Own):
         return p.unsqueeze(-1) * f.unsqueeze(-2) + r.unsqueeze(-1) * x
 
 
+class GatesAfterTheStreams(Diagonal):
+    def write(self, x: Tensor, f: Tensor, p: Tensor, r: Tensor) -> Tensor:
+        return x * r.unsqueeze(-1) + f.unsqueeze(-2) * p.unsqueeze(-1)
+
+
 class Scalar(Own):
     def gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         a, p, r = self.logits(x)
@@ -230,6 +235,7 @@ FORMS: list[tuple[type[Own], list[str]]] = [
     (Tanh, ALL),
     (StaticTogether, BOTH),
     (Diagonal, ALL),
+    (GatesAfterTheStreams, ALL),
     (Scalar, ALL),
     (StaticScalar, BOTH),
     (Identity, ALL),
