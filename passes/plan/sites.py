@@ -278,8 +278,8 @@ class Declined:
 
 def surface(value: Value) -> Value:
     """The value that the Dynamo graph shows for a computed one: after a cast that is its only user."""
-    while not value.nodes:
-        if len(value.users) != 1 or value.is_output or not keeps_order(value.users[0]):
+    while not value.nodes:  # so that it is no output
+        if len(value.users) != 1 or not keeps_order(value.users[0]):
             raise Decline("its result is not a value of its own in the program")
         value = value.users[0].out
     if len(value.users) == 1 and not value.is_output:
@@ -301,11 +301,7 @@ def product_shown(product: Product) -> tuple[Value, list[Op]]:
     except Decline:
         moves = []
         while not value.nodes:
-            if (
-                len(value.users) != 1
-                or value.is_output
-                or not (value.users[0].name in TURNS or keeps_order(value.users[0]))
-            ):
+            if len(value.users) != 1 or not (value.users[0].name in TURNS or keeps_order(value.users[0])):
                 raise
             moves.append(value.users[0])
             value = value.users[0].out

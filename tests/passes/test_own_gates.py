@@ -316,6 +316,33 @@ def test_a_layer_input_that_is_taken_to_float64_is_read_in_float32() -> None:
     assert outcome.operators == ALL, str(outcome.report)
 
 
+class Biased(Softmax):
+    """The bias is added within the node of the product."""
+
+    def logits(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        a, p, r = F.linear(x.flatten(-2), self.phi, self.phi[:, 0]).split((N, N, N * N), -1)
+        return a, p, r.unflatten(-1, (N, N))
+
+
+class LowRankInOneNode(Softmax):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = random_parameter(5, N * WIDTH), random_parameter(N * N + 2 * N, 5)
+
+    def logits(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        a, p, r = torch.einsum("btc,rc,kr->btk", x.flatten(-2), self.down, self.up).split((N, N, N * N), -1)
+        return a, p, r.unflatten(-1, (N, N))
+
+
+@pytest.mark.parametrize("kind", [Biased, LowRankInOneNode])
+def test_a_product_that_no_node_shows_is_left(kind: type[Own]) -> None:
+    outcome = check.run(kind(), (torch.randn(SHAPE),))
+    check.assert_as_accurate(outcome)
+    assert outcome.operators == BOTH, str(outcome.report)
+    (told,) = outcome.report.declined
+    assert (told.op, told.reason) == ("projection", "its result is not a value of its own in the program")
+
+
 class LowRank(Softmax):
     """phi and an added low-rank matrix, as in LoRA: both read the streams."""
 
