@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import mhc_compile
 from tests.passes import test_own_gates as own
@@ -100,6 +100,28 @@ def test_a_read_is_told_beside_a_write_that_is_lost() -> None:
     check.assert_as_accurate(outcome)
     assert sorted(site.op for site in outcome.report.declined) == ["aggregate", "expand_combine"], str(outcome.report)
     assert [site.reason for site in outcome.report.declined if site.op == "aggregate"] == [REASON]
+
+
+class OfTwoConnections(nn.Module):
+    """One gate for each channel is made of both h_pre."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = WriteLost(4, 6, 3, 2), WriteLost(4, 6, 3, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.sin()
+        made = [(part, *part.gates(x)) for part in (self.first, self.second)]
+        gates = [h_pre.unsqueeze(-1) * part.of_channel for part, h_pre, _, _ in made]
+        f = torch.tanh(((gates[0] + torch.sigmoid(gates[1])) * x).sum(-2))
+        first, second = (part.write(x, f, h_post, h_res) for part, _, h_post, h_res in made)
+        return first, second
+
+
+def test_a_read_by_gates_of_two_connections_is_told_once() -> None:
+    outcome = check.run(OfTwoConnections(), (torch.randn(SHAPE),))
+    check.assert_as_accurate(outcome)
+    assert [site.reason for site in outcome.report.declined if site.op == "aggregate"] == [REASON], str(outcome.report)
 
 
 class Largest(Weighed):
