@@ -292,6 +292,24 @@ def test_unseen_writes_into_results() -> None:
     assert len(report.rewritten) == 4
 
 
+class LogitsWritten(Sublayer):
+    """Autograd needs no logits, so that they may change once all is computed: here to what is made of `.data`."""
+
+    def gates(self, mix: Tensor) -> tuple[Tensor, Tensor]:
+        self.mix: Any = mix
+        return super().gates(mix)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+        y = self.sublayer(x, {}, [])
+        mix, self.mix = self.mix, None
+        return y, [mix.copy_(2.0 * self.bias.data)]
+
+
+def test_a_write_that_autograd_sees_may_read_data() -> None:
+    report = assert_as_eager(LogitsWritten({}), 3, "train")
+    assert len(report.rewritten) == 2, str(report)
+
+
 @pytest.mark.parametrize("index", [0, (0, -1), slice(None, None, 2)], ids=["one", "two axes", "a step"])
 @pytest.mark.parametrize("operation", [operator.iadd, operator.isub, operator.imul, operator.itruediv])
 def test_parts_that_change_by_something_with_a_gradient(operation: Callable[[Any, Any], Any], index: Any) -> None:
