@@ -17,7 +17,7 @@ from mhc_compile.passes.named import named_as
 from mhc_compile.passes.report import MODULE, Report
 from mhc_compile.testing import capture
 from tests.passes.test_zoo import _build, _inputs
-from tests.zoo import ZOO
+from tests.zoo import ZOO, check
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_dynamo"),
@@ -226,6 +226,26 @@ def test_parts_of_a_connection_say_nothing(model: nn.Module, nested: bool) -> No
     """Other code of the connection has its line, in whatever graph."""
     report = mhc_compile.explain(nn.Sequential(model) if nested else model, torch.randn(SHAPE))
     assert report.rewritten == report.sites
+
+
+class HyperConnectionAfter(nn.Module):
+    """Its own code reads what a connection inside it makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.matrix = Around(), nn.Parameter(torch.randn(N, N))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.matrix @ self.inner(x.sin()).tanh()
+
+
+@pytest.mark.parametrize("model", [HyperConnectionAfter(), nn.Sequential(Around(), HyperConnectionAfter())])
+def test_a_module_with_a_connection_inside_says_nothing(model: nn.Module) -> None:
+    """The graph's own report has no line that later ones would leave out."""
+    program, report = check.rewriting(nn.Sequential(model))
+    program(torch.randn(SHAPE))
+    assert report.rewritten
+    assert report.rewritten == report.sites, str(report)
 
 
 @pytest.mark.parametrize("nested", [False, True])
