@@ -120,6 +120,28 @@ def _with_gradients(model: nn.Module, program: Callable[..., Any], x: Tensor) ->
     return [result.detach(), *(gradient for gradient in gradients if gradient is not None)]
 
 
+class Halves(Sublayer):
+    """Both parts of a split are used beside the sublayer, and one part of another split."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = x.chunk(2, -1)
+        last = x.split(3, -1)[-1]
+        return self.body(torch.cat((second, first + last), -1))
+
+
+def test_a_split_all_of_whose_parts_are_used_stays(mesh: DeviceMesh) -> None:
+    taken: list[str] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        assert [site.op for site in passes.run_recursively(gm).rewritten] == BOTH
+        taken.extend(str(node.target) for node in gm.graph.nodes if node.target in ("chunk", "split", "narrow"))
+        return gm.forward
+
+    model, x = _distributed(Halves(4, 6, 3, 2), mesh), distribute_tensor(torch.randn(X), mesh, [Shard(1)])
+    torch.compile(model, backend=backend)(x)
+    assert taken == ["chunk", "narrow"]
+
+
 class Elsewhere(Sublayer):
     """Its sublayer hands its output on in shards of tokens."""
 
