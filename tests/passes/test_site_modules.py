@@ -1,0 +1,65 @@
+"""Each site by itself: what both of its modules are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mhc_compile import compat, passes
+from mhc_compile.passes.site_modules import Alone
+from tests.passes.dynamo import graph_of
+from tests.passes.test_surroundings import C, Layer, N, sinkhorn
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+class Cast(Layer):
+    """The program reads a cast of its streams, twice, and the operators read the streams."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float())
+
+
+def _parts(model: Layer, x: Tensor) -> list[Alone]:
+    found: list[Alone] = []
+
+    def function_of(part: Alone) -> Callable[..., Any]:
+        found.append(part)
+        return lambda *given: None
+
+    errors: list[str] = []
+    apart = passes.apart(graph_of(model, x).graph, function_of, errors)
+    assert apart is not None
+    assert (apart.whole, errors) == ([], [])
+    return found
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [(Layer, torch.float32), (Cast, torch.float32), (Cast, torch.bfloat16)])
+def test_streams_and_a_cast_of_them_are_one_input(kind: type[Layer], dtype: torch.dtype) -> None:
+    """As two inputs they would have two gradients, of which each module has the sum at another one."""
+    mix, _ = _parts(kind(), torch.randn(2, 5, N, C, dtype=dtype))
+    given = [compat.example(node) for node in mix.inputs]
+    rows = N * N + 2 * N
+    assert [tuple(value.shape) for value in given] == [(2, 5, N, C), (rows, N * C), (3,), (rows,)]
+    assert given[0].dtype == dtype
+    assert len(list(mix.program.graph.find_nodes(op="placeholder"))) == len(given)
+
+
+class FirstStream(Layer):
+    """The output is made of one stream, and a view on the way has symbolic sizes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, f = self.project(x), torch.tanh(x[..., 0, :].reshape(2, x.shape[1], C))
+        return self.write(f, self.post(h), x, sinkhorn(self.logits(h)))
+
+
+def test_an_output_that_is_made_of_the_streams_alone_is_no_input() -> None:
+    x = torch.randn(2, 5, N, C)
+    torch._dynamo.mark_dynamic(x, 1)
+    (*_, write) = _parts(FirstStream(), x)
+    given = [compat.example(node) for node in write.inputs]
+    assert [value.dim() for value in given if isinstance(value, Tensor)] == [4, 3, 4]  # x, h_post and h_res
