@@ -115,6 +115,21 @@ class OtherTokens(Separate):
         return super().res_logits(x[:, torch.tensor([0, 0, 1, 2])])
 
 
+class OtherOrder(Separate):
+    """The tokens of a sequence come before those of a batch."""
+
+    def res_logits(self, x: Tensor) -> Tensor:
+        return super().res_logits(x.transpose(0, 1)).transpose(0, 1)
+
+
+class HalfFrozen(TwoMore):
+    """One of two products has no gradient: the other one goes beside the gates, and an operator has place for one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phi_more.requires_grad_(False)
+
+
 class Detached(Separate):
     """phi_res has no gradient in eager code."""
 
@@ -163,6 +178,8 @@ def test_logits_of_the_same_streams_go_together(kind: type[Separate], rows: int,
     [
         (OtherWeight, APART),
         (OtherTokens, APART),
+        (OtherOrder, APART),
+        (HalfFrozen, APART),
         (Detached, APART),
         (LayerDetached, ["expand_combine", "head", "projection"]),
     ],
