@@ -24,7 +24,20 @@ class Cast(Layer):
         return super().forward(x.float())
 
 
-def _parts(model: Layer, x: Tensor) -> list[Alone]:
+class CastAgainAndAgain(Layer):
+    """The program reads the streams as a cast of casts, which it makes after it has drawn random numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.project(x)
+        pre, post, res = self.pre(h), self.post(h), sinkhorn(self.logits(h))
+        noise = torch.rand(C)
+        for _ in range(10):
+            x = x.float()
+        return self.write(torch.tanh(self.read(pre, x)) + noise, post, x, res)
+
+
+def _parts(model: Layer, x: Tensor, *reasons: str) -> list[Alone]:
+    """The sites that can be looked at alone; the others have these reasons."""
     found: list[Alone] = []
 
     def function_of(part: Alone) -> Callable[..., Any]:
@@ -34,8 +47,10 @@ def _parts(model: Layer, x: Tensor) -> list[Alone]:
     errors: list[str] = []
     apart = passes.apart(graph_of(model, x).graph, function_of, errors)
     assert apart is not None
-    assert (apart.whole, errors) == ([], [])
-    return found
+    assert errors == []
+    assert len(apart.whole) == len(reasons)
+    assert all(reason in str(site.reason) for reason, site in zip(reasons, apart.whole, strict=True))
+    return [part for part in found if part.site.op not in {site.op for site in apart.whole}]
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [(Layer, torch.float32), (Cast, torch.float32), (Cast, torch.bfloat16)])
@@ -63,3 +78,9 @@ def test_an_output_that_is_made_of_the_streams_alone_is_no_input() -> None:
     (*_, write) = _parts(FirstStream(), x)
     given = [compat.example(node) for node in write.inputs]
     assert [value.dim() for value in given if isinstance(value, Tensor)] == [4, 3, 4]  # x, h_post and h_res
+
+
+def test_a_site_whose_inputs_come_too_late_stays_whole() -> None:
+    """Its function would be called after the draw, where the program made the first results before."""
+    (write,) = _parts(CastAgainAndAgain(), torch.randn(2, 5, N, C), "after an operation that writes in place")
+    assert write.site.op == "expand_combine"
