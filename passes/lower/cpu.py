@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mhc_compile import compat
 from mhc_compile.forms import as_projected, is_alone
 from mhc_compile.ops import _loops
 from mhc_compile.ops._checks import accumulation_dtype
@@ -38,12 +39,33 @@ def aggregate(x: Tensor, h_pre: Tensor, *, out_dtype: torch.dtype | None = None)
     return out.to(out_dtype or x.dtype)
 
 
+def aggregate_backward(
+    d_out: Tensor, x: Tensor, h_pre: Tensor, needs: Sequence[bool], d_x: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """dx[i] = d_x[i] + h_pre[i] * d_out, and d_pre[i] = <x[i], d_out>."""
+    dx = _read_backward(h_pre, d_out, d_x, x) if needs[0] else settle_gradient(None, x, x)
+    return dx, settle_gradient(_pre_gradient(x, d_out, h_pre) if needs[1] else None, h_pre, x)
+
+
+def _pre_gradient(x: Tensor, d_out: Tensor, h_pre: Tensor) -> Tensor:
+    """The gradient of the gates of a read."""
+    return _loops.products(x, d_out[..., None, :])[..., 0].to(h_pre.dtype)
+
+
 def mix_streams(x: Tensor, h: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
     """out[o] = sum_i h[i, o] * x[i]."""
     dtype = accumulation_dtype(x)
     wide, weights = x.to(dtype), h.to(dtype)
     out = _sum([weights[..., i, :, None] * wide[..., i, None, :] for i in range(x.shape[-2])])
     return out.to(out_dtype or x.dtype)
+
+
+def mix_streams_backward(
+    d_out: Tensor, x: Tensor, h: Tensor, needs: Sequence[bool], d_x: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """dx[i] = sum_o h[i, o] * d_out[o] + d_x[i], and dh[i, o] = <x[i], d_out[o]>."""
+    dx = _mixed_back(d_out, h, d_x, x) if needs[0] else settle_gradient(None, x, x)
+    return dx, settle_gradient(_loops.products(x, d_out) if needs[1] else None, h, x)
 
 
 def expand_combine(
@@ -91,12 +113,17 @@ def expand_combine_backward(
         post = h_post.to(dtype)
         df = _sum([post[..., o, None] * wide[..., o, :] for o in streams]).to(f.dtype)
     if needs[3] and h_res is not None:
-        # A copy of a matrix that all tokens share would only cost time: no loop takes gradients of such a write.
-        mixing = _loops.mixed if _loops.can_add(x) and h_res.is_contiguous() else mixed
-        dx = mixing(d_x_new, h_res, d_x, x.dtype)
+        dx = _mixed_back(d_x_new, h_res, d_x, x)
     elif needs[3]:
         dx = (wide if d_x is None else wide + d_x.to(dtype)).to(x.dtype)
     return df, d_bias, d_post, dx, d_res
+
+
+def _mixed_back(d_new: Tensor, h_res: Tensor, d_x: Tensor | None, x: Tensor) -> Tensor:
+    """As `mixed`, by a loop where there is one."""
+    # A copy of a matrix that all tokens share would only cost time: no loop takes gradients of such a write.
+    mixing = _loops.mixed if _loops.can_add(x) and h_res.is_contiguous() else mixed
+    return mixing(d_new, h_res, d_x, x.dtype)
 
 
 def mixed(d_new: Tensor, h_res: Tensor, d_x: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -355,7 +382,7 @@ def shifted_boundary_backward(
     d_pre, aggregated = None, None
     if d_layer_input is not None:
         if needs[5]:
-            d_pre = _loops.products(x_new, d_layer_input[..., None, :])[..., 0].to(h_pre.dtype)
+            d_pre = _pre_gradient(x_new, d_layer_input, h_pre)
         aggregated = (h_pre, d_layer_input)
     elif needs[5]:
         d_pre = torch.zeros_like(h_pre)
@@ -412,7 +439,7 @@ def expand_combine_and_read_backward(
     if h_pre is not None and d_layer_input is not None:
         aggregated = (h_pre, d_layer_input)
         if needs[5]:
-            d_pre = _loops.products(x_new, d_layer_input[..., None, :])[..., 0].to(h_pre.dtype)
+            d_pre = _pre_gradient(x_new, d_layer_input, h_pre)
     dphi, dnorm_weight = settle_gradient(None, phi, x), settle_gradient(None, norm_weight, x)
     d_new = d_x_new
     if d_h is not None and phi is not None:
@@ -439,7 +466,9 @@ def _read_backward(h_pre: Tensor, d_out: Tensor, d_x: Tensor | None, x: Tensor) 
 
 _PARTS: dict[str, Callable[..., Any]] = {
     "aggregate": aggregate,
+    "aggregate_backward": aggregate_backward,
     "mix_streams": mix_streams,
+    "mix_streams_backward": mix_streams_backward,
     "expand_combine": expand_combine,
     "expand_combine_backward": expand_combine_backward,
     "projection": projection,
@@ -493,7 +522,10 @@ def parts(name: str, x: Tensor, given: dict[str, Any]) -> Callable[..., Any] | N
         return None
     if name == "projection_backward" and given["d_h"] is None:
         return None
+    if name == "mix_streams_backward" and compat.example(given["h"]).shape[-1] != x.shape[-2]:
+        return None  # of other numbers of streams there is no loop
     projects = name in ("projection", "projection_backward") or (name in _READING and given["phi"] is not None)
-    if projects and x.dtype == torch.float16:
+    into_gates = name in ("aggregate_backward", "mix_streams_backward") and needs[1]
+    if (projects or into_gates) and x.dtype == torch.float16:
         return None  # the loops would get a copy of all streams
     return _PARTS.get(name)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mhc_compile import ops, records
@@ -114,6 +115,30 @@ def test_a_part_of_the_gradients_of_a_shifted_boundary(needed: str) -> None:
 
     exact = step(_shifted, [leaf.detach().double().requires_grad_(leaf.requires_grad) for leaf in leaves])
     assert _worst(step(torch.compile(_shifted, backend="mhc"), leaves), exact) < 3e-6
+
+
+def _by_own_gates(f: Tensor, x: Tensor, phi: Tensor, scale: Tensor, bias: Tensor, w: Tensor) -> Tensor:
+    """A read, a mix and one of fewer streams, with gates that no operator makes."""
+    logits = F.linear(x.flatten(-2), phi[: N * N]) / phi.shape[-1] ** 0.5
+    gates = torch.tanh(logits + bias[: N * N]).unflatten(-1, (N, N))
+    u = ops.aggregate(x, gates[..., 0])
+    x = ops.mix_streams(x, gates.transpose(-1, -2))
+    fewer = ops.mix_streams(x, gates[..., :2])
+    return torch.cat((x, fewer, (torch.tanh(u + w) * f * scale[0]).unsqueeze(-2)), -2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "lowered"), [(torch.float32, True), (torch.bfloat16, True), (torch.float16, False), (torch.float64, True)]
+)
+def test_reads_and_mixes_by_own_gates(dtype: torch.dtype, lowered: bool) -> None:
+    leaves = _leaves(dtype)
+    exact = _results(_by_own_gates, [leaf.detach().double().requires_grad_() for leaf in leaves])
+    apart = _worst(_results(_by_own_gates, leaves), exact)
+    torch._dynamo.reset()
+    assert _worst(_results(torch.compile(_by_own_gates, backend="mhc"), leaves), exact) < max(1.5 * apart, 1e-12)
+    assert records.last().lowered["aggregate_backward"] == lowered
+    # That of fewer streams stays whole.
+    assert records.last().lowered["mix_streams_backward"] == lowered
 
 
 def test_gradients_of_parameters_are_not_for_autocast_to_round() -> None:
