@@ -143,11 +143,9 @@ class Lists:
             return ""
         if self._is_written(old):
             return WRITTEN
-        if not self._can_be_stacked(old, STREAMS_AT):
-            return NO_STACK
         if any(map(_leaves, old)) or not (all(map(_can_go_anywhere, old)) or self._is_put_together(old)):
             return COME
-        return ""
+        return "" if self._can_be_stacked(old, STREAMS_AT) else NO_STACK
 
     def _why_not_new(self, write: ListWrite) -> str:
         if self._is_written(write.new):

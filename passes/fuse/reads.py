@@ -34,6 +34,7 @@ from mhc_compile.passes.fuse.joint import (
     replace_items,
     same_layout,
     same_stretch,
+    unviewed,
 )
 from mhc_compile.passes.fuse.recompute import made_by
 from mhc_compile.passes.fuse.shifted import first_reader, made_for, move_behind, readers, users_between
@@ -118,7 +119,7 @@ def combine_and_read_backward(graph: fx.Graph) -> int:
         parts = [later] if earlier is None or earlier.target is later.target else [earlier, later]
         read, projection = (next((node for node in parts if is_operator(node, name)), None) for name in _BACKWARD)
         # A projection alone would gain nothing.
-        if read is None or not _belong_together(combine, parts):
+        if read is None or not _belong_together(combine, read, parts):
             continue
         if projection is not None and not _projects(projection, arguments(read)["x"]):
             continue
@@ -129,13 +130,14 @@ def combine_and_read_backward(graph: fx.Graph) -> int:
     return count
 
 
-def _belong_together(combine: fx.Node, parts: list[fx.Node]) -> bool:
+def _belong_together(combine: fx.Node, read: fx.Node, parts: list[fx.Node]) -> bool:
     """Whether these backwards are of readers of what the write made of the tensors that its own backward has."""
-    given, streams = arguments(combine), {in_order(arguments(part)["x"]) for part in parts}
-    made = made_by(next(iter(streams))) if len(streams) == 1 else None
+    given, streams = arguments(combine), unviewed(arguments(read)["x"])
+    made = made_by(streams)
     return (
         given["d_x"] is None
         and made is not None
+        and all(in_order(arguments(part)["x"]) is streams for part in parts)
         and all(arguments(made)[name] is given[name] for name in TENSORS)
         and all(same_block(combine, part) and same_width(arguments(part)["x"], given["x"]) for part in parts)
         and same_stretch(parts[0], combine)

@@ -294,6 +294,15 @@ def _each(t: dict[str, Tensor], first: bool = False) -> list[Tensor]:
     return [*_behind(t, d_new), d_pre, each[1], new]
 
 
+def _of_flat_tokens(t: dict[str, Tensor]) -> list[Tensor]:
+    """The read has its tokens in one dimension, and the write has not."""
+    new = combine(t, t["x"])
+    d_new, d_pre = mhc.aggregate_backward(
+        t["f"].flatten(0, -2), new.flatten(0, -3), t["post"].flatten(0, -2), [True, True], t["g"].flatten(0, -3)
+    )
+    return [*_behind(t, d_new.view_as(new)), d_pre, new]
+
+
 def _made_between(t: dict[str, Tensor]) -> list[Tensor]:
     """The gradient of phi is used before the read's backward is there."""
     new = combine(t, t["x"])
@@ -338,6 +347,7 @@ BACKWARD: dict[str, tuple[Program, int]] = {
     "the projection's gradient first": (_made_between, 1),
     "each stream alone": (_each, 1),
     "each stream alone, its gradient first": (lambda t: _each(t, first=True), 1),
+    "tokens in another shape": (_of_flat_tokens, 0),
     "straight through": (_straight_through, 0),
     "of another write": (_another_write, 0),
     "scaled between": (_scaled_between, 0),
