@@ -44,12 +44,12 @@ def aggregate_backward(
 ) -> tuple[Tensor, Tensor]:
     """dx[i] = d_x[i] + h_pre[i] * d_out, and d_pre[i] = <x[i], d_out>."""
     dx = _read_backward(h_pre, d_out, d_x, x) if needs[0] else settle_gradient(None, x, x)
-    return dx, settle_gradient(_pre_gradient(x, d_out, h_pre) if needs[1] else None, h_pre, x)
+    return dx, settle_gradient(_gate_gradient(x, d_out, h_pre) if needs[1] else None, h_pre, x)
 
 
-def _pre_gradient(x: Tensor, d_out: Tensor, h_pre: Tensor) -> Tensor:
-    """The gradient of the gates of a read."""
-    return _loops.products(x, d_out[..., None, :])[..., 0].to(h_pre.dtype)
+def _gate_gradient(streams: Tensor, row: Tensor, gates: Tensor) -> Tensor:
+    """<streams[i], row>: the gradient of one gate for each stream, of a read or a write."""
+    return _loops.products(streams, row[..., None, :])[..., 0].to(gates.dtype)
 
 
 def mix_streams(x: Tensor, h: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -106,7 +106,7 @@ def expand_combine_backward(
         d_bias = torch.ops.mhc.expand_combine_backward(d_x_new, f, layer_bias, h_post, x, h_res, only_bias)[1]
     if needs[2]:
         rows = f if layer_bias is None else f.to(dtype) + layer_bias.to(dtype)
-        d_post = _loops.products(d_x_new, rows[..., None, :])[..., 0].to(h_post.dtype)
+        d_post = _gate_gradient(d_x_new, rows, h_post)
     if needs[4] and h_res is not None:
         d_res = _loops.products(x, d_x_new).to(h_res.dtype)
     if needs[0]:
@@ -382,7 +382,7 @@ def shifted_boundary_backward(
     d_pre, aggregated = None, None
     if d_layer_input is not None:
         if needs[5]:
-            d_pre = _pre_gradient(x_new, d_layer_input, h_pre)
+            d_pre = _gate_gradient(x_new, d_layer_input, h_pre)
         aggregated = (h_pre, d_layer_input)
     elif needs[5]:
         d_pre = torch.zeros_like(h_pre)
@@ -439,7 +439,7 @@ def expand_combine_and_read_backward(
     if h_pre is not None and d_layer_input is not None:
         aggregated = (h_pre, d_layer_input)
         if needs[5]:
-            d_pre = _pre_gradient(x_new, d_layer_input, h_pre)
+            d_pre = _gate_gradient(x_new, d_layer_input, h_pre)
     dphi, dnorm_weight = settle_gradient(None, phi, x), settle_gradient(None, norm_weight, x)
     d_new = d_x_new
     if d_h is not None and phi is not None:
