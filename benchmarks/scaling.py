@@ -144,7 +144,7 @@ class Running:
 def _cause(said: str) -> str:
     """The end of what a job printed, without what torchrun says about processes that have ended."""
     torchrun = r"^(?:E\d{4} .*torch/distributed/elastic/|W\d{4} .*torch/distributed/elastic/multiprocessing/api)"
-    return re.split(torchrun, said, maxsplit=1, flags=re.MULTILINE)[0][-3000:]
+    return re.split(torchrun, said, maxsplit=1, flags=re.MULTILINE)[0].rstrip()[-3000:]
 
 
 def run(
