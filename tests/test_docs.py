@@ -47,7 +47,7 @@ def test_the_report_of_the_page_is_that_of_its_model(
     monkeypatch.chdir(tmp_path)
     Path("model.py").write_text(page.split("```python\n")[1].split("```")[0], encoding="utf-8")
     assert command_line.main(["explain", "model.py:make"]) == 0
-    told = capsys.readouterr().out
+    told = capsys.readouterr().out.replace(f"{ROOT}/", "")
     shown = page.split("```text\n")[1].split("```")[0]
     places = re.compile(r"\(\d+\.\d+ s\)|(?<=\.py):\d+|(?<=\d x )(\w+) .*")
     assert places.sub(r"\1", told) == places.sub(r"\1", shown)

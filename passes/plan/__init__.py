@@ -18,6 +18,7 @@ from mhc_compile.forms import Rms
 from mhc_compile.guard import guard, told
 from mhc_compile.passes.called import calls_ours
 from mhc_compile.passes.plan import nested
+from mhc_compile.passes.plan.beside_own import leave_beside_own
 from mhc_compile.passes.plan.gradients import (
     check_gradients,
     check_hooks,
@@ -108,6 +109,7 @@ def plan(
         (planner.unknown_writes, "reads that are written in an unknown way are not looked for"),
         (planner.single_operators, "single operators are not looked for"),
         (planner.mixed_alone, "streams that are mixed alone are not looked for"),
+        (planner.gates_beside_own, "gates beside those of the program's own stay in operators"),
         (planner.projections, "projections are not looked for"),
     ):
         with guard(what_if_it_fails, planner.errors):
@@ -131,9 +133,14 @@ class _Planner:
         self.unwritten: list[Aggregate | Reading] = []
         # Reads of connections that write in another graph, with their gates.
         self.torn: dict[Value, Value] = {}
+        # Why gates that were recognised are left to the program.
+        self.left: dict[Value, str] = {}
 
-    def consider(self, what: str, node: fx.Node, *makers: Callable[[], Site]) -> bool:
-        """Accept the first of several sites that can be; a refusal has the reason against the first."""
+    def consider(self, what: str, node: fx.Node, *makers: Callable[[], Site]) -> list[str] | None:
+        """Accept the first of several sites that can be, and return why those before it were refused.
+
+        If all are refused, this is declined with the reason against the first, and None is returned.
+        """
         reasons: list[str] = []
         for make in makers:
             try:
@@ -150,15 +157,15 @@ class _Planner:
                 reasons.append(f"{INTERNAL}: {told(error, 'a site is left as it is', self.errors)}")
             else:
                 self.sites.append(site)
-                return True
+                return reasons
         self.declined.append(Declined(what, reasons[0], node))
-        return False
+        return None
 
     def gates(self) -> None:
         """The gates of each set of streams, with the read where they make one."""
         for mixtures in _by_streams(self.findings.mixtures):
             with guard("gates are left as they are", self.errors):
-                _consider_gates(mixtures, self.findings, self.consider)
+                self.left |= _consider_gates(mixtures, self.findings, self.consider)
 
     @cached_property
     def meetings(self) -> Meetings:
@@ -196,7 +203,7 @@ class _Planner:
 
     def _consider_write(self, *readings: Combine) -> None:
         made = [lambda c=combine: CombineSite(c) for combine in readings]
-        if self.consider("expand_combine", readings[0].op.node, *made):
+        if self.consider("expand_combine", readings[0].op.node, *made) is not None:
             accepted = self.sites[-1]
             assert isinstance(accepted, CombineSite)
             self.claimed |= _within(accepted.combine)
@@ -245,6 +252,10 @@ class _Planner:
         last = {c.out: c.out_view for c in written if c.out not in read}
         self._consider_mixings(list(mixed_last(self.shadow.ops, self.findings.reader, last)))
 
+    def gates_beside_own(self) -> None:
+        """Gates that stay the program's, because those of the read are."""
+        self.left |= leave_beside_own(self.shadow, self.findings, self.reached, self.sites)
+
     def projections(self) -> None:
         """Projections whose logits the program makes into gates itself."""
         views = _views(self.sites)
@@ -260,7 +271,7 @@ class _Planner:
         untold: list[str] = []
         ends: nested.Told = {}
         with guard("what else there is of hyper-connections is not reported", untold):
-            name_own_gates(self.sites, self.findings)
+            name_own_gates(self.sites, self.findings, self.left)
             views = _views(self.sites)
             self.declined += list(misses(self.shadow, self.findings, self.sites, self.declined, views))
             rows = [read for read in self.unwritten if isinstance(read, Reading)]
@@ -297,18 +308,27 @@ def _torn_reads(sites: list[Site], torn: dict[Value, Value]) -> list[AggregateSi
     return found
 
 
-def _consider_gates(mixtures: list[Mixture], findings: Findings, consider: Callable[..., bool]) -> None:
-    """The gates of one set of streams: of each connection with the aggregate, or without, or without h_pre."""
+def _consider_gates(
+    mixtures: list[Mixture], findings: Findings, consider: Callable[..., list[str] | None]
+) -> dict[Value, str]:
+    """The gates of one set of streams: of each connection with the aggregate, or without, or without h_pre.
+
+    Returns why an h_pre is left to the program.
+    """
+    left: dict[Value, str] = {}
     if not _is_hyper_connection(mixtures, findings):
-        return
+        return left
     for roles in connections(mixtures, findings):
-        consider(
+        refused = consider(
             "generate_mix",
             next(g.value for g in roles.gates()).op.node,  # type: ignore[union-attr]
             lambda roles=roles: mix_site(roles, findings),
             lambda roles=roles: mix_site(roles, findings, read=False),
             lambda roles=roles: mix_site(roles.without_pre(), findings),
         )
+        if refused is not None and len(refused) == 2 and roles.pre is not None:
+            left[roles.pre.value] = refused[0]
+    return left
 
 
 def _derivatives_beyond(shadow: Shadow) -> str:
@@ -349,7 +369,7 @@ def _single_operators(
     sites: list[Site],
     known: set[Value],
     evident: set[Value],
-    consider: Callable[..., bool],
+    consider: Callable[..., list[str] | None],
 ) -> None:
     """Steps that are in no larger operator: sums over streams that are mixed elsewhere, and the matrices that mix them.
 
@@ -364,12 +384,12 @@ def _single_operators(
             continue
         reads = [a for a in alike if out in evident or _is_view(a, views) or _has_gate_of_streams(a, known)]
         made = [lambda a=a: AggregateSite(a) for a in reads]
-        if reads and consider("aggregate", reads[0].op.node, *made):
+        if reads and consider("aggregate", reads[0].op.node, *made) is not None:
             taken.add(out)
     for found in findings.matrices.values():
         if not isinstance(found, str) and found.out not in taken:
             assert found.out.op is not None
-            if consider("sinkhorn", found.out.op.node, lambda m=found: SinkhornSite(m)):
+            if consider("sinkhorn", found.out.op.node, lambda m=found: SinkhornSite(m)) is not None:
                 taken.add(found.out)
 
 

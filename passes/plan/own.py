@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from mhc_compile.passes.plan.sites import AggregateSite, CombineSite, MixingSite, MixSite, SinkhornSite, Site, WithGates
 from mhc_compile.passes.recognise import Findings, NotAGate
@@ -12,8 +12,8 @@ from mhc_compile.passes.report import location
 from mhc_compile.passes.shadow import Value, spelled
 
 
-def name_own_gates(sites: list[Site], findings: Findings) -> None:
-    """Note for each site which of its gates no operator makes."""
+def name_own_gates(sites: list[Site], findings: Findings, left: Mapping[Value, str]) -> None:
+    """Note for each site which of its gates no operator makes; left: why some that could be are not."""
     made = {value for site in sites if isinstance(site, MixSite) for value in site.made()}
     made |= {site.matrices.out for site in sites if isinstance(site, SinkhornSite)}
     because = {miss.value: miss for miss in findings.misses}
@@ -24,7 +24,8 @@ def name_own_gates(sites: list[Site], findings: Findings) -> None:
                 if gate not in made:
                     reason = _of_what(site, gate, because.get(gate), findings)
                     reason = reason or (because[gate].reason if gate in because else _reason(gate, findings))
-                    own.append(f"{role}{_at(gate)}{reason and f', which {reason}'}")
+                    why = f": {left[gate]}" if gate in left else reason and f", which {reason}"
+                    own.append(f"{role}{_at(gate)}{why}")
             site.own = "; ".join(dict.fromkeys(own))
 
 

@@ -193,7 +193,18 @@ class Reader:
         number = _number(const)
         if number is None or not isinstance(value, Value):
             return None
-        return tuple(Term(t.const * number, t.factors, t.summed) for t in self._spread(value, shape))
+        terms = self._kept(value, shape) if self._stays(value) else self._spread(value, shape)
+        return tuple(Term(t.const * number, t.factors, t.summed) for t in terms)
+
+    def _stays(self, value: Value) -> bool:
+        """Whether others read a sum, or a multiple of one tensor, as well: then it is a value of its own."""
+        first, *more = self.terms(value)
+        multiple = first.const != 1.0 and len(first.factors) == 1 and not first.summed
+        return (multiple or bool(more)) and _is_shared(value)
+
+    def _kept(self, value: Value, shape: tuple[int, ...]) -> Terms:
+        """A value as itself, whatever it is the sum of."""
+        return (Term(1.0, (self._moved(self.views(value), len(value.shape), lambda lead: lead.expand(shape)),)),)
 
     def _product(self, left: Value, right: Value, shape: tuple[int, ...]) -> Terms:
         factors = tuple(
@@ -315,8 +326,7 @@ class Reader:
         to_several = base.numel < prod(shape)
         is_sum = len(terms) > 1 or (terms[0].summed and to_several)
         if (is_sum and (to_several or _is_shared(value))) or base in self.whole:
-            moved = self._moved(self.views(value), len(value.shape), lambda lead: lead.expand(shape))
-            return (Term(factor, (moved,)),)
+            return tuple(term._replace(const=factor) for term in self._kept(value, shape))
         return self._scaled(value, factor, shape)
 
     def addcmul(self, op: Op) -> Terms | None:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.passes import test_beside_own_reads as beside_own
 from tests.passes import test_channels_first as channels_first
 from tests.passes import test_fractions as fractions
 from tests.passes import test_lists as lists
@@ -153,6 +154,7 @@ GROUPS: dict[str, list[Form]] = {
         ),
         _near("gates under vmap", reasons.UnderVmap, READ, WRITE),
         _near("a Sinkhorn whose eps differ", reasons.UnequalEps, READ_FUSED, WRITE),
+        _near("softmax for the read, sigmoid and Sinkhorn for the write", beside_own.Softmax, *ALL, "sinkhorn"),
     ],
     "The residual": [
         _own("a diagonal matrix", own.Diagonal, READ, WRITE, PROJECT),
