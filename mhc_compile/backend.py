@@ -15,6 +15,7 @@ from torch import fx
 
 import mhc_compile.ops  # noqa: F401  (registers the operators that the passes insert)
 from mhc_compile import checking, compat, passes, records
+from mhc_compile.as_it_was import or_as_it_was
 from mhc_compile.encoding import in_one_line
 from mhc_compile.guard import Deliberate, guard
 from mhc_compile.hooks import (
@@ -103,7 +104,7 @@ def mhc(
     checked = _checked(gm, own)
     _try_again()
     with _compiling(own, gm) as entry:
-        compiled: Callable[..., Any] = compiler(gm, example_inputs)
+        compiled: Callable[..., Any] = or_as_it_was(functools.partial(compiler, gm, example_inputs), gm, entry)
     return checked(compiled, entry)
 
 
@@ -167,8 +168,9 @@ def _warn_of_nothing(function: str) -> None:
     )
 
 
-def _compiling_enabled(module: Any) -> contextlib.AbstractContextManager[Any]:
-    return _compiling(_enabled[-1]._options if _enabled else {}, module)
+def _compile_enabled(module: Any, compiling: Callable[[], Any]) -> Any:
+    with _compiling(_enabled[-1]._options if _enabled else {}, module) as entry:
+        return or_as_it_was(compiling, module, entry)
 
 
 class enable:
@@ -199,7 +201,7 @@ class enable:
         _try_again()
         with _switch:
             _enabled.append(self)
-            compat.set_while_compiling(_settings, _compiling_enabled)
+            compat.set_while_compiling(_settings, _compile_enabled)
 
     def __enter__(self) -> None:
         return None

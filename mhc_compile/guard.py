@@ -20,7 +20,7 @@ _ROOT = os.path.dirname(__file__)
 # A process that runs out of these fails wherever it happens to be, and in many places.
 _ANYWHERE = (RecursionError, MemoryError)
 # What says of a failure that there is one.
-_NO_PLACE = ("guard.py", "budget.py", "again.py")
+_NO_PLACE = ("guard.py", "budget.py", "again.py", "as_it_was.py")
 
 
 class Deliberate(compat.Unwrapped):

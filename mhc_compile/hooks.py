@@ -21,6 +21,7 @@ from torch import fx
 
 import mhc_compile.ops  # noqa: F401  (registers the operators that the passes insert)
 from mhc_compile import checking, compat, kernels, passes, records
+from mhc_compile.as_it_was import is_left
 from mhc_compile.guard import Deliberate, guard, told
 from mhc_compile.options import CHECK, FUSE, INPUT_NORM, OPTIONS, SKIP
 from mhc_compile.passes.fuse import FUSIONS
@@ -75,6 +76,8 @@ def _hook(run: Callable[[Any, fx.Graph], None]) -> Callable[[Any, fx.Graph], Non
 
     @functools.wraps(run)
     def guarded(self: Any, graph: fx.Graph) -> None:
+        if is_left.get():
+            return
         try:
             run(self, graph)
         except Exception as error:

@@ -327,6 +327,7 @@ __all__ = [
     "whole_for",
     "with_known_sizes",
     "without_fake_tracebacks",
+    "without_graph_caches",
     "without_guards",
     "without_hooks_of_saved_tensors",
     "without_modes",
@@ -339,6 +340,7 @@ if TYPE_CHECKING:
 
     from mhc_compile.compat.again import (
         compile_again,
+        without_graph_caches,
     )
     from mhc_compile.compat.errors import Unwrapped
     from mhc_compile.compat.libraries import (
@@ -361,6 +363,7 @@ else:
     # Operators need none of these, and the import of the package is short.
     _LATER = {
         "compile_again": "again",
+        "without_graph_caches": "again",
         "Unwrapped": "errors",
         "cpp_library": "libraries",
         "limit_given_to": "looking",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import fx
@@ -15,6 +15,18 @@ from mhc_compile.compat.inductor import _guard, compiles_ahead_of_time, inductor
 # Called before a graph is compiled. It returns None if there shall be no second compilation, or what is called with an
 # error of the first: that returns a context for the second, or None.
 Watch = Callable[[], "Callable[[Exception], contextlib.AbstractContextManager[None] | None] | None"]
+
+
+@contextlib.contextmanager
+def without_graph_caches() -> Iterator[None]:
+    """A context in which no cache keeps what Inductor compiles, or has it."""
+    import torch._functorch.config as functorch
+
+    with (
+        inductor_config().patch(fx_graph_cache=False, fx_graph_remote_cache=False),
+        functorch.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False),
+    ):
+        yield
 
 
 def compile_again(watch: Watch) -> None:
@@ -49,7 +61,7 @@ def compile_again(watch: Watch) -> None:
             if context is None:
                 raise
             try:
-                with context, inductor_config().patch(fx_graph_cache=False, fx_graph_remote_cache=False):
+                with context, without_graph_caches():
                     return compile_once(gm, *args, **kwargs)
             except Exception:
                 raise error from None

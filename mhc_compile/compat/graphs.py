@@ -49,8 +49,8 @@ class Snapshot:
         self._modules = set() if graph.owning_module is None else set(graph.owning_module._modules)
         self._attributes = set(vars(graph))
 
-    def put_back(self) -> None:
-        """Make the graph what it was, of new nodes: whoever holds the graph holds that from now on."""
+    def put_back(self) -> fx.Graph:
+        """Make the graph what it was, of new nodes, and return it: whoever holds it holds that from now on."""
         graph = self._graph
         new = fx.Graph(graph.owning_module)
         copies: dict[fx.Node, fx.Node] = {}
@@ -67,6 +67,7 @@ class Snapshot:
             node.graph = graph
         for name in () if graph.owning_module is None else set(graph.owning_module._modules) - self._modules:
             delattr(graph.owning_module, name)
+        return graph
 
 
 def asks_to_trace_again(error: BaseException) -> bool:
