@@ -70,6 +70,14 @@ def _note(compiled: Compiled, error: Exception) -> None:
         SiteReport(site.op, site.location, "", reason, module=site.module, node=site.node) if site.rewritten else site
         for site in old.sites
     ]
-    kept = {"graphs": old.graphs, "seconds": old.seconds, "skipped": old.skipped, "called": old.called}
     compiled.discard()
-    compiled.traced = Report(sites=sites, errors=old.errors, advice=old.advice, **kept)
+    compiled.traced = Report(
+        sites=sites,
+        called=old.called,
+        advice=old.advice,
+        graphs=old.graphs,
+        compiled=old.compiled,
+        seconds=old.seconds,
+        errors=old.errors,
+        skipped=old.skipped,
+    )
