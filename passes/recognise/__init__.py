@@ -30,7 +30,6 @@ from mhc_compile.passes.recognise.projection import (
     Scaling,
     projections,
     streams_by_rows,
-    token_factor,
     weight_axes,
 )
 from mhc_compile.passes.recognise.reader import Reader, may_hold_products
@@ -387,9 +386,7 @@ def normalised_before(reading: Projection, reader: Reader) -> Normed | str | Non
     factor: rms.RmsFactor | None = None
     weights: list[Weight | None] = []
     for scaling in reading.scalings:
-        found = None
-        if token_factor(scaling, reading):
-            found = rms.identify(scaling.factor, reading, reader, divides=scaling.divides)
+        found = rms.of_scaling(scaling, reading, reader)
         if isinstance(found, str):
             return found
         if found is not None and factor is None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mhc_compile.passes.recognise import rms
 from mhc_compile.passes.recognise.aggregate import Aggregate
 from mhc_compile.passes.recognise.layout import keeps_order, origin, tidy
-from mhc_compile.passes.recognise.projection import Part, Projection, further, token_factor, weight_axes
+from mhc_compile.passes.recognise.projection import Part, Projection, further, weight_axes
 from mhc_compile.passes.recognise.reader import Reader
 from mhc_compile.passes.shadow import Op, Value
 
@@ -74,9 +74,7 @@ def _normalised(reader: Reader, reading: Projection, out: Value) -> InputNorm | 
     eps, const = None, reading.const
     weight: Value | None = None
     for scaling in reading.scalings:
-        factor = None
-        if eps is None and token_factor(scaling, reading):
-            factor = rms.identify(scaling.factor, reading, reader, divides=scaling.divides)
+        factor = rms.of_scaling(scaling, reading, reader) if eps is None else None
         if isinstance(factor, rms.RmsFactor) and factor.rms.mode == "inside":
             eps, const = factor.rms.eps, const * factor.const
         elif weight is None and weight_axes(scaling, reading) == ((reading.width, 1, 1),):

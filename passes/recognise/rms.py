@@ -14,8 +14,8 @@ from mhc_compile.forms import Rms
 from mhc_compile.passes.recognise.contraction import exact
 from mhc_compile.passes.recognise.fewer_tokens import on_few_tokens
 from mhc_compile.passes.recognise.layout import Factor as Step
-from mhc_compile.passes.recognise.layout import Layout, is_movement, keeps_order, tidy, walk
-from mhc_compile.passes.recognise.projection import Projection
+from mhc_compile.passes.recognise.layout import Layout, is_movement, keeps_order, origin, tidy, walk
+from mhc_compile.passes.recognise.projection import Projection, Scaling, token_factor
 from mhc_compile.passes.recognise.reader import Reader
 from mhc_compile.passes.recognise.region import Region, region, same_gradient
 from mhc_compile.passes.shadow import Op, Value
@@ -36,8 +36,17 @@ class RmsFactor:
     const: float
 
 
+def of_scaling(scaling: Scaling, projection: Projection, reader: Reader) -> RmsFactor | str | None:
+    """Whether x is scaled by the RMS factor of its tokens, each token by its own. A text is as in `identify`."""
+    _, layout = origin(scaling.factor, _broadcast_of_tokens)
+    tokens = [step for dim in layout.dims for step in dim if step[1]]
+    if not token_factor(scaling, projection) or tidy(tokens) != tidy(((projection.tokens, 1),)):
+        return None
+    return identify(scaling.factor, projection, reader, divides=scaling.divides)
+
+
 def identify(value: Value, projection: Projection, reader: Reader, *, divides: bool) -> RmsFactor | str | None:
-    """Whether `value` [tokens] is the RMS factor (or, divided by, its reciprocal) of the projection's tokens.
+    """Whether `value` [tokens] is the RMS factor (or, divided by, its reciprocal) of the tokens, in whatever order.
 
     A text says why an RMS factor is none that the operators compute.
     """
