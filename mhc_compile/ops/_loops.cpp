@@ -209,6 +209,62 @@ template <bool rows> static void half_step_gradient(Matrix& d, Matrix& p, const 
     }
 }
 
+// P before the first half step without start_eps, of these logits; sizes are those of `normalised`.
+static Matrix begin(const Form& form, Matrix p, V* sizes) {
+    if (form.start == NORMALISED) form.rows_first ? normalised<false>(p, sizes, form.steps)
+                                                  : normalised<true>(p, sizes, form.steps);
+    else if (form.start == SOFTMAX || form.rows_first) start<true>(p, form.start == SOFTMAX);
+    else start<false>(p, false);
+    return p;
+}
+
+static inline bool over_rows(int step, const Form& form) { return (step % 2 == 0) == bool(form.rows_first); }
+
+static Matrix iterated(const Form& form, const Matrix& logits) {
+    V totals[N], sizes[N];
+    Matrix p = begin(form, logits, sizes);
+    for (V& element : p.at) element += form.start_eps;
+    for (int s = 0; s < form.steps; s++)
+        over_rows(s, form) ? half_step<true>(p, totals, form) : half_step<false>(p, totals, form);
+    if (form.start == NORMALISED)
+        for (V& element : p.at) element *= UNIT;
+    return p;
+}
+
+// Room for what `iterated` makes on the way.
+struct History {
+    std::vector<Matrix> after;
+    std::vector<V> totals;
+
+    explicit History(long steps) : after(steps), totals(N * steps) {}
+
+    // The gradient of logits; d is that of what is made of them.
+    Matrix gradient(const Form& form, const Matrix& logits, Matrix d) {
+        V sizes[N];
+        Matrix begun = begin(form, logits, sizes);
+        after[0] = begun;
+        for (V& element : after[0].at) element += form.start_eps;
+        for (int s = 0; s < form.steps; s++) {
+            Matrix& p = after[s + 1] = after[s];
+            V* sums = &totals[N * s];
+            over_rows(s, form) ? half_step<true>(p, sums, form) : half_step<false>(p, sums, form);
+        }
+        for (int s = form.steps; s-- > 0;) {
+            Matrix& p = after[s + 1];
+            const V* sums = &totals[N * s];
+            over_rows(s, form) ? half_step_gradient<true>(d, p, sums, form)
+                               : half_step_gradient<false>(d, p, sums, form);
+        }
+        Matrix of_start = logits;
+        if (form.start == NORMALISED) form.rows_first ? normalised_gradient<false>(d, begun, sizes)
+                                                      : normalised_gradient<true>(d, begun, sizes);
+        else if (form.start == SOFTMAX || form.rows_first)
+            start_gradient<true>(d, begun, of_start, form.start == SOFTMAX);
+        else start_gradient<false>(d, begun, of_start, false);
+        return d;
+    }
+};
+
 // What both directions begin with.
 struct Tile {
     V ms, root_ms, r, h[K], normed[K], weight[K], logits[K];
@@ -234,19 +290,7 @@ struct Tile {
         for (int j = 0; j < N * N; j++) result.at[j] = logits[2 * N + j];
         return result;
     }
-
-    // P before the first half step without start_eps; sizes are those of `normalised`.
-    Matrix begin(const Form& form, V* sizes) const {
-        Matrix p = residual();
-        if (form.start == NORMALISED) form.rows_first ? normalised<false>(p, sizes, form.steps)
-                                                      : normalised<true>(p, sizes, form.steps);
-        else if (form.start == SOFTMAX || form.rows_first) start<true>(p, form.start == SOFTMAX);
-        else start<false>(p, false);
-        return p;
-    }
 };
-
-static inline bool over_rows(int step, const Form& form) { return (step % 2 == 0) == bool(form.rows_first); }
 
 // Not inlined, as the next: further below there are other rules for rounding.
 [[gnu::noinline]] static void forward(const Form& form, const float* h, const float* ms, const float* scale,
@@ -255,20 +299,14 @@ static inline bool over_rows(int step, const Form& form) { return (step % 2 == 0
     #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (long first = 0; first < tokens; first += LANES) {
         const Tile tile(form, h, ms, scale, bias, k, rows, grouped, first, tokens);
-        V gates[N], totals[N], sizes[N];
+        V gates[N];
         for (int i = 0; i < N; i++) gates[i] = sigmoid(tile.logits[i]) + form.pre_eps;
         store(pre, gates, N, first, tokens);
         if (k == N) continue;
         for (int i = 0; i < N; i++) gates[i] = form.post_mult * sigmoid(tile.logits[N + i]) + form.post_eps;
         store(post, gates, N, first, tokens);
         if (k == 2 * N) continue;
-        Matrix p = tile.begin(form, sizes);
-        for (V& element : p.at) element += form.start_eps;
-        for (int s = 0; s < form.steps; s++)
-            over_rows(s, form) ? half_step<true>(p, totals, form) : half_step<false>(p, totals, form);
-        if (form.start == NORMALISED)
-            for (V& element : p.at) element *= UNIT;
-        store(res, p.at, N * N, first, tokens);
+        store(res, iterated(form, tile.residual()).at, N * N, first, tokens);
     }
 }
 
@@ -282,8 +320,8 @@ static long scales(long k, long grouped) { return grouped ? group(k - 1) + 1 : k
                                        long rows, long grouped, long tokens, long threads) {
     #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        std::vector<Matrix> history(k > 2 * N && d_res ? form.steps + 1 : 0);
-        std::vector<V> totals(N * history.size());
+        bool iterates = k > 2 * N && d_res;
+        History history(iterates ? form.steps + 1 : 0);
         #pragma omp for
         for (long first = 0; first < tokens; first += LANES) {
             const Tile tile(form, h, ms, scale, bias, k, rows, grouped, first, tokens);
@@ -300,28 +338,10 @@ static long scales(long k, long grouped) { return grouped ? group(k - 1) + 1 : k
                 }
             }
             store(pre, gates, N, first, tokens);
-            if (!history.empty()) {
-                V sizes[N];
-                Matrix logits = tile.residual(), begun = tile.begin(form, sizes), d;
-                history[0] = begun;
-                for (V& element : history[0].at) element += form.start_eps;
-                for (int s = 0; s < form.steps; s++) {
-                    Matrix& p = history[s + 1] = history[s];
-                    V* sums = &totals[N * s];
-                    over_rows(s, form) ? half_step<true>(p, sums, form) : half_step<false>(p, sums, form);
-                }
+            if (iterates) {
+                Matrix d;
                 load(d.at, d_res, N * N, first, tokens);
-                for (int s = form.steps; s-- > 0;) {
-                    Matrix& p = history[s + 1];
-                    const V* sums = &totals[N * s];
-                    over_rows(s, form) ? half_step_gradient<true>(d, p, sums, form)
-                                       : half_step_gradient<false>(d, p, sums, form);
-                }
-                if (form.start == NORMALISED) form.rows_first ? normalised_gradient<false>(d, begun, sizes)
-                                                              : normalised_gradient<true>(d, begun, sizes);
-                else if (form.start == SOFTMAX || form.rows_first)
-                    start_gradient<true>(d, begun, logits, form.start == SOFTMAX);
-                else start_gradient<false>(d, begun, logits, false);
+                d = history.gradient(form, tile.residual(), d);
                 for (int j = 0; j < N * N; j++) d_logits[2 * N + j] = d.at[j];
             }
             store(d_bias, d_logits, k, first, tokens);
@@ -341,6 +361,32 @@ static long scales(long k, long grouped) { return grouped ? group(k - 1) + 1 : k
                 d = tile.root_ms > still ? -0.5f * (r_dr * tile.r / tile.root_ms) : all(0);
             }
             store(d_ms, &d, 1, first, tokens);
+        }
+    }
+}
+
+// Matrices [tokens, N, N] of logits that come from elsewhere.
+extern "C" [[gnu::noinline]] void sinkhorn(const Form* form, const float* logits, float* res, long, long tokens,
+                                           long threads) {
+    #pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (long first = 0; first < tokens; first += LANES) {
+        Matrix given;
+        load(given.at, logits, N * N, first, tokens);
+        store(res, iterated(*form, given).at, N * N, first, tokens);
+    }
+}
+
+extern "C" [[gnu::noinline]] void sinkhorn_backward(const Form* form, const float* d_res, const float* logits,
+                                                    float* d_logits, long, long tokens, long threads) {
+    #pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        History history(form->steps + 1);
+        #pragma omp for
+        for (long first = 0; first < tokens; first += LANES) {
+            Matrix given, d;
+            load(given.at, logits, N * N, first, tokens);
+            load(d.at, d_res, N * N, first, tokens);
+            store(d_logits, history.gradient(*form, given, d).at, N * N, first, tokens);
         }
     }
 }

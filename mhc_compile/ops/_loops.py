@@ -36,6 +36,8 @@ from mhc_compile.ops._tensors import matmul_rows, rows_of, stream_products, toke
 from mhc_compile.ops._transforms import library
 from mhc_compile.ops.projection import reference as projection_reference
 from mhc_compile.ops.projection import weighted_phi
+from mhc_compile.ops.sinkhorn import gradient as sinkhorn_gradient
+from mhc_compile.ops.sinkhorn import reference as sinkhorn_reference
 
 log = logging.getLogger(__name__)
 
@@ -119,11 +121,13 @@ def _library(n: int) -> Any:
     whole, address, form = ctypes.c_long, ctypes.c_void_p, ctypes.POINTER(_Form)
     compiled.mix.argtypes = [form, *[whole] * 4, *[address] * 9, *[whole] * 3]
     compiled.mix_backward.argtypes = [form, *[whole] * 5, *[address] * 16, *[whole] * 3]
+    compiled.sinkhorn.argtypes = [form, *[address] * 2, *[whole] * 3]
+    compiled.sinkhorn_backward.argtypes = [form, *[address] * 3, *[whole] * 3]
     compiled.products.argtypes = [*[whole] * 4, *[address] * 3, *[whole] * 3]
     compiled.project.argtypes = [*[whole] * 2, *[address] * 4, *[whole] * 3]
     compiled.unproject.argtypes = [*[whole] * 3, *[address] * 13, *[whole] * 3]
-    for function in (compiled.mix, compiled.mix_backward, compiled.products, compiled.project, compiled.unproject):
-        function.restype = None
+    for name in ("mix", "mix_backward", "sinkhorn", "sinkhorn_backward", "products", "project", "unproject"):
+        getattr(compiled, name).restype = None
     return compiled
 
 
@@ -149,7 +153,8 @@ class _Loop:
         first: tuple[_Form | None, ...] = ()
         if scalars:
             computed = self.forms | {"sinkhorn": self.forms["sinkhorn"].iterated}
-            first = (_form(**computed) if _has_form(constants[0], n, computed["sinkhorn"]) else None,)
+            k = constants[0] if constants else n * (n + 2)  # without a projection, of a matrix alone
+            first = (_form(**computed) if _has_form(k, n, computed["sinkhorn"]) else None,)
         function = getattr(self.library, name, None)
         if function is not None:
             self._function = functools.partial(function, *first, *constants)
@@ -200,6 +205,14 @@ def _mix_backward_by_references(loop: _Loop, written: Tensors, read: Given, size
             total += more
 
 
+def _sinkhorn_by_references(loop: _Loop, written: Tensors, read: Given, sizes: Sequence[int]) -> None:
+    _fill(written, [sinkhorn_reference(*read, sinkhorn=loop.forms["sinkhorn"])])
+
+
+def _sinkhorn_backward_by_references(loop: _Loop, written: Tensors, read: Given, sizes: Sequence[int]) -> None:
+    _fill(written, [sinkhorn_gradient(*read, sinkhorn=loop.forms["sinkhorn"])])
+
+
 def _project_by_references(loop: _Loop, written: Tensors, read: Given, sizes: Sequence[int]) -> None:
     x, phi = read
     _fill(written, projection_reference(x, phi, None))
@@ -244,6 +257,8 @@ def _phi_gradient(loop: _Loop, written: Tensors, read: Given, sizes: Sequence[in
 _REFERENCES = {
     "mix": _mix_by_references,
     "mix_backward": _mix_backward_by_references,
+    "sinkhorn": _sinkhorn_by_references,
+    "sinkhorn_backward": _sinkhorn_backward_by_references,
     "products": _products_by_references,
     "project": _project_by_references,
     "unproject": _unproject_by_references,
@@ -334,6 +349,16 @@ def mix_backward(
     read = (x, d_layer_input, *saved, *narrow)
     _call("mix_backward", x, _DEFAULTS | scalars, constants, written, read)
     return written
+
+
+def sinkhorn(logits: Tensor, d_out: Tensor | None = None, **form: Any) -> Tensor:
+    """The matrices of logits [..., n, n], or the gradient of logits, in the accumulation dtype."""
+    dtype = accumulation_dtype(logits)
+    made = logits.new_empty(logits.shape, dtype=dtype)
+    loop, given = ("sinkhorn", [logits]) if d_out is None else ("sinkhorn_backward", [d_out, logits])
+    flat = {f"sinkhorn_{name}": value for name, value in form.items()}
+    _call(loop, made, _DEFAULTS | flat, (), [made], [_plain(value, dtype) for value in given])
+    return made
 
 
 def project(x: Tensor, phi: Tensor, norm_weight: Tensor | None = None) -> tuple[Tensor, Tensor]:

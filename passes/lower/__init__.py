@@ -164,8 +164,8 @@ def _implementation(
         return torch.func.functionalize(REFERENCES[name]), context
     if all(value.device.type == "cpu" for value in values):
         given = arguments(node)
-        streams = compat.example(given["x"]) if "x" in given else None
-        return None if streams is None else cpu.parts(name, streams, given), context
+        streams = given.get("x", given.get("logits"))
+        return None if streams is None else cpu.parts(name, compat.example(streams), given), context
     if compat.compiles_ahead_of_time():
         return None, context  # a package of torch 2.11 with such kernels in it crashed when it was loaded
     # Here and not above: the passes work where Triton is missing.

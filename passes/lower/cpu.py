@@ -216,6 +216,16 @@ def generate_mix_and_aggregate(
     return normed.to(out_dtype or x.dtype), *rest
 
 
+def sinkhorn(logits: Tensor, **form: Any) -> Tensor:
+    """All of it by a loop."""
+    return _loops.sinkhorn(logits, **form)
+
+
+def sinkhorn_backward(d_out: Tensor, logits: Tensor, **form: Any) -> Tensor:
+    """The gradient of logits, in their dtype."""
+    return _loops.sinkhorn(logits, d_out, **form).to(logits.dtype)
+
+
 def head(x: Tensor, *parameters: Any, **scalars: Any) -> tuple[Tensor, ...]:
     """generate_mix_and_aggregate without its results that have no elements."""
     out, _, _, h, ms = generate_mix_and_aggregate(x, *parameters, **scalars)
@@ -477,6 +487,8 @@ _PARTS: dict[str, Callable[..., Any]] = {
     "generate_mix_backward": generate_mix_backward,
     "generate_mix_and_aggregate": generate_mix_and_aggregate,
     "generate_mix_and_aggregate_backward": generate_mix_and_aggregate_backward,
+    "sinkhorn": sinkhorn,
+    "sinkhorn_backward": sinkhorn_backward,
     "head": head,
     "head_backward": head_backward,
     "boundary": boundary,
@@ -505,7 +517,10 @@ def _has_norm(given: dict[str, Any]) -> bool:
 
 
 def parts(name: str, x: Tensor, given: dict[str, Any]) -> Callable[..., Any] | None:
-    """The parts of an operator on streams x; None if it is better left whole. given: its arguments by name."""
+    """The parts of an operator on streams x; None if it is better left whole. given: its arguments by name.
+
+    x: of `sinkhorn`, which reads no streams, its logits.
+    """
     needs = given.get("needs", ())
     if x.shape[-2] > _MAX_UNROLLED:
         return None

@@ -12,6 +12,7 @@ from torch import Tensor
 from mhc_compile.encoding import to_text
 from mhc_compile.forms import RMS_MODES, SINKHORN_AXES, SINKHORN_STARTS, Gates, Rms, Sinkhorn
 from mhc_compile.ops import _loops, _mix
+from mhc_compile.ops.sinkhorn import gradient, reference
 
 WIDTH = 40
 # No neighbours of others: sizes of parts, and forms that differ in one thing.
@@ -76,6 +77,27 @@ def test_loops_are_as_accurate_as_the_references(n: int, parts: int, more: int) 
         for error, other in zip(_error(loops, exact), _error(plain, exact), strict=True):
             # The same operations, but for the order of sums over columns and tokens.
             assert error <= 2 * other + 8 * torch.finfo(torch.float32).eps, (forms, tokens)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 8])
+def test_matrices_alone_are_as_accurate_as_the_references(n: int) -> None:
+    """Logits that no loop projects, in all forms, with whole tiles and parts of one."""
+    assert _loops._library(n) is not None
+    forms = (form for form in FORMS if form[0] == RMS_MODES[0])
+    for (_, start, first, clamp, steps), tokens in zip(forms, itertools.cycle([37, 8]), strict=False):
+        form = Sinkhorn(steps, start, first, eps=0.4 if clamp else 1e-6, clamp=clamp)
+        torch.manual_seed(0)
+        logits, d_out = 3 * torch.randn(tokens, n, n), torch.randn(tokens, n, n)
+        flat = {name.removeprefix("sinkhorn_"): value for name, value in form.as_kwargs().items()}
+        loops = [_loops.sinkhorn(logits, **flat), _loops.sinkhorn(logits, d_out, **flat)]
+        plain = [reference(logits, sinkhorn=form), gradient(d_out, logits, sinkhorn=form)]
+        wide = logits.double()
+        exact = [reference(wide, sinkhorn=form), gradient(d_out.double(), wide, sinkhorn=form)]
+        for error, other in zip(_error(loops, exact), _error(plain, exact), strict=True):
+            assert error <= 2 * other + 8 * torch.finfo(torch.float32).eps, (form, tokens)
+        for some in (slice(0, 1), slice(5, 8)):
+            assert torch.equal(_loops.sinkhorn(logits[some].clone(), **flat), loops[0][some])
+            assert torch.equal(_loops.sinkhorn(logits[some].clone(), d_out[some].clone(), **flat), loops[1][some])
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -277,6 +299,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
     more = (torch.randn_like(t["h"]), torch.randn_like(t["ms"]))
     gradients = (t["d_layer_input"], None, t["d_h_post"], t["d_h_res"], *more)
     parameters = (phi, t["scale"], t["bias"], None)
+    logits = torch.randn(5, 4, 4)
 
     def evaluate() -> list[Tensor]:
         forward = _loops.mix(t["x"], *parameters)
@@ -284,7 +307,8 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
         apart = (*_loops.project(t["x"], phi), _loops.unproject(t["x"], t["h"], phi))
         size = (5, 4, WIDTH)
         sums = [_sum(_terms(size, named, torch.float32, second=True)[0], size, torch.float32) for named in SOME_TERMS]
-        return [*forward, *backward, _loops.products(t["x"], t["x"]), *apart, *sums]
+        alone = [_loops.sinkhorn(logits), _loops.sinkhorn(logits, t["d_h_res"])]
+        return [*forward, *backward, _loops.products(t["x"], t["x"]), *apart, *sums, *alone]
 
     with_loops = evaluate()
     _loops._library.cache_clear()

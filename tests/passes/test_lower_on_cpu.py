@@ -141,6 +141,23 @@ def test_reads_and_mixes_by_own_gates(dtype: torch.dtype, lowered: bool) -> None
     assert records.last().lowered["mix_streams_backward"] == lowered
 
 
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float32, 3e-6), (torch.bfloat16, 3e-2), (torch.float16, 3e-3), (torch.float64, 1e-12)],
+)
+def test_a_sinkhorn_alone_is_a_loop(dtype: torch.dtype, tolerance: float) -> None:
+    """Of logits that are not contiguous, and whose gradient has their dtype."""
+
+    def matrices(logits: Tensor) -> Tensor:
+        return ops.sinkhorn(torch.tanh(logits).mT, steps=7)
+
+    logits = torch.randn(5, 3, N, N, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+    exact = _results(matrices, [logits.detach().double().requires_grad_()])
+    found = _results(torch.compile(matrices, backend="mhc"), [logits])
+    assert _worst(found, exact) < tolerance
+    assert set(records.last().lowered) == {"sinkhorn", "sinkhorn_backward"}
+
+
 def test_gradients_of_parameters_are_not_for_autocast_to_round() -> None:
     """Where it is on in the backward pass alone, the graph was compiled without it."""
 
