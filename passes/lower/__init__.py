@@ -24,7 +24,7 @@ from mhc_compile.guard import guard, told
 from mhc_compile.ops._launch import compile_elsewhere
 from mhc_compile.ops._register import KERNELS, REFERENCES
 from mhc_compile.passes.fuse.joint import arguments, calls, items
-from mhc_compile.passes.lower import cpu, streams
+from mhc_compile.passes.lower import cpu, cpu_steps, streams
 from mhc_compile.passes.lower.zeros import merge_zeros
 from mhc_compile.passes.memory import Memory
 
@@ -99,7 +99,7 @@ def _apart(node: fx.Node) -> fx.GraphModule:
         d_new, h_res, d_x = (by_node.get(each) for each in given[:3])
         assert d_new is not None
         assert h_res is not None
-        return cpu.mixed(d_new, h_res, d_x, given[3])
+        return cpu_steps.mixed(d_new, h_res, d_x, given[3])
 
     return _trace(call, [compat.example(each) for each in inputs])
 
