@@ -213,5 +213,5 @@ class StreamsOfALinearLayer(Sublayer):
 
 def test_a_reason_is_about_the_projection_of_the_streams() -> None:
     outcome = check.run(StreamsOfALinearLayer(4, 6, 3, 2), (torch.randn(SHAPE),))
-    (own,) = [site.own for site in outcome.report.rewritten if "h_pre" in site.own]
+    (own,) = [site.own for site in outcome.report.rewritten if site.own.startswith("h_pre")]
     assert "is computed from tanh of the projection" in own, own
