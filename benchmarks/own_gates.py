@@ -4,6 +4,7 @@
 "lite"    H is a weighted mean of all n! permutations, with weights by softmax
 "tanh"    the original Hyper-Connections, dynamic (arXiv 2409.19606): tanh gates, one [n, n + 1] product
 "static"  all gates are parameters, the same for all tokens
+"soft"    the read weighs the streams by softmax; the write's gates are sigmoids and a Sinkhorn
 
 The sublayer is an RMS norm without a weight: where it is nothing at all, a read and a write are one product.
 """
@@ -46,14 +47,18 @@ class _Projected(nn.Module):
         logits = F.linear(_normed(x.flatten(2).float()), self.phi)
         pre, post, res = torch.split(logits, [n, n, self.rows], -1)
         pre_bias, post_bias, res_bias = torch.split(self.bias, [n, n, self.rows])
-        pre = torch.sigmoid(pre * self.scale[0] + pre_bias)
+        pre = self.reading(pre * self.scale[0] + pre_bias)
         post = 2 * torch.sigmoid(post * self.scale[1] + post_bias)
         matrix = self.mixing(res * self.scale[2] + res_bias)
         f = _sublayer((pre.unsqueeze(-1) * x).sum(2).to(x.dtype))
         return post.to(x.dtype).unsqueeze(-1) * f.unsqueeze(-2) + matrix.to(x.dtype).mT @ x
 
+    def reading(self, logits: Tensor) -> Tensor:
+        """The gates of the read, [..., n]."""
+        return torch.sigmoid(logits)
+
     def mixing(self, logits: Tensor) -> Tensor:
-        """H of a token's logits [..., rows], [..., n, n]: what the kinds differ in."""
+        """H of a token's logits [..., rows], [..., n, n]: what most kinds differ in."""
         raise NotImplementedError
 
 
@@ -74,6 +79,23 @@ class Lite(_Projected):
 
     def mixing(self, logits: Tensor) -> Tensor:
         return torch.einsum("btk,kij->btij", logits.softmax(-1), self.permutations)
+
+
+class SoftmaxRead(_Projected):
+    def __init__(self, streams: int, width: int) -> None:
+        self.rows = streams**2
+        super().__init__(streams, width)
+
+    def reading(self, logits: Tensor) -> Tensor:
+        return logits.softmax(-1)
+
+    def mixing(self, logits: Tensor) -> Tensor:
+        matrix = torch.unflatten(logits, -1, (self.streams, self.streams)).softmax(-1) + EPS
+        matrix = matrix / (matrix.sum(-2, keepdim=True) + EPS)
+        for _ in range(19):
+            matrix = matrix / (matrix.sum(-1, keepdim=True) + EPS)
+            matrix = matrix / (matrix.sum(-2, keepdim=True) + EPS)
+        return matrix
 
 
 class Tanh(nn.Module):
@@ -105,4 +127,10 @@ class Static(nn.Module):
         return self.post.to(x.dtype).unsqueeze(-1) * f.unsqueeze(-2) + self.res.to(x.dtype).mT @ x
 
 
-KINDS: dict[str, type[nn.Module]] = {"krom": Krom, "lite": Lite, "tanh": Tanh, "static": Static}
+KINDS: dict[str, type[nn.Module]] = {
+    "krom": Krom,
+    "lite": Lite,
+    "tanh": Tanh,
+    "static": Static,
+    "soft": SoftmaxRead,
+}
