@@ -50,7 +50,7 @@ def environment_of(device: str, ranks: int) -> dict[str, str]:
         pytest.skip(f"needs {ranks} GPUs, and torch sees {torch.cuda.device_count()}")
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
-    return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | hidden
+    return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"} | hidden
 
 
 def run_job(module: str, folder: Path, ranks: int, *scenarios: str, seconds: int = 180, device: str = "cpu") -> Seen:
@@ -126,3 +126,5 @@ def run_rank(scenarios: Callable[[int, Path], Scenarios], seconds: int = 60) -> 
         sys.stdout.flush()
         dist.barrier()
     dist.destroy_process_group()
+    # Not by the end of Python: a thread of torch that was at work then aborted a process that had said everything.
+    os._exit(0)
