@@ -193,8 +193,9 @@ class Reader:
         number = _number(const)
         if number is None or not isinstance(value, Value):
             return None
-        terms = self._kept(value, shape) if self._stays(value) else self._spread(value, shape)
-        return tuple(Term(t.const * number, t.factors, t.summed) for t in terms)
+        if self._stays(value):
+            return (Term(number, (self._expanded(value, shape),)),)
+        return tuple(Term(t.const * number, t.factors, t.summed) for t in self._spread(value, shape))
 
     def _stays(self, value: Value) -> bool:
         """Whether others read a sum, or a multiple of one tensor, as well: then it is a value of its own."""
@@ -202,15 +203,12 @@ class Reader:
         multiple = first.const != 1.0 and len(first.factors) == 1 and not first.summed
         return (multiple or bool(more)) and _is_shared(value)
 
-    def _kept(self, value: Value, shape: tuple[int, ...]) -> Terms:
-        """A value as itself, whatever it is the sum of."""
-        return (Term(1.0, (self._moved(self.views(value), len(value.shape), lambda lead: lead.expand(shape)),)),)
+    def _expanded(self, value: Value, shape: tuple[int, ...]) -> Factor:
+        """A value as itself, whatever it is the sum of, and as views of others."""
+        return self._moved(self.views(value), len(value.shape), lambda lead: lead.expand(shape))
 
     def _product(self, left: Value, right: Value, shape: tuple[int, ...]) -> Terms:
-        factors = tuple(
-            self._moved(self.views(value), len(value.shape), lambda lead: lead.expand(shape)) for value in (left, right)
-        )
-        return (Term(1.0, factors),)
+        return (Term(1.0, (self._expanded(left, shape), self._expanded(right, shape))),)
 
     def mul(self, op: Op) -> Terms | None:
         left, right = op.args[:2]
@@ -318,15 +316,14 @@ class Reader:
         return None if first is None or second is None else collected((*first, *second))
 
     def _addend(self, value: Value, factor: float | None, shape: tuple[int, ...]) -> Terms | None:
-        """The terms of a summand; a sum that others use too, or that several rows get, is a value of its own."""
+        """The terms of a summand; a sum that several rows get, or that others use too, is a value of its own."""
         if factor is None or is_nought(value):
             return None if factor is None else ()
         terms = self.terms(value)
         base = origin(value, broadcasts)[0]
         to_several = base.numel < prod(shape)
-        is_sum = len(terms) > 1 or (terms[0].summed and to_several)
-        if (is_sum and (to_several or _is_shared(value))) or base in self.whole:
-            return tuple(term._replace(const=factor) for term in self._kept(value, shape))
+        if (to_several and (len(terms) > 1 or terms[0].summed)) or base in self.whole:
+            return (Term(factor, (self._expanded(value, shape),)),)
         return self._scaled(value, factor, shape)
 
     def addcmul(self, op: Op) -> Terms | None:
