@@ -233,13 +233,13 @@ class Model(Workload):
 
 
 class Block(Model):
-    """One decoder layer of that model alone: streams in, streams out. As a case "plain", with plain residuals."""
+    """That model's decoder layers alone: streams in, streams out. As a case "plain", with plain residuals."""
 
     def make(self) -> tuple[nn.Module, tuple[Tensor, ...]]:
         case = self.case
         plain = case.name == "plain"
         x = torch.randn(1, case.tokens, *(() if plain else (case.streams,)), case.width, device=self.device)
-        return _Layer(self.build(), self.words(), plain), (x.to(case.torch_dtype).requires_grad_(),)
+        return _Layers(self.build(), self.words(), plain), (x.to(case.torch_dtype).requires_grad_(),)
 
 
 class _Hidden(nn.Module):
@@ -252,23 +252,24 @@ class _Hidden(nn.Module):
         return hidden
 
 
-class _Layer(nn.Module):
-    """The first layer of a model, called as the model calls it."""
+class _Layers(nn.Module):
+    """The layers of a model, called as the model calls them."""
 
     def __init__(self, model: Any, words: Tensor, plain: bool) -> None:
+        from benchmarks.deepseek_v4 import ResidualLayer
+
         super().__init__()
-        # What the layer does not use has no gradient, and no place among the leaves.
+        # What layers do not use has no gradient, and no place among the leaves.
         model.embed_tokens = model.norm = model.hc_head = None
-        (layer,) = model.layers
         if plain:
-            layer.attn_hc = layer.ffn_hc = None
+            model.layers = nn.ModuleList(ResidualLayer(layer) for layer in model.layers)
         self.model, self.plain = model, plain
         self.register_buffer("words", words)
 
     def forward(self, x: Tensor) -> Tensor:
         from transformers.masking_utils import create_sliding_window_causal_mask
 
-        (layer,), like = self.model.layers, x if self.plain else x[:, :, 0]
+        like = x if self.plain else x[:, :, 0]
         at = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
         about = {
             "position_ids": at,
@@ -280,12 +281,9 @@ class _Layer(nn.Module):
             ),
             "past_key_values": None,
         }
-        if not self.plain:
-            new: Tensor = layer(x, input_ids=self.words, **about)
-            return new
-        x = x + layer.self_attn(layer.input_layernorm(x), **about)[0]
-        f: Tensor = layer.mlp(layer.post_attention_layernorm(x), input_ids=self.words)
-        return x + f
+        for layer in self.model.layers:
+            x = layer(x, input_ids=self.words, **about)
+        return x
 
 
 class Layers(Workload):

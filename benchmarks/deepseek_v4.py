@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     DeepseekV4HashRouter,
     DeepseekV4HyperConnection,
@@ -126,3 +127,17 @@ def randomise(model: nn.Module) -> None:
             words = module.tid2eid.shape[0]
             scores = torch.rand(words, module.num_experts, device=module.tid2eid.device)
             module.tid2eid.copy_(scores.topk(module.top_k, dim=-1).indices)
+
+
+class ResidualLayer(GradientCheckpointingLayer):
+    """A decoder layer with residual connections in place of hyper-connections: from [batch, tokens, C] to the same."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.input_layernorm, self.self_attn = layer.input_layernorm, layer.self_attn
+        self.post_attention_layernorm, self.mlp = layer.post_attention_layernorm, layer.mlp
+
+    def forward(self, x: Tensor, input_ids: Tensor, **about: Any) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), **about)[0]
+        f: Tensor = self.mlp(self.post_attention_layernorm(x), input_ids=input_ids)
+        return x + f

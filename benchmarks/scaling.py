@@ -5,8 +5,9 @@
     python -m benchmarks.scaling plot results/h100-x4-scaling.json     # pip install '.[bench]'
 
 Each run is a process, or a job of torchrun, of its own. What hyper-connections cost is the difference to the same model
-with plain residual connections, compiled by Inductor. The last parts train a small model with the same rows under each
-division, and compare losses with those of one GPU.
+with plain residual connections, compiled by Inductor. Other parts train a small model with the same rows under each
+division, and compare losses with those of one GPU. The last one measures decoder layers of DeepSeek-V4 on two GPUs
+(`benchmarks.divided_layers`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any
 import torch
 
 from benchmarks import report
+from benchmarks.cases import complaints
 from benchmarks.measure import ROOT
 
 DIVISIONS = ("", "fsdp=2", "tp=2", "pp=2", "ddp=2", "cp=2", "fsdp=4", "tp=4", "fsdp=2,tp=2", "fsdp=8", "fsdp=4,tp=2")
@@ -43,6 +45,7 @@ ROWS, CONTEXT = 4, 2048  # of each GPU, and the tokens of a row
 LOSSES = ("--size", "small", "--compile", "mhc")
 # The parts that compare losses, with their rows.
 COMPARED = {"losses": ("--batch", "8"), "losses of one row": ("--batch", "1", "--context", "4096")}
+PARTS = {"speed": ["speed"], "losses": [*COMPARED], "layers": ["layers"]}
 
 
 def gpus_of(division: str) -> int:
@@ -67,7 +70,9 @@ def _compared(part: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Job:
-    """One run of the example. part: `speed`, or one of `COMPARED`, with the same rows for all its divisions."""
+    """One run of the example, or of `divided_layers` if part is `layers`. Other parts are `speed` and `COMPARED`, whose
+    divisions all have the same rows.
+    """
 
     part: str
     division: str
@@ -92,6 +97,7 @@ def plan(gpus: int, size: str, layers: int | None, steps: int) -> list[Job]:
         for part, rows in COMPARED.items()
         for division in _compared(part)
     ]
+    jobs += [Job("layers", "fsdp=2", mode, MODES[mode]) for mode in MODES]
     order = [*MODES]
     return sorted(
         (job for job in jobs if job.gpus <= gpus),
@@ -107,9 +113,10 @@ class Running:
         self.folder = tempfile.TemporaryDirectory(prefix="scaling-")
         self.log = (Path(self.folder.name) / "log").open("w+", encoding="utf-8")
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(job.gpus)]
+        program = ["-m", "benchmarks.divided_layers"] if job.part == "layers" else [str(example)]
         arguments = [*job.arguments, "--out", self.folder.name, *(["--parallel", job.division] if job.division else [])]
         self.process = subprocess.Popen(
-            [sys.executable, *(launcher if job.division else []), str(example), *arguments],
+            [sys.executable, *(launcher if job.division else []), *program, *arguments],
             stdout=self.log,
             stderr=subprocess.STDOUT,
             env=os.environ
@@ -132,8 +139,9 @@ class Running:
         about: dict[str, Any] = asdict(self.job) | {"gpus": self.job.gpus}
         if self.process.returncode == 0:
             about |= {"status": "measured"} | json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-            lines = (folder / "losses.csv").read_text(encoding="utf-8").splitlines()[1:]
-            about["losses"] = [float(line.split(",")[1]) for line in lines]
+            if (losses := folder / "losses.csv").exists():
+                lines = losses.read_text(encoding="utf-8").splitlines()[1:]
+                about["losses"] = [float(line.split(",")[1]) for line in lines]
         else:
             status = "out of time" if late else "out of memory" if "OutOfMemoryError" in said else "failed"
             about |= {"status": status, "said": _cause(said)}
@@ -170,7 +178,10 @@ def run(
 
 
 def _rate(result: dict[str, Any] | None) -> float | None:
-    return result["tokens_per_second"] / result["gpus"] if result and result["status"] == "measured" else None
+    if not result or result["status"] != "measured" or "tokens_per_second" not in result:
+        return None
+    rate: float = result["tokens_per_second"] / result["gpus"]
+    return rate
 
 
 Measured = dict[tuple[str, str, str], dict[str, Any]]
@@ -180,6 +191,11 @@ def table(content: dict[str, Any]) -> str:
     """Tokens a second and GPU, the share of a step that hyper-connections take, memory, and losses."""
     measured = {(r["part"], r["division"], r["mode"]): r for r in content["results"]}
     divisions = [division for division in DIVISIONS if any(key[:2] == ("speed", division) for key in measured)]
+    speeds = _speeds(measured, divisions) if divisions else []
+    return "\n".join([*speeds, *_losses(measured), *_layers(measured)])
+
+
+def _speeds(measured: Measured, divisions: list[str]) -> list[str]:
     shares = ("share of hyper-connections, Inductor", "share, mhc")
     lines = [_line("division", "GPUs", "eager", "Inductor", "mhc", "plain residual", *shares), "|---|" + 7 * "---:|"]
     for division in divisions:
@@ -191,7 +207,7 @@ def table(content: dict[str, Any]) -> str:
         lines.append(
             _line(_name(division), *(_cell(measured, division, m, _gibibytes) for m in ("eager", "inductor", "mhc")))
         )
-    return "\n".join([*lines, *_losses(measured)])
+    return lines
 
 
 def _line(*cells: str) -> str:
@@ -235,6 +251,30 @@ def _losses(measured: Measured) -> Iterator[str]:
                 yield _line(_name(division), result["status"] if apart is None else f"{apart:.1e}")
 
 
+def _layers(measured: Measured) -> Iterator[str]:
+    """A step of the decoder layers, divided by their number. Wrong results have no figures."""
+    results = {mode: result for (part, _, mode), result in measured.items() if part == "layers"}
+    if not results:
+        return
+    columns = ("ms a layer", "of that kernels of mhc", "communication", "others", "peak, GiB")
+    yield from ("", _line("decoder layers", "computed again", *columns), "|---|---|" + 5 * "---:|")
+    eager = results.get("eager", {}).get("measured", [{}])[0].get("errors")
+    for mode, result in results.items():
+        if result["status"] != "measured":
+            yield _line(mode, result["status"], *(5 * ["-"]))
+            continue
+        for way in result["measured"]:
+            # Plain layers are another program: eager code has no errors to compare them with.
+            wrong = complaints(way["errors"], eager, torch.bfloat16) if eager and mode != "plain" else []
+            cells = [wrong[0], *(4 * ["-"])] if wrong else _cells(way, result["layers"])
+            yield _line(mode, way["recomputed"], *cells)
+
+
+def _cells(way: dict[str, Any], layers: int) -> list[str]:
+    spent = [way["step_ms"], *(way["kernels_ms"][kind] for kind in ("mhc", "communication", "others"))]
+    return [*(f"{one / layers:.2f}" for one in spent), f"{way['peak_bytes'] / 2**30:.2f}"]
+
+
 def draw(path: Path, folder: Path) -> Path:
     """Bars of tokens a second and GPU, for each division."""
     matplotlib: Any = importlib.import_module("matplotlib")
@@ -270,7 +310,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--steps", type=int, default=12, help="of each run (default %(default)s)")
     top.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="(default: all)")
     top.add_argument("--modes", nargs="+", choices=tuple(MODES), default=list(MODES), help="(default: all)")
-    top.add_argument("--parts", nargs="+", choices=("speed", "losses"), default=["speed", "losses"])
+    top.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS), help="(default: all)")
     top.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS", help="stop after so many")
     top.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help="of one run (default %(default)s)")
     top.add_argument("--continue", dest="before", type=Path, metavar="FILE", help="results that need no second run")
@@ -287,8 +327,7 @@ def measure(options: argparse.Namespace) -> int:
     about["commit"] = about["commit"] or options.commit
     results = report.continued(options.before, about) if options.before else []
     known = {(r["part"], r["division"], r["mode"]) for r in results}
-    parts = {"speed": ["speed"], "losses": [*COMPARED]}
-    wanted = [part for option in options.parts for part in parts[option]]
+    wanted = [part for option in options.parts for part in PARTS[option]]
     jobs = [
         job
         for job in plan(options.gpus, options.size, options.layers, options.steps)

@@ -39,7 +39,7 @@ def example(tmp_path: Path) -> Path:
 def test_each_gpu_gets_the_same_tokens() -> None:
     jobs = scaling.plan(4, "wide", layers=None, steps=12)
     assert {job.gpus for job in jobs} == {1, 2, 4}
-    for job in jobs:
+    for job in (job for job in jobs if job.part != "layers"):
         rows = int(job.arguments[job.arguments.index("--batch") + 1])
         if job.part != "speed":
             assert rows == (1 if "tp" in job.division else 8) or not job.division, job
@@ -124,3 +124,19 @@ def test_a_picture(tmp_path: Path) -> None:
     report.save(file, about, 0.0, [_result("", "mhc", 900.0), _result("tp=2", "eager", 0.0, status="failed")])
     assert json.loads(file.read_text(encoding="utf-8"))["results"]
     assert scaling.draw(file, tmp_path).stat().st_size > 5000
+
+
+def test_decoder_layers_have_a_table_of_their_own_and_wrong_ones_no_figures() -> None:
+    def job(mode: str, error: float) -> dict[str, Any]:
+        kernels = {"mhc": 1.0, "communication": 3.0, "others": 20.0}
+        way = {"recomputed": "nothing", "errors": {"output": error, "x": 0.01}, "step_ms": 24.5, "kernels_ms": kernels}
+        about = {"part": "layers", "division": "fsdp=2", "mode": mode, "gpus": 2, "status": "measured", "layers": 2}
+        return about | {"measured": [way | {"peak_bytes": 3 * 2**30}]}
+
+    results = [job("mhc", 0.011), job("inductor", 0.2), job("plain", 0.2), job("eager", 0.01)]
+    told = scaling.table({"results": results}).splitlines()
+    assert "| mhc | nothing | 12.25 | 0.50 | 1.50 | 10.00 | 3.00 |" in told
+    assert [line for line in told if line.startswith("| plain | nothing | 12.25")]
+    (wrong,) = [line for line in told if line.startswith("| inductor")]
+    assert "output is 2.0e-01 from float64" in wrong
+    assert "12.25" not in wrong
