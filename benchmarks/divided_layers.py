@@ -2,9 +2,10 @@
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.divided_layers --compile mhc --out layers
 
-Each layer is compiled by itself, as is usual with FSDP2. Parameters are float32, and gathered as bfloat16. Each process
-has tokens of its own. Outputs and gradients are compared with float64 before anything is timed. `python -m
-benchmarks.scaling --parts layers` runs it for all ways to compile.
+Each layer is compiled by itself, as is usual with FSDP2. Parameters are float32, and gathered as bfloat16; those of
+hyper-connections stay float32, whole in each process. Each process has tokens of its own. Outputs and gradients are
+compared with float64 before anything is timed. `python -m benchmarks.scaling --parts layers` runs it for all ways to
+compile.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -30,6 +32,7 @@ import mhc_compile.backend  # makes "mhc" known where the package is run from it
 import mhc_compile.kernels
 from benchmarks.cases import Block, Case, Values, errors
 from benchmarks.measure import release
+from mhc_compile.distributed import replicate
 
 # How a step saves memory: the streams of a boundary are computed again, or each layer from its input.
 RECOMPUTED: dict[str, dict[str, Any]] = {"nothing": {}, "streams": {"mhc.recompute": 2}, "layers": {}}
@@ -66,11 +69,15 @@ class Divided:
             module.words.copy_(work.words())
             work.upstream.normal_()
         self.module, self.model, self.x, self.upstream = module, module.model, x, work.upstream
-        self.compiled_by, self.reference = options.compile, _of_all(work.reference())
+        # Not on the device, whose memory is measured.
+        self.compiled_by = options.compile
+        self.reference = {name: value.cpu() for name, value in _of_all(work.reference()).items()}
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        whole = set() if plain else replicate(module, mesh, lambda name, parameter: "_hc." in name)
         policy = MixedPrecisionPolicy(param_dtype=case.torch_dtype, reduce_dtype=torch.float32)
         for layer in self.model.layers:
-            fully_shard(layer, mp_policy=policy)
-        fully_shard(module, mp_policy=policy)
+            fully_shard(layer, mesh=mesh, mp_policy=policy, ignored_params=whole)
+        fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=whole)
 
     def compile(self, recomputed: str) -> None:
         release()
@@ -88,11 +95,11 @@ class Divided:
         return output
 
     def errors(self) -> dict[str, float]:
-        values = {"output": self.step().detach()}
+        values = {"output": self.step().detach().cpu()}
         gradients = {"x": self.x.grad} | {name: p.grad for name, p in self.module.named_parameters()}
         for name, gradient in gradients.items():
             if gradient is not None:
-                values[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+                values[name] = (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).cpu()
         return errors(values, self.reference)
 
     def measured(self, recomputed: str) -> dict[str, Any]:

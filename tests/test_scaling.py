@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks import report, scaling
+from benchmarks.measure import ROOT
 
 EXAMPLE = """
     import json, os, sys, time
@@ -124,6 +128,18 @@ def test_a_picture(tmp_path: Path) -> None:
     report.save(file, about, 0.0, [_result("", "mhc", 900.0), _result("tp=2", "eager", 0.0, status="failed")])
     assert json.loads(file.read_text(encoding="utf-8"))["results"]
     assert scaling.draw(file, tmp_path).stat().st_size > 5000
+
+
+@pytest.mark.slow
+def test_decoder_layers_are_right_on_two_processes(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "benchmarks.divided_layers", "--layers", "1", "--tokens", "16", "--width", "64"]
+    subprocess.run([*command, "--out", str(tmp_path)], check=True, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    said = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))
+    assert (said["processes"], said["rewritten"], said["found"]) == (2, 4, 4)
+    assert [way["recomputed"] for way in said["measured"]] == ["nothing", "streams", "layers"]
+    for way in said["measured"]:
+        assert max(way["errors"].values()) < 3e-6, way
 
 
 def test_decoder_layers_have_a_table_of_their_own_and_wrong_ones_no_figures() -> None:
