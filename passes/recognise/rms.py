@@ -148,7 +148,7 @@ def _fit(found: Region, squares: Squares, width: int, divides: bool) -> RmsFacto
     given = mean * (squares.const * width)
     given = given.sqrt() if squares.root else given
     factor = _at(found, given)
-    if factor is None or not bool((factor >= 0).all()):
+    if factor is None:
         return None
     r = factor.reciprocal() if divides else factor
     const = float(r[-1] * mean[-1].sqrt())

@@ -68,6 +68,8 @@ NOT_SEEN: dict[str, Program] = {
     "with a gap": lambda x: torch.cat([x[..., :2], x[..., 3:6]], -1),
     "backwards": lambda x: torch.stack([x[2], x[1]]),
     "of several lengths and steps": lambda x: torch.cat([x[:2, 0, :3].reshape(6), x[2:5, 0, :3].reshape(9)]),
+    "side by side in the first row alone": lambda x: torch.cat([x[:2, 0, :3], x[:4:2, 0, 3:]], 1),
+    "above each other in the first column alone": lambda x: torch.cat([x[:2, 0, :2], x[2:4, 0, :4:2]], 0),
     "of several lengths, and one step": lambda x: torch.cat([x[0, 0, :1], x[0, 0, 1:4]]),
     "part of what is written": lambda x: torch.slice_scatter(x, torch.zeros(12, 2, 2), 2, 2, 4)[..., 3:5],
 }

@@ -123,6 +123,10 @@ def _scaled(self: Sublayer, u: Tensor) -> Tensor:
     return u * (2 * torch.rsqrt(u.square().mean(-1, keepdim=True) + 1e-6))
 
 
+def _negated(self: Sublayer, u: Tensor) -> Tensor:
+    return u * -torch.rsqrt(u.square().mean(-1, keepdim=True) + 1e-6) * self.gain
+
+
 def _detached(self: Sublayer, u: Tensor) -> Tensor:
     return u * torch.rsqrt(u.detach().square().mean(-1, keepdim=True) + 1e-6) * self.gain
 
@@ -140,6 +144,7 @@ NEAR: dict[str, Norm] = {
     "a layer norm": _layer_norm,
     "eps outside the root": _eps_outside,
     "twice a norm": _scaled,
+    "a negated norm": _negated,
     "the squares are detached": _detached,
     "the factor is detached": _detached_factor,
 }

@@ -71,6 +71,11 @@ class TwoWeights(Normed):
         return x * self.factor(x) * self.gamma * self.per_channel
 
 
+class NegatedFactor(Normed):
+    def normed(self, x: Tensor) -> Tensor:
+        return x * -self.factor(x)
+
+
 class FactorOfEachElement(Normed):
     """What streams are scaled by beside the norm is no weight."""
 
@@ -122,6 +127,7 @@ NORMS: list[tuple[type[Normed], list[str]]] = [
     (OneWeight, FULL),
     (WeightBefore, ["aggregate", "expand_combine", "generate_mix"]),
     (TwoWeights, APART),
+    (NegatedFactor, FULL),
     (FactorOfEachElement, APART),
     (FactorOfEachStream, APART),
     (LayerNorm, APART),
