@@ -20,8 +20,6 @@ from mhc_compile.passes.called import calls_ours
 from mhc_compile.passes.plan import nested
 from mhc_compile.passes.plan.beside_own import leave_beside_own
 from mhc_compile.passes.plan.gradients import (
-    check_gradients,
-    check_hooks,
     derives_again,
     reached_by_gradients,
     takes_forward_derivatives,
@@ -55,7 +53,7 @@ from mhc_compile.passes.plan.sites import (
     surface,
     visible,
 )
-from mhc_compile.passes.plan.surroundings import check_surroundings
+from mhc_compile.passes.plan.surroundings import check_site, check_surroundings
 from mhc_compile.passes.plan.unwritten import come_back, unwritten
 from mhc_compile.passes.recognise import Findings, Mixture, Weight
 from mhc_compile.passes.recognise.aggregate import Aggregate, Reading
@@ -147,10 +145,7 @@ class _Planner:
                 site = make()
                 if self.beyond:
                     raise Decline(self.beyond)
-                check_surroundings(self.shadow, site)
-                check_hooks(self.reached, site)
-                if isinstance(site, MixSite):
-                    check_gradients(self.reached, site)
+                check_site(self.shadow, self.reached, site)
             except Decline as reason:
                 reasons.append(str(reason))
             except Exception as error:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from mhc_compile.passes.plan.gradients import check_hooks
 from mhc_compile.passes.plan.sites import AggregateSite, CombineSite, Decline, MixSite, SinkhornSite, Site
-from mhc_compile.passes.plan.surroundings import check_surroundings
+from mhc_compile.passes.plan.surroundings import check_site
 from mhc_compile.passes.recognise import Findings
 from mhc_compile.passes.recognise.gates import Identified, Matrices, matrices
 from mhc_compile.passes.shadow import Shadow, Value
@@ -34,8 +33,7 @@ def leave_beside_own(shadow: Shadow, findings: Findings, reached: set[fx.Node], 
                 continue
             alone = [SinkhornSite(made)]
             try:
-                check_surroundings(shadow, alone[0])
-                check_hooks(reached, alone[0])
+                check_site(shadow, reached, alone[0])
             except Decline:
                 continue
         at = sites.index(site)

@@ -87,13 +87,19 @@ def _registers_hook(node: fx.Node) -> bool:
     return getattr(node.target, "__name__", "") == "register_hook"
 
 
-def check_hooks(reached: set[fx.Node], site: Site) -> None:
+def check_gradients(reached: set[fx.Node], site: Site) -> None:
+    """Refuse a site that would call a hook that eager code does not, or give zeros to parameters without a gradient."""
+    if isinstance(site, (MixSite, ProjectionSite)):
+        _check_hooks(reached, site)
+    if isinstance(site, MixSite):
+        _check_parameters(reached, site)
+
+
+def _check_hooks(reached: set[fx.Node], site: MixSite | ProjectionSite) -> None:
     """Refuse an operator that would call a hook which eager code does not.
 
     Autograd calls the hooks of all results of an operator, those of results without a gradient with None.
     """
-    if not isinstance(site, (MixSite, ProjectionSite)):
-        return
     for value in site.targets():
         hooked = [node for node in _nodes(value) if any(map(_registers_hook, node.users))]
         if hooked and not is_reached(reached, value):
@@ -103,8 +109,7 @@ def check_hooks(reached: set[fx.Node], site: Site) -> None:
             )
 
 
-def check_gradients(reached: set[fx.Node], site: MixSite) -> None:
-    """Refuse a site that would give zeros to parameters that have no gradient."""
+def _check_parameters(reached: set[fx.Node], site: MixSite) -> None:
     named = zip(("h_pre", "h_post", "h_res"), (site.pre, site.post, site.res), site.groups, strict=False)
     parts = [(name, gate.value, _parameters(rows)) for name, gate, rows in named if gate is not None]
     for product in site.products:

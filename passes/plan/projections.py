@@ -14,7 +14,7 @@ from dataclasses import replace
 from torch import fx
 
 from mhc_compile.ops._checks import MAX_K
-from mhc_compile.passes.plan.gradients import check_gradients, check_hooks, is_reached, requires_gradient
+from mhc_compile.passes.plan.gradients import is_reached, requires_gradient
 from mhc_compile.passes.plan.sites import (
     Decline,
     MixingSite,
@@ -26,7 +26,7 @@ from mhc_compile.passes.plan.sites import (
     WithGates,
     visible,
 )
-from mhc_compile.passes.plan.surroundings import check_surroundings
+from mhc_compile.passes.plan.surroundings import check_site
 from mhc_compile.passes.recognise import Findings, default_view, normalised_before, weight_of
 from mhc_compile.passes.recognise.contraction import StreamsView
 from mhc_compile.passes.recognise.projection import Projection, token_factor, turned_projections
@@ -99,9 +99,7 @@ def goes_beside_gates(shadow: Shadow, reached: set[fx.Node], sites: list[Site], 
         if larger is None:
             continue
         try:
-            check_surroundings(shadow, larger)
-            check_hooks(reached, larger)
-            check_gradients(reached, larger)
+            check_site(shadow, reached, larger)
         except Decline:  # then each is as before
             continue
         sites[at] = larger

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from mhc_compile import compat
+from mhc_compile.passes.plan.gradients import check_gradients
 from mhc_compile.passes.plan.sites import (
     AggregateSite,
     CombineSite,
@@ -28,6 +29,12 @@ from mhc_compile.passes.recognise.layout import Layout, NotALayout, Steps, is_mo
 from mhc_compile.passes.recognise.outer import flat
 from mhc_compile.passes.report import in_words
 from mhc_compile.passes.shadow import Op, Shadow, Value, memory_of
+
+
+def check_site(shadow: Shadow, reached: set[fx.Node], site: Site) -> None:
+    """Refuse a site because of what is around it. reached: the nodes to which gradients come back."""
+    check_surroundings(shadow, site)
+    check_gradients(reached, site)
 
 
 def check_surroundings(shadow: Shadow, site: Site) -> None:
