@@ -17,6 +17,7 @@ from mhc_compile.passes.recognise.contraction import StreamsView
 from mhc_compile.passes.recognise.iterations import broken, under_vmap
 from mhc_compile.passes.recognise.layout import is_movement
 from mhc_compile.passes.recognise.misses import Miss
+from mhc_compile.passes.recognise.projection import too_many_rows
 from mhc_compile.passes.recognise.reader import Reader
 from mhc_compile.passes.recognise.sinkhorn import NEARLY
 from mhc_compile.passes.shadow import Op, Shadow, Value
@@ -44,7 +45,7 @@ def misses(
             refused.add(read.out.op.node)
             yield Declined("aggregate", _BY_CHANNEL, read.out.op.node)
     yield from _unread(shadow, findings, sites, refused, views)
-    yield from _unprojected(sites, gates, told)
+    yield from _unprojected(sites, gates, told, findings)
     for site in sites:
         made = site.res.value if isinstance(site, MixSite) and site.res is not None else None
         made = site.matrices.out if isinstance(site, SinkhornSite) else made
@@ -211,7 +212,7 @@ def _sums(use: Op, gate: Value, findings: Findings) -> Iterator[Op]:
             break
 
 
-def _unprojected(sites: list[Site], gates: set[Value], told: set[Value]) -> Iterator[Declined]:
+def _unprojected(sites: list[Site], gates: set[Value], told: set[Value], findings: Findings) -> Iterator[Declined]:
     """Code that makes the logits of a Sinkhorn projection that mixes streams, if no operator replaces it."""
     in_operators = {group.projection.out for site in sites if isinstance(site, MixSite) for group in site.groups}
     for site in sites:
@@ -226,7 +227,9 @@ def _unprojected(sites: list[Site], gates: set[Value], told: set[Value]) -> Iter
         elif in_operators.intersection(source.outs):
             why = "the operator that projects here returns other gates alone, so that this projects once more"
         else:
-            why = "this is not recognised as the projection of a token's streams, all of them, by one matrix"
+            many = too_many_rows(findings.reader, value)
+            unlike = "this is not recognised as the projection of a token's streams, all of them, by one matrix"
+            why = f"this is {many}" if many else unlike
         reason = f"the logits of a Sinkhorn projection come from here, but {why}"
         yield Declined("generate_mix", reason, source.node, called)
 

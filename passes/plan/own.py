@@ -8,6 +8,7 @@ from mhc_compile.passes.plan.sites import AggregateSite, CombineSite, MixingSite
 from mhc_compile.passes.recognise import Findings, NotAGate
 from mhc_compile.passes.recognise.iterations import is_under_vmap
 from mhc_compile.passes.recognise.layout import any_view, origin
+from mhc_compile.passes.recognise.projection import too_many_rows
 from mhc_compile.passes.report import location
 from mhc_compile.passes.shadow import Value, spelled
 
@@ -74,7 +75,8 @@ def _reason(gate: Value, findings: Findings) -> str:
     if gate.op is None:
         return "is an input of this graph"
     if gate.op.target is not None:
-        return ""
+        many = too_many_rows(findings.reader, gate)
+        return f"comes from {many}" if many else ""
     if is_under_vmap(gate.op.node):
         return "is computed under vmap, which is not looked into: compute it from [..., n, C] at once"
     return f"is made by {spelled(gate.op.node)}, which is not looked into"

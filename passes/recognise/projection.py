@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import isqrt
+from math import isqrt, prod
 from typing import Any
 
 import torch
@@ -12,12 +12,25 @@ import torch
 from mhc_compile import compat
 from mhc_compile.passes.recognise.concatenation import put_together
 from mhc_compile.passes.recognise.contraction import MAX_ROWS, Contraction, by_stride, contractions, exact, steps_in
-from mhc_compile.passes.recognise.layout import Dim, Layout, NotALayout, Steps, merged, origin, refine, tidy, tiles
+from mhc_compile.passes.recognise.layout import (
+    Dim,
+    Layout,
+    NotALayout,
+    Steps,
+    is_movement,
+    merged,
+    origin,
+    refine,
+    tidy,
+    tiles,
+)
 from mhc_compile.passes.recognise.reader import Reader
 from mhc_compile.passes.shadow import Op, Value
 
 # A norm, its weight, and what the model does to its streams before.
 _MAX_SCALINGS = 4
+# What is made of logits, before a gate is no longer said to come from them.
+_MOST_STEPS = 200
 
 
 @dataclass(frozen=True)
@@ -98,6 +111,21 @@ def projections(reader: Reader, op: Op, before: dict[Value, list[Projection]]) -
         if found and min(found[0].tokens, found[0].rows) > 1:  # one token's streams are a vector, as one row's phi is
             break
     return found
+
+
+def too_many_rows(reader: Reader, value: Value) -> str:
+    """What a value comes from if that would be a projection with fewer rows; empty if it is none."""
+    for _ in range(_MOST_STEPS):
+        products = [t for t in reader.terms(value) if len(t.factors) == 2 and t.summed]
+        for product in products:
+            for c in contractions(product, value):
+                rows = prod(a.size for a in c.axes if a.left == 0 and a.right != 0 and not a.summed)
+                if rows > MAX_ROWS and c.right.numel == rows * prod(a.size for a in c.axes if a.summed):
+                    return f"a product with {rows:,} rows, and the operators take at most {MAX_ROWS:,}"
+        if value.op is None or not value.op.sources or (products and not is_movement(value.op)):
+            break
+        value = max(value.op.sources, key=lambda source: source.numel)
+    return ""
 
 
 def turned_projections(reader: Reader, out: Value) -> Iterator[Projection]:

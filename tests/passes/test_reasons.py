@@ -167,6 +167,21 @@ class ProjectionInFloat64(Sublayer):
         return F.linear(flat.double(), self.phi.double()).to(flat.dtype)
 
 
+class ManyRows(Sublayer):
+    """The matrix projects for others as well."""
+
+    def project(self, flat: Tensor) -> Tensor:
+        return F.linear(flat, self.phi.repeat(50, 1))[..., : len(self.phi)]
+
+
+class ManyNumbersBetween(Sublayer):
+    """A near miss: gates come from a product with few rows, of something that has many."""
+
+    def pre(self, logits: Tensor) -> Tensor:
+        hidden = F.linear(logits, self.phi[:, :4].repeat(50, 1)).relu()
+        return torch.sigmoid(F.linear(hidden, self.phi.flatten().repeat(9)[:4800].view(4, 1200)))
+
+
 class GatesInFloat64(Sublayer):
     def pre(self, logits: Tensor) -> Tensor:
         return (torch.sigmoid(logits.double()) + 1e-6).to(logits.dtype)
@@ -319,6 +334,8 @@ REASONS: list[tuple[type[Sublayer], str, str]] = [
     (DetachedSinkhorn, "its gradient does not", "columns"),
     (LogarithmsWithEps, "equals a Sinkhorn projection at moderate logits, but not at large ones", "res"),
     (ProjectionInFloat64, "computes in float64; the operators would compute that in float32", ""),
+    (ManyRows, "this is a product with 1,200 rows, and the operators take at most 1,024", "project"),
+    (ManyRows, "comes from a product with 1,200 rows, and the operators take at most 1,024", ""),
     (GatesInFloat64, "an input has dtype torch.float64", ""),
     (StreamsWritten, "x.mul_(1.5)", ""),
     (NoNorm, "not normalised by an RMS norm of the streams", ""),
@@ -368,6 +385,12 @@ def test_one_mixed_tensor_is_not_said_to_be_two(kind: type[Sublayer], writes: in
     outcome = check.run(model, (torch.randn(SHAPE),), exact=False, repeats=1, backward=False, around=torch.no_grad())
     assert outcome.operators.count("expand_combine") == writes, str(outcome.report)
     assert not any("mixes two tensors" in text for _, text in _told(outcome.report))
+
+
+def test_rows_of_an_earlier_product_are_no_reason() -> None:
+    outcome = check.run(ManyNumbersBetween(4, 6, 3, 2), (torch.randn(SHAPE),), around=torch.no_grad(), backward=False)
+    assert "its own: h_pre" in str(outcome.report)
+    assert "1,200 rows" not in str(outcome.report)
 
 
 def _told(report: Report) -> Iterator[tuple[tuple[str, int], str]]:
