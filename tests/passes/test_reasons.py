@@ -177,9 +177,12 @@ class ManyRows(Sublayer):
 class ManyNumbersBetween(Sublayer):
     """A near miss: gates come from a product with few rows, of something that has many."""
 
-    def pre(self, logits: Tensor) -> Tensor:
-        hidden = F.linear(logits, self.phi[:, :4].repeat(50, 1)).relu()
-        return torch.sigmoid(F.linear(hidden, self.phi.flatten().repeat(9)[:4800].view(4, 1200)))
+    def gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        _, h_post, h_res = super().gates(x)
+        hidden = F.linear(self.flat(x), self.phi.repeat(50, 1)).relu()
+        few = self.phi.flatten().repeat(9)[:4800].view(1200, 4)
+        logits = torch.addmm(self.bias[:4], hidden.flatten(0, 1), few, alpha=0.5)
+        return torch.sigmoid(logits.view(*x.shape[:2], 4)), h_post, h_res
 
 
 class GatesInFloat64(Sublayer):
