@@ -180,7 +180,9 @@ class _Functional:
         if isinstance(index, int):
             shape.pop(axis)
         else:
-            start, stop, step = index.indices(int(shape[axis])) if isinstance(shape[axis], int) else (0, 0, 0)
+            if not isinstance(shape[axis], int):
+                return None
+            start, stop, step = index.indices(shape[axis])
             if step != 1 or stop <= start:
                 return None
             shape[axis] = stop - start

@@ -149,9 +149,7 @@ class AffineWalk:
             op = value.op
             if self.describe(value) is not None:
                 found.add(value)
-            elif op is None:
-                continue
-            elif moves_elements(op) or (op.name in _HANDLERS and partly.intersection(op.sources)):
+            elif op is not None and (moves_elements(op) or (op.name in _HANDLERS and partly.intersection(op.sources))):
                 partly.add(value)
             else:
                 continue

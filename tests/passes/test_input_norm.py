@@ -135,6 +135,11 @@ def _detached_factor(self: Sublayer, u: Tensor) -> Tensor:
     return u * torch.rsqrt(u.square().mean(-1, keepdim=True) + 1e-6).detach() * self.gain
 
 
+def _without_gradient(self: Sublayer, u: Tensor) -> Tensor:
+    with torch.no_grad():
+        return _llama(self, u)
+
+
 NEAR: dict[str, Norm] = {
     "the layer input is read again": _read_again,
     "the factor is read again": _factor_read,
@@ -147,6 +152,7 @@ NEAR: dict[str, Norm] = {
     "a negated norm": _negated,
     "the squares are detached": _detached,
     "the factor is detached": _detached_factor,
+    "all of it without gradient": _without_gradient,
 }
 WITHOUT_WEIGHT = {"a weight of tokens": lambda self, u: _plain(self, u) * self.of_tokens}
 
