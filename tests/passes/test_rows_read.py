@@ -180,6 +180,36 @@ def test_what_reads_other_rows_gets_them(split: Split) -> None:
     assert _projected(model) == [4 * N]
 
 
+def _own_rows_first(logits: Tensor) -> tuple[Tensor, ...]:
+    rows = logits.shape[-1] - 2 * N
+    return logits.narrow(-1, rows, N), logits.narrow(-1, rows + N, N), logits.narrow(-1, 0, rows)
+
+
+def test_rows_of_known_gates_that_come_last_are_not_projected_twice() -> None:
+    outcome = check.run(Mixed(_own_rows_first, 2), (torch.randn(SHAPE),))
+    check.assert_as_accurate(outcome)
+    assert "2 logits more" in outcome.report.rewritten[0].detail
+    assert _projected(Mixed(_own_rows_first, 2)) == [2 * N + 2]
+
+
+def _all_of_the_first_token(logits: Tensor) -> tuple[Tensor, ...]:
+    pre, post, res = _own_rows_first(logits)
+    return pre, post, res + logits[:, :1].mean(-1, keepdim=True)
+
+
+def _from_a_symbolic_row(logits: Tensor) -> tuple[Tensor, ...]:
+    pre, post, res = _own_rows_first(logits)
+    return pre, post, res + logits.narrow(-1, logits.shape[0], 2 * N)
+
+
+@pytest.mark.parametrize("split", [_all_of_the_first_token, _from_a_symbolic_row])
+def test_what_reads_rows_of_gates_that_come_last_gets_them(split: Split) -> None:
+    outcome = check.run(Mixed(split), (torch.randn(SHAPE),), dynamic=split is _from_a_symbolic_row)
+    check.assert_as_accurate(outcome)
+    assert outcome.operators == ["expand_combine", "generate_mix_and_aggregate"], str(outcome.report)
+    assert f"{4 * N} logits more" in outcome.report.rewritten[0].detail
+
+
 class Shown(Mixed):
     """The logits are a result; `change` may write into them after the gates were made."""
 

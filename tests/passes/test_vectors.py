@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
 
 from mhc_compile.passes import shadow
 from mhc_compile.passes.rewrite.copies import Copies
 from mhc_compile.passes.rewrite.vectors import Vectors
+from tests.zoo import check
+from tests.zoo.common import random_parameter, random_phi
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -51,3 +54,28 @@ def test_elements_in_any_order(order: Sequence[int], calls: list[str], rest: tup
     taken: Tensor = torch.compile(lambda x: x.sin(), backend=take)(x)
     assert torch.equal(taken, x[list(order)])
     assert found[:-1] == calls  # and the sine, which the program had
+
+
+class ScaledTwice(nn.Module):
+    """Each gate has a number of `scale` and one more factor, which all gates share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phi, self.bias = random_phi(24, 4 * 6), random_parameter(24)
+        self.scale, self.factor = random_parameter(3, mean=1.0), random_parameter(1, mean=2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(-2)
+        logits = F.linear(flat, self.phi) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + 1e-6)
+        parts, biases = logits.split([4, 4, 16], -1), self.bias.split([4, 4, 16])
+        pre, post, res = (parts[i] * self.scale[i] * self.factor + biases[i] for i in range(3))
+        h_res = res.unflatten(-1, (4, 4)).softmax(-1) + 1e-6
+        h_res = h_res / (h_res.sum(-2, keepdim=True) + 1e-6)
+        f = torch.tanh((torch.sigmoid(pre).unsqueeze(-1) * x).sum(-2))
+        return 2 * torch.sigmoid(post).unsqueeze(-1) * f.unsqueeze(-2) + h_res.mT @ x
+
+
+def test_a_factor_beside_the_scale_of_each_gate() -> None:
+    outcome = check.run(ScaledTwice(), (torch.randn(2, 3, 4, 6),))
+    check.assert_as_accurate(outcome)
+    assert outcome.operators == ["expand_combine", "generate_mix_and_aggregate"], str(outcome.report)
