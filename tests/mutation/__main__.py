@@ -187,6 +187,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--files", nargs="*", help="files of passes/ to draw from, such as passes/plan/roles.py")
     parser.add_argument("--tests", nargs="*", default=TESTS, help="the tests that may judge")
     parser.add_argument("--thin", type=int, help="of each test at most so many cases may judge")
+    parser.add_argument("--whole", nargs="*", default=(), help="folders whose fast tests judge with all cases")
     parser.add_argument("--again", action="store_true", help="judge survivors again, as with more tests")
     parser.add_argument("--out", type=Path, default=Path("mutants.jsonl"), help="judged mutants, one a line")
     parser.add_argument("--reached", type=Path, default=Path("reached"), help="folder of which tests run which lines")
@@ -201,7 +202,7 @@ def main(arguments: list[str] | None = None) -> int:
     given.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder, given.out.open("a", encoding="utf-8") as out:
         copies = [Copy(Path(folder, str(number))) for number in range(given.processes)]
-        thin = [f"--thin={given.thin}"] if given.thin else []
+        thin = [f"--thin={given.thin}", *(f"--whole={folder}" for folder in given.whole)] if given.thin else []
         reached = reach(copies[0], given.reached.absolute(), given.processes, given.tests, *thin)
         changed = sorted({mutant.file for mutant in wanted.values() if not reached.knows(mutant)})
         if changed:
