@@ -22,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 rewriting = importlib.import_module("mhc_compile.passes.rewrite")
 recognising = importlib.import_module("mhc_compile.passes.recognise")
 planning = importlib.import_module("mhc_compile.passes.plan")
+surroundings = importlib.import_module("mhc_compile.passes.plan.surroundings")
 budgets = importlib.import_module("mhc_compile.passes")
 
 N, C, LENGTH, BATCH = 4, 6, 3, 2
@@ -132,8 +133,8 @@ CANDIDATES = {
     "_read_wide": recognising,
     "_understand": recognising,
     "mix_site": planning,
-    "check_surroundings": planning,
-    "check_gradients": planning,
+    "check_surroundings": surroundings,
+    "check_gradients": surroundings,
 }
 
 
