@@ -256,7 +256,7 @@ def _layers(measured: Measured) -> Iterator[str]:
     results = {mode: result for (part, _, mode), result in measured.items() if part == "layers"}
     if not results:
         return
-    columns = ("ms a layer", "of that kernels of mhc", "communication", "others", "peak, GiB")
+    columns = ("a step, ms a layer", "kernels of mhc", "communication", "other kernels", "GiB above parameters")
     yield from ("", _line("decoder layers", "computed again", *columns), "|---|---|" + 5 * "---:|")
     eager = results.get("eager", {}).get("measured", [{}])[0].get("errors")
     for mode, result in results.items():
@@ -272,7 +272,7 @@ def _layers(measured: Measured) -> Iterator[str]:
 
 def _cells(way: dict[str, Any], layers: int) -> list[str]:
     spent = [way["step_ms"], *(way["kernels_ms"][kind] for kind in ("mhc", "communication", "others"))]
-    return [*(f"{one / layers:.2f}" for one in spent), f"{way['peak_bytes'] / 2**30:.2f}"]
+    return [*(f"{one / layers:.2f}" for one in spent), f"{(way['peak_bytes'] - way['resident_bytes']) / 2**30:.2f}"]
 
 
 def draw(path: Path, folder: Path) -> Path:

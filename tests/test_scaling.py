@@ -147,11 +147,11 @@ def test_decoder_layers_have_a_table_of_their_own_and_wrong_ones_no_figures() ->
         kernels = {"mhc": 1.0, "communication": 3.0, "others": 20.0}
         way = {"recomputed": "nothing", "errors": {"output": error, "x": 0.01}, "step_ms": 24.5, "kernels_ms": kernels}
         about = {"part": "layers", "division": "fsdp=2", "mode": mode, "gpus": 2, "status": "measured", "layers": 2}
-        return about | {"measured": [way | {"peak_bytes": 3 * 2**30}]}
+        return about | {"measured": [way | {"peak_bytes": 3 * 2**30, "resident_bytes": 2**30}]}
 
     results = [job("mhc", 0.011), job("inductor", 0.2), job("plain", 0.2), job("eager", 0.01)]
     told = scaling.table({"results": results}).splitlines()
-    assert "| mhc | nothing | 12.25 | 0.50 | 1.50 | 10.00 | 3.00 |" in told
+    assert "| mhc | nothing | 12.25 | 0.50 | 1.50 | 10.00 | 2.00 |" in told
     assert [line for line in told if line.startswith("| plain | nothing | 12.25")]
     (wrong,) = [line for line in told if line.startswith("| inductor")]
     assert "output is 2.0e-01 from float64" in wrong
