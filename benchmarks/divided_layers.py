@@ -69,8 +69,8 @@ class Divided:
             module.words.copy_(work.words())
             work.upstream.normal_()
         self.module, self.model, self.x, self.upstream = module, module.model, x, work.upstream
-        # Not on the device, whose memory is measured.
         self.compiled_by = options.compile
+        # Not on the device, whose memory is measured.
         self.reference = {name: value.cpu() for name, value in _of_all(work.reference()).items()}
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         whole = set() if plain else replicate(module, mesh, lambda name, parameter: "_hc." in name)

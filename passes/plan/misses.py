@@ -227,9 +227,8 @@ def _unprojected(sites: list[Site], gates: set[Value], told: set[Value], finding
         elif in_operators.intersection(source.outs):
             why = "the operator that projects here returns other gates alone, so that this projects once more"
         else:
-            many = too_many_rows(findings.reader, value)
-            unlike = "this is not recognised as the projection of a token's streams, all of them, by one matrix"
-            why = f"this is {many}" if many else unlike
+            unlike = "not recognised as the projection of a token's streams, all of them, by one matrix"
+            why = f"this is {too_many_rows(findings.reader, value) or unlike}"
         reason = f"the logits of a Sinkhorn projection come from here, but {why}"
         yield Declined("generate_mix", reason, source.node, called)
 
