@@ -51,7 +51,8 @@ def take_one_by_one(copies: Copies) -> None:
 def _taken(graph: fx.Graph, item: fx.Node, parts: Any, at: int) -> fx.Node:
     split: Any = item.args[0]
     source = split.args[0]
-    dim = split.kwargs.get("dim", next(iter(split.args[_SPLITS[spelled(split)] :]), 0))
+    # From the front: torch 2.13 gives the gradient of a DTensor's select the wrong local sizes where dim is negative.
+    dim = split.kwargs.get("dim", next(iter(split.args[_SPLITS[spelled(split)] :]), 0)) % compat.example(source).dim()
     with graph.inserting_before(item):
         if spelled(split) == "unbind":
             return graph.call_method("select", (source, dim, at))
