@@ -46,8 +46,12 @@ def forward(
     input_norm_eps: float | None = None,
     streams_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
+    scaling: str | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """(x_new [..., n, C], layer_input [..., C], the next h_post and h_res, h [..., K], ms [...])."""
+    """(x_new [..., n, C], layer_input [..., C], the next h_post and h_res, h [..., K], ms [...]).
+
+    scaling: as in `generate_mix_and_aggregate`.
+    """
     projected = None
     if streams_dtype in (None, x.dtype) and combine_project.fits(f, layer_bias, x, h_res, phi):
         x_new = torch.empty_like(x)
@@ -66,7 +70,7 @@ def forward(
         x_new = expand_combine.forward(f, layer_bias, h_post, x, h_res, out_dtype=streams_dtype)
     mix = generate_mix_and_aggregate.forward(
         x_new, phi, scale, bias, norm_weight, input_norm_weight, rms=rms, gates=gates, sinkhorn=sinkhorn,
-        input_norm_eps=input_norm_eps, out_dtype=out_dtype, partials=projected,
+        input_norm_eps=input_norm_eps, out_dtype=out_dtype, partials=projected, scaling=scaling,
     )  # fmt: skip
     return x_new, *mix
 

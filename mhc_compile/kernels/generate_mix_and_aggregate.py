@@ -28,10 +28,12 @@ def forward(
     input_norm_eps: float | None = None,
     out_dtype: torch.dtype | None = None,
     partials: Partials | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    scaling: str | None = None,
+) -> tuple[torch.Tensor, ...]:
     """(layer_input [..., C], h_post [..., n], h_res [..., n, n], h [..., K], ms [...]) of x [..., n, C].
 
-    partials: the sums of the projection, where these are there already.
+    partials: the sums of the projection, where these are there already. scaling: with an input norm, layer_input is in
+    MXFP8, and its scales [..., C / 32] follow as a sixth result.
     """
     given = partials is None and input_norm_eps is None
     if given and gpus.of(x.device).streams_once and one_pass.fits((x,), phi) and boundary_pass.fits(x, phi):
@@ -59,8 +61,10 @@ def forward(
         out_dtype=out_dtype,
         partials=partials,
         norm=input_norm(input_norm_weight, input_norm_eps),
+        scaling=scaling,
     )
-    return mix.layer_input, mix.h_post, mix.h_res, mix.h, mix.ms
+    scales = () if mix.scales is None else (mix.scales,)
+    return mix.layer_input, mix.h_post, mix.h_res, mix.h, mix.ms, *scales
 
 
 def backward(

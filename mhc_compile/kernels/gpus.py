@@ -25,18 +25,21 @@ class Gpu:
     rows_of_phi: how many of them a program multiplies with bfloat16 streams. 128 need Hopper's shared memory.
     same_bits_in_small_tiles: whether tensor cores were seen to give tiles of 16 and 64 tokens the bits of 128. They use
         another instruction for them.
+    float8: casts to float8_e4m3fn.
     """
 
     streams_once: bool = False
     gradients_once: bool = False
     rows_of_phi: int = 64
     same_bits_in_small_tiles: bool = False
+    float8: bool = False
 
 
 TABLE = {
     80: Gpu(gradients_once=True),  # A100
-    90: Gpu(streams_once=True, gradients_once=True, rows_of_phi=128, same_bits_in_small_tiles=True),  # H100, H200
-    100: Gpu(gradients_once=True, rows_of_phi=128),  # B200
+    # H100, H200
+    90: Gpu(streams_once=True, gradients_once=True, rows_of_phi=128, same_bits_in_small_tiles=True, float8=True),
+    100: Gpu(gradients_once=True, rows_of_phi=128, float8=True),  # B200
 }
 # Triton's interpreter computes as the measured GPU. It has no Gluon.
 INTERPRETED = replace(TABLE[90], streams_once=False, gradients_once=False)

@@ -20,6 +20,8 @@ from mhc_compile.kernels import gpus
 from mhc_compile.kernels.common import cdiv, expected, group_scale, launch, next_power_of_2, on_device
 from mhc_compile.kernels.config import Tile
 from mhc_compile.kernels.gates import affine, rms_factor, rounded_product, sigmoid
+from mhc_compile.kernels.mxfp8 import BLOCK as MXFP8_BLOCK
+from mhc_compile.kernels.mxfp8 import mxfp8_rows
 
 # Programs per processor.
 WAVES = 2
@@ -68,9 +70,10 @@ def _product(x, y, BLOCK_C: tl.constexpr):
 
 
 @triton.jit
-def normed_rows(gates, i, x, weight, out, tok, live, C, x_m, x_n, x_c, inverse_width, eps, N: tl.constexpr,
-                HAS_WEIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr):  # fmt: skip
-    """out[tok] of rows of C <= BLOCK_C columns; i is the rows of gates."""
+def normed_rows(gates, i, x, weight, out, scales, tok, live, C, x_m, x_n, x_c, inverse_width, eps, N: tl.constexpr,
+                HAS_WEIGHT: tl.constexpr, SCALING: tl.constexpr, BLOCK_M: tl.constexpr,
+                BLOCK_C: tl.constexpr):  # fmt: skip
+    """out[tok] of rows of C <= BLOCK_C columns; i is the rows of gates. SCALING: in MXFP8, with scales."""
     c = tl.arange(0, BLOCK_C)
     mask = live[:, None] & (c < C)[None, :]
     u = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
@@ -81,6 +84,13 @@ def normed_rows(gates, i, x, weight, out, tok, live, C, x_m, x_n, x_c, inverse_w
     normed = u / tl.sqrt(tl.sum(_product(u, u, BLOCK_C), axis=1) * inverse_width + eps)[:, None]
     if HAS_WEIGHT:
         normed = normed * tl.load(weight + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+    if SCALING is not None:
+        # Rounded as without MXFP8 first, so that the bits are the same as those of a quantization of that result.
+        normed = normed.to(tl.bfloat16).to(tl.float32)
+        normed, exponents = mxfp8_rows(normed, SCALING, BLOCK_M, BLOCK_C)
+        block = tl.arange(0, BLOCK_C // MXFP8_BLOCK)[None, :]
+        of_row = C // MXFP8_BLOCK
+        tl.store(scales + tok[:, None] * of_row + block, exponents.to(tl.uint8), mask=live[:, None] & (block < of_row))
     tl.store(out + tok[:, None] * C + c[None, :], normed.to(out.dtype.element_ty), mask=mask)
 
 

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from mhc_compile.forms import Gates, Rms, Sinkhorn
+from mhc_compile.kernels import mxfp8
 from mhc_compile.kernels.aggregate import pre_gradient, weigh_streams
 from mhc_compile.kernels.common import (
     blocks_each,
@@ -142,11 +143,11 @@ def _mix_tile(h_part, squares_part, scale, bias, h_pre, h_post, h_res, h, ms, fi
 
 
 @triton.jit
-def _aggregate_tile(h_part, squares_part, scale, bias, x, out, input_weight, program, tokens, C, x_m, x_n, x_c,
-                    stored, column_parts, blocks_each, inverse_columns, inverse_width, rms_eps, pre_eps, input_eps,
+def _aggregate_tile(h_part, squares_part, scale, bias, x, out, scales, input_weight, program, tokens, C, x_m, x_n,
+                    x_c, stored, column_parts, blocks_each, inverse_columns, inverse_width, rms_eps, pre_eps, input_eps,
                     N: tl.constexpr, NP: tl.constexpr, K: tl.constexpr, RMS_MODE: tl.constexpr,
-                    GROUPED: tl.constexpr, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, GROUP: tl.constexpr,
-                    CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr):  # fmt: skip
+                    GROUPED: tl.constexpr, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, SCALING: tl.constexpr,
+                    GROUP: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr):  # fmt: skip
     """out[m] = sum_i h_pre[m, i] * x[m, i] for BLOCK_M tokens x blocks_each column blocks; NORM: normalised rows."""
     # The last tokens first: they were made last, and L2 may still hold them.
     tile = tl.cdiv(tokens, BLOCK_M) - 1 - program // column_parts
@@ -161,19 +162,19 @@ def _aggregate_tile(h_part, squares_part, scale, bias, x, out, input_weight, pro
     s, b = affine(scale, bias, i, i < N, 0, GROUPED)
     gates = sigmoid(r[None, :] * v * s + b) + pre_eps
     if NORM:
-        normed_rows(gates, i, x, input_weight, out, tok, live, C, x_m, x_n, x_c, inverse_width, input_eps, N,
-                    HAS_WEIGHT, BLOCK_M, BLOCK_C)  # fmt: skip
+        normed_rows(gates, i, x, input_weight, out, scales, tok, live, C, x_m, x_n, x_c, inverse_width, input_eps, N,
+                    HAS_WEIGHT, SCALING, BLOCK_M, BLOCK_C)  # fmt: skip
     else:
         last = tl.minimum(first + blocks_each * BLOCK_C, C)
         weigh_streams(gates, i, x, out, tok, live, first, last, C, x_m, x_n, x_c, N, BLOCK_M, BLOCK_C)
 
 
 @triton.jit(do_not_specialize=["M", "stored", "mix_programs", "column_parts", "blocks_each", "pairs"])
-def mix_kernel(h_part, squares_part, scale, bias, x, out, h_pre, h_post, h_res, h, ms, input_weight, M, C, x_m, x_n,
-               x_c, stored, mix_programs, column_parts, blocks_each, inverse_columns, inverse_width, rms_eps, pre_eps,
+def mix_kernel(h_part, squares_part, scale, bias, x, out, scales, h_pre, h_post, h_res, h, ms, input_weight, M, C, x_m,
+               x_n, x_c, stored, mix_programs, column_parts, blocks_each, inverse_columns, inverse_width, rms_eps, pre_eps,
                post_mult, post_eps, sinkhorn_eps, start_eps, input_eps, pairs, N: tl.constexpr, NP: tl.constexpr,
                K: tl.constexpr, GATES: tl.constexpr, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr,
-               RMS_MODE: tl.constexpr, START: tl.constexpr, FIRST: tl.constexpr, CLAMP: tl.constexpr,
+               SCALING: tl.constexpr, RMS_MODE: tl.constexpr, START: tl.constexpr, FIRST: tl.constexpr, CLAMP: tl.constexpr,
                ODD: tl.constexpr, GROUPED: tl.constexpr, AGGREGATE: tl.constexpr,
                GROUP: tl.constexpr, CHUNK: tl.constexpr, KP: tl.constexpr, LIVE: tl.constexpr, BLOCK_T: tl.constexpr,
                BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr):  # fmt: skip
@@ -187,10 +188,10 @@ def mix_kernel(h_part, squares_part, scale, bias, x, out, h_pre, h_post, h_res, 
                   NP, K, GATES, RMS_MODE, START, FIRST, CLAMP, ODD, GROUPED, not AGGREGATE, GROUP, CHUNK, KP, LIVE,
                   BLOCK_T)  # fmt: skip
     elif AGGREGATE:
-        _aggregate_tile(h_part, squares_part, scale, bias, x, out, input_weight, pid - mix_programs, tokens, C, x_m,
-                        x_n, x_c, stored, column_parts, blocks_each, inverse_columns, inverse_width, rms_eps, pre_eps,
-                        input_eps, N, NP, K, RMS_MODE, GROUPED, NORM, HAS_WEIGHT, GROUP, CHUNK, BLOCK_M,
-                        BLOCK_C)  # fmt: skip
+        _aggregate_tile(h_part, squares_part, scale, bias, x, out, scales, input_weight, pid - mix_programs, tokens, C,
+                        x_m, x_n, x_c, stored, column_parts, blocks_each, inverse_columns, inverse_width, rms_eps,
+                        pre_eps, input_eps, N, NP, K, RMS_MODE, GROUPED, NORM, HAS_WEIGHT, SCALING, GROUP, CHUNK,
+                        BLOCK_M, BLOCK_C)  # fmt: skip
 
 
 @triton.jit
@@ -315,9 +316,13 @@ def mix_backward_kernel(h, ms, scale, bias, d_pre, d_post, d_res, d_h, d_ms, rea
 
 @dataclass(frozen=True)
 class Mix:
-    """The forward results; h_pre is there when the aggregate is not, and the other way round."""
+    """The forward results; h_pre is there when the aggregate is not, and the other way round.
+
+    scales: of layer_input, if this is in MXFP8.
+    """
 
     layer_input: torch.Tensor
+    scales: torch.Tensor | None
     h_pre: torch.Tensor
     h_post: torch.Tensor
     h_res: torch.Tensor
@@ -353,10 +358,12 @@ def forward_mix(
     out_dtype: torch.dtype | None = None,
     partials: Partials | None = None,
     norm: InputNorm | None = None,
+    scaling: str | None = None,
 ) -> Mix:
     """Gates of x [..., n, C], and with `aggregate` the layer input; the entries of bias say which gates exist.
 
-    partials: the sums of the projection, where these are there already; norm: of the layer input.
+    partials: the sums of the projection, where these are there already; norm: of the layer input; scaling: of
+    `mxfp8.SCALINGS`, if this is to be in MXFP8.
     """
     n, width = x.shape[-2:]
     rows = phi.shape[0]
@@ -364,10 +371,14 @@ def forward_mix(
     flat = token_view(x, 2)
     tokens = flat.shape[0]
     scale, bias = scale.contiguous(), bias.contiguous()
-    out = torch.empty((*lead, width), dtype=out_dtype or x.dtype, device=x.device) if aggregate else nothing(x)
+    out, scales = nothing(x), None
+    if scaling is not None:
+        out, scales = mxfp8.empty((*lead, width), x.device)
+    elif aggregate:
+        out = torch.empty((*lead, width), dtype=out_dtype or x.dtype, device=x.device)
     pre = nothing(x) if aggregate else torch.empty((*lead, n), dtype=torch.float32, device=x.device)
     post, res, h, ms = empty_gates(x, phi, bias)
-    result = Mix(out, pre, post, res, h, ms)
+    result = Mix(out, scales, pre, post, res, h, ms)
     if tokens == 0:
         return result
     partials = partials or project(flat, phi, norm_weight)
@@ -382,12 +393,12 @@ def forward_mix(
     with on_device(x):
         launch(
             mix_kernel, (mix_programs + aggregate_programs,),
-            partials.h, partials.squares, scale, bias, flat if aggregate else None, out, pre, post, res, h, ms,
+            partials.h, partials.squares, scale, bias, flat if aggregate else None, out, scales, pre, post, res, h, ms,
             None if norm is None else norm.weight, tokens, width, flat.stride(0), flat.stride(1), flat.stride(2),
             partials.stored, mix_programs, column_parts, blocks, 1.0 / (n * width),
             None if norm is None else 1.0 / width, rms.eps, gates.pre_eps, gates.post_mult, gates.post_eps, form.eps,
             form.start_eps, None if norm is None else norm.eps, form.steps // 2, NORM=norm is not None,
-            HAS_WEIGHT=norm is not None and norm.weight is not None, N=n, NP=next_power_of_2(n), K=rows,
+            HAS_WEIGHT=norm is not None and norm.weight is not None, SCALING=scaling, N=n, NP=next_power_of_2(n), K=rows,
             GATES=bias.shape[0], RMS_MODE=rms.mode, START=form.start, FIRST=form.first, CLAMP=form.clamp,
             ODD=form.steps % 2 == 1, GROUPED=group_scale(scale, bias), AGGREGATE=aggregate,
             GROUP=partials.group, CHUNK=partials.chunk, KP=next_power_of_2(rows), LIVE=live, BLOCK_T=block_t,

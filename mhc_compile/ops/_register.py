@@ -160,15 +160,15 @@ def define(
     REFERENCES[name] = implementation
     if kernel is not None:
 
-        def cuda_implementation(*given: Any, in_place: bool = False, **given_scalars: Any) -> Any:
-            # in_place: what lowering asks of a backward that may use up its first argument.
+        def cuda_implementation(*given: Any, asked: Scalars = MappingProxyType({}), **given_scalars: Any) -> Any:
+            # asked: what lowering asks of a kernel beyond its operator.
             args, grouped = prepare(given, given_scalars)
             if _runs_kernel(args):
                 try:
-                    return _load_kernel(kernel)(*args, **grouped, **({"in_place": True} if in_place else {}))
+                    return _load_kernel(kernel)(*args, **grouped, **asked)
                 except Exception as error:
                     # Ranks of one job have to compute with the same roundings.
-                    if in_place or not _is_of_compiler(error) or compat.job_store() is not None:
+                    if asked or not _is_of_compiler(error) or compat.job_store() is not None:
                         raise
                     tell_of_kernel(name, in_one_line(error))
             with without_autocast(args):

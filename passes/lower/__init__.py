@@ -25,6 +25,7 @@ from mhc_compile.ops._launch import compile_elsewhere
 from mhc_compile.ops._register import KERNELS, REFERENCES
 from mhc_compile.passes.fuse.joint import arguments, calls, items
 from mhc_compile.passes.lower import cpu, cpu_steps, streams
+from mhc_compile.passes.lower.mxfp8 import Quantization, quantization
 from mhc_compile.passes.lower.zeros import merge_zeros
 from mhc_compile.passes.memory import Memory
 
@@ -36,6 +37,8 @@ _IN_PLACE = (
     "expand_combine_and_read_backward",
 )
 _DX = 3
+# Operators that make a layer input, with its number among the results.
+_LAYER_INPUTS = {"boundary": 1, "generate_mix_and_aggregate": 0}
 _LAUNCH = torch.ops.mhc._launch.default
 
 # What Inductor's code calls as functions: for few tokens a dispatch takes as long as the work.
@@ -68,13 +71,16 @@ def lower(graph: fx.Graph, errors: list[str] | None = None) -> Counter[str]:
         name = str(node.target._opname)  # type: ignore[union-attr]
         try:
             in_place = name in _IN_PLACE and node.args[0] is not None and memory.is_free_after(node, node.args[0])
+            quantized = _quantization(node, name)
             mode = compat.fake_mode_of(compat.example(node.all_input_nodes[0]))
             with compat.without_guards(mode):
-                body = _body(node, name, bodies, in_place)
+                body = _body(node, name, bodies, in_place, quantized)
                 if body is None:
                     continue
                 with mode:
                     results = _inline(node, body)
+                    if quantized is not None:
+                        quantized.replace(results[_LAYER_INPUTS[name]], results[-1], memory)
         except (compat.NeedsGuard, LaidOutOtherwise, SymbolicLayout) as reason:
             log.info("%s is not lowered: %s", name, reason)
             continue
@@ -83,6 +89,7 @@ def lower(graph: fx.Graph, errors: list[str] | None = None) -> Counter[str]:
             continue
         counts[name] += 1
         counts["in place"] += in_place and results[_DX] is node.args[0]
+        counts["in MXFP8"] += quantized is not None
         _replace(node, results, memory)
     merge_zeros(graph)
     streams.join(graph, lambda node: _replace(node, _inline(node, _apart(node)), memory))
@@ -122,11 +129,28 @@ def spell_out(graph: fx.Graph) -> None:
         node.kwargs = integers | node.kwargs
 
 
-def _body(node: fx.Node, name: str, bodies: Bodies, in_place: bool) -> fx.GraphModule | None:
+def _quantization(node: fx.Node, name: str) -> Quantization | None:
+    """How an operator's layer input is quantized, if its kernel can do that: one that has whole rows, for their norm."""
+    if name not in _LAYER_INPUTS or arguments(node)["input_norm_eps"] is None:
+        return None
+    results = [result for number, result in items(node) if number == _LAYER_INPUTS[name]]
+    if len(results) != 1 or not compat.example(results[0]).is_cuda:
+        return None
+    from mhc_compile.kernels import gpus
+
+    return quantization(results[0]) if gpus.of(compat.example(results[0]).device).float8 else None
+
+
+def _body(
+    node: fx.Node, name: str, bodies: Bodies, in_place: bool, quantized: Quantization | None
+) -> fx.GraphModule | None:
     """The operator's implementation as a graph of the tensors among its arguments; None where it has to stay.
 
     Identical layers are traced once.
     """
+    asked: dict[str, Any] = {"in_place": True} if in_place else {}
+    if quantized is not None:
+        asked = {"scaling": quantized.scaling}
     leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
     values = [compat.example(leaves[i]) for i in at]
@@ -134,11 +158,11 @@ def _body(node: fx.Node, name: str, bodies: Bodies, in_place: bool) -> fx.GraphM
         return None
     values = [compat.with_known_sizes(value) for value in values]
     scalars = tuple(None if isinstance(leaf, fx.Node) else leaf for leaf in leaves)
-    key = (name, in_place, tuple(map(_layout, values)), scalars, str(spec))
+    key = (name, *asked.items(), tuple(map(_layout, values)), scalars, str(spec))
     if key not in bodies:
         # Until there is a body that serves: what raises an error once is not tried again.
         bodies[key] = None
-        implementation, context = _implementation(node, name, values, in_place)
+        implementation, context = _implementation(node, name, values, asked)
         if implementation is None:
             return None
 
@@ -150,13 +174,13 @@ def _body(node: fx.Node, name: str, bodies: Bodies, in_place: bool) -> fx.GraphM
 
         with context:
             body = _trace(call, values)
-        _check(body, node)
+        _check(body, node, None if quantized is None else _LAYER_INPUTS[name])
         bodies[key] = body
     return bodies[key]
 
 
 def _implementation(
-    node: fx.Node, name: str, values: list[torch.Tensor], in_place: bool
+    node: fx.Node, name: str, values: list[torch.Tensor], asked: dict[str, Any]
 ) -> tuple[Callable[..., Any] | None, Any]:
     """What to trace for an operator with these tensors, if anything, and in which context."""
     context: Any = contextlib.nullcontext()
@@ -174,7 +198,7 @@ def _implementation(
     if torch.version.hip is not None or not all(value.is_cuda for value in values) or not supports(*values):
         return None, context
     context = common.recorded(embedded.record, replayed=compat.makes_cuda_graphs())
-    return functools.partial(KERNELS[name], in_place=in_place), context
+    return functools.partial(KERNELS[name], asked=asked), context
 
 
 def _trace(call: Callable[..., Any], values: list[torch.Tensor]) -> fx.GraphModule:
@@ -214,11 +238,17 @@ def _whole(node: fx.Node) -> fx.Node:
     return _whole(sources[0]) if same and view.storage_offset() == whole.storage_offset() else node
 
 
-def _check(body: fx.GraphModule, node: fx.Node) -> None:
-    """Raise LaidOutOtherwise unless body returns tensors as node does: their readers were compiled for those."""
+def _check(body: fx.GraphModule, node: fx.Node, quantized: int | None) -> None:
+    """Raise LaidOutOtherwise unless body returns tensors as node does: their readers were compiled for those.
+
+    quantized: the number of a result that is quantized, with scales as the last one.
+    """
     (output,) = body.graph.find_nodes(op="output")
     results = [compat.example(result) for result in pytree.tree_leaves(output.args[0])]
     expected = pytree.tree_leaves(compat.example(node))
+    if quantized is not None:
+        results = results[:-1]
+        del results[quantized], expected[quantized]
     if len(results) != len(expected) or not all(map(compat.same_strides, results, expected)):
         raise LaidOutOtherwise("its parts would return tensors laid out otherwise")
 

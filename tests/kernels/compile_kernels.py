@@ -51,6 +51,7 @@ from mhc_compile.kernels import (
 from mhc_compile.kernels.common import FUSED
 
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64"}
+TYPES |= {torch.uint8: "*u8", torch.float8_e4m3fn: "*fp8e4nv"}
 # Kernels for which a GPU needs `Gpu.streams_once`.
 STREAMS_ONCE = ("combine_project_kernel", "boundary_pass_kernel", "boundary_rest_kernel", "streamed_products_kernel")
 
@@ -202,6 +203,18 @@ def _norm(n: int, width: int, tokens: int, dtype: torch.dtype) -> None:
     generate_mix_and_aggregate.backward(out, post, res, None, None, *saved, **forms)
 
 
+def _mxfp8(n: int, width: int, tokens: int) -> None:
+    """The read with a norm, in float8, where the GPU has it."""
+    if not gpus.of(torch.device("cpu")).float8:
+        return
+    rows = n * n + 2 * n
+    x, phi = torch.empty(tokens, n, width, dtype=torch.bfloat16), torch.empty(rows, n * width)
+    alpha, bias, weight = torch.empty(3), torch.empty(rows), torch.empty(width)
+    forms: dict[str, Any] = {"rms": Rms(), "gates": Gates(), "sinkhorn": Sinkhorn(), "input_norm_eps": 1e-6}
+    for scaling in ("floor", "rceil"):
+        generate_mix_and_aggregate.forward(x, phi, alpha, bias, None, weight, **forms, scaling=scaling)
+
+
 def _narrow(n: int, width: int, tokens: int) -> None:
     """A norm of rows so short that a thread has one of their numbers."""
     rows = n * n + 2 * n
@@ -238,6 +251,7 @@ CASES: dict[str, Callable[[], None]] = {
     "gates": lambda: _bf16_gates(4, 4096, 512),
     "eight": lambda: _eight(4096, 512),
     "norm": lambda: _norm(4, 4096, 512, torch.bfloat16),
+    "mxfp8": lambda: _mxfp8(4, 4096, 512),
     "narrow": lambda: _narrow(2, 7, 512),
     "turned": lambda: _turned(2, 64, 512),
     "norm, wide": lambda: _norm(4, 16384, 512, torch.bfloat16),

@@ -48,7 +48,7 @@ SPILLS: dict[str, dict[int, dict[str, int]]] = {
     },
 }
 # float32 and more streams take minutes.
-CASES = ("bf16", "few", "some", "pass", "more", "tf32", "starts", "gates", "eight", "norm", "narrow", "turned")
+CASES = ("bf16", "few", "some", "pass", "more", "tf32", "starts", "gates", "eight", "norm", "mxfp8", "narrow", "turned")
 
 
 # The GPUs that are measured, and the others.

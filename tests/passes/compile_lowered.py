@@ -37,6 +37,7 @@ from mhc_compile.kernels import boundary_pass, embedded, gpus
 from mhc_compile.kernels.common import FUSED
 from tests.kernels.compile_kernels import _source
 from tests.passes.lowering import any_number
+from tests.passes.test_lower_mxfp8 import floor
 
 TARGET = GPUTarget("cuda", 90, 32)
 PROPERTIES = {
@@ -67,13 +68,14 @@ def pretend() -> None:
 
 
 def step(x: Tensor, f: Tensor, layer_bias: Tensor, phi: Tensor, scale: Tensor, bias: Tensor) -> list[Tensor]:
-    """With a bias, without which the combine's backward is in Gluon."""
+    """With a bias, without which the combine's backward is in Gluon, and another read whose result is quantized."""
     mhc = torch.ops.mhc
     u, post, res, h, ms = mhc.generate_mix_and_aggregate(x, phi, scale, bias)
     y = mhc.expand_combine(f, layer_bias, post, x, res)
     d = mhc.expand_combine_backward(y, f, layer_bias, post, x, res, [True] * 5)
     saved = (x, phi, scale, bias, None, h, ms, [True, True, True, True, False])
-    return [u, y, *d, *mhc.generate_mix_and_aggregate_backward(u, d[2], d[4], None, None, *saved)]
+    v = mhc.generate_mix_and_aggregate(x, phi, scale, bias, input_norm_eps=1e-6)[0]
+    return [u, y, *d, *mhc.generate_mix_and_aggregate_backward(u, d[2], d[4], None, None, *saved), *floor(v)]
 
 
 def generate(tokens: int) -> tuple[str, dict[str, Any]]:
@@ -84,7 +86,7 @@ def generate(tokens: int) -> tuple[str, dict[str, Any]]:
     def noting(kernel: Any, grid: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         special = {name: options[name] for name in ("num_warps", "num_stages") if name in options}
         values = {name: compat.hint(value) for name, value in zip(kernel.arg_names, args, strict=False)} | options
-        launched.setdefault(kernel.__name__, (_source(kernel, values), special))
+        launched.setdefault(_name(kernel.__name__, values), (_source(kernel, values), special))
         record(kernel, grid, args, options)
 
     embedded.record = noting
@@ -108,6 +110,10 @@ def generate(tokens: int) -> tuple[str, dict[str, Any]]:
         graph.run(*values)
         code, _ = graph.codegen()
     return str(getattr(code, "value", code)), launched
+
+
+def _name(kernel: str, constants: dict[str, Any]) -> str:
+    return f"{kernel}, {constants['SCALING']}" if constants.get("SCALING") else kernel
 
 
 def decisive(ptx: str) -> Counter[str]:
@@ -142,6 +148,7 @@ if __name__ == "__main__":
         with tempfile.TemporaryDirectory() as place:
             for kernel, function, meta, options in kernels_of(text, Path(place)):
                 source = ASTSource(function, meta["signature"], meta["constants"], meta["configs"][0])
+                kernel = _name(kernel, meta["constants"])
                 ours = triton.compile(source, target=TARGET, options=FUSED | options)
                 plain = triton.compile(sources[kernel][0], target=TARGET, options=FUSED | sources[kernel][1])
                 row = {"embedded": decisive(ours.asm["ptx"]), "launched": decisive(plain.asm["ptx"])}

@@ -455,11 +455,11 @@ def test_kernels_compile_to_what_a_launch_compiles_to() -> None:
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     wrappers = [row["wrapper"] for row in rows if "wrapper" in row]
     # Any number may be one that phi is split ahead for.
-    for wrapper, count in zip(wrappers, (9, 9, 10), strict=True):
+    for wrapper, count in zip(wrappers, (11, 11, 13), strict=True):
         assert "torch.ops.mhc" not in wrapper
         assert wrapper.count(".run(") == count
     compiled = [row for row in rows if "kernel" in row]
-    assert len(compiled) == 28
+    assert len(compiled) == 31
     many = {row["kernel"]: row["launched"] for row in compiled if row["tokens"] == 64}
     for row in compiled:
         found = row["embedded"]

@@ -1,0 +1,279 @@
+"""Quantization of a sublayer's input in MXFP8, which its kernel can do before it stores anything.
+
+After autograd, code that quantizes is some thirty operations, which differ between libraries and their versions. So it
+is not compared with a pattern. What it computes of each block of 32 numbers is evaluated, and compared to the bit with
+the two ways that the kernel knows. Operations that could mix blocks are not looked through.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from mhc_compile import compat
+from mhc_compile.passes.fuse.joint import contiguous, is_view
+from mhc_compile.passes.memory import Memory
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+_BLOCK = 32
+_SCALINGS = ("floor", "rceil")
+_NUMBERS = torch.float8_e4m3fn
+_LARGEST = 448.0
+# What keeps the order of elements, and has no part in the numbers.
+_KEEPS = (aten.clone.default, aten.detach.default, aten.lift_fresh_copy.default)
+_CASTS = (prims.convert_element_type.default, aten._to_copy.default)
+# How torchao has a B200 make the exponent of a scale. The other half of the result is of 0.
+_ROUNDED_UP = "cvt.rp.satfinite.ue8m0x2.f32 $0, 0.0, $1;"
+# Operations after a sublayer's input that are looked at, at most.
+_MOST = 100
+
+# For each operation of a region, whether it has an element for each number, or one for each block.
+Region = dict[fx.Node, bool]
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """Where a graph has the numbers of MXFP8 and the exponents of their scales, and how the scales are made.
+
+    There are several of each if several products quantize the same input.
+    """
+
+    layer_input: fx.Node
+    region: Region
+    results: tuple[fx.Node, ...]
+    scaling: str
+
+    def replace(self, numbers: fx.Node, exponents: fx.Node, memory: Memory) -> None:
+        """Let the readers of the quantization have these [..., C] and bytes [..., C / 32], and take it out."""
+        graph = self.layer_input.graph
+        for old in self.results:
+            new, dtype = numbers if self.region[old] else exponents, old.meta["val"].dtype
+            with graph.inserting_before(old):
+                view = _call(graph, aten.view.default, new, _sizes(old))
+                if view.meta["val"].dtype != dtype:
+                    view = _call(graph, aten.view.dtype, view, dtype)
+            memory.join(new, view)
+            old.replace_all_uses_with(view)
+        for size in _sizes_read(self.layer_input):
+            size.replace_input_with(self.layer_input, numbers)
+        inside = (self.layer_input, *self.region)
+        constants = {source for node in inside for source in node.all_input_nodes if _is_constant(source)}
+        for node in (*reversed(inside), *constants):
+            if not node.users:
+                graph.erase_node(node)
+
+
+def _call(graph: fx.Graph, target: Any, source: fx.Node, *args: Any) -> fx.Node:
+    node = graph.call_function(target, (source, *args))
+    node.meta["val"] = target(source.meta["val"], *args)
+    return node
+
+
+def quantization(layer_input: fx.Node) -> Quantization | None:
+    """The quantization of an operator's result [..., C], if nothing else reads it."""
+    value = compat.example(layer_input)
+    width = value.shape[-1]
+    if value.dtype != torch.bfloat16 or not contiguous(layer_input) or not isinstance(width, int) or width % _BLOCK:
+        return None
+    region = _region(layer_input)
+    if not any(compat.example(node).dtype == _NUMBERS for node in region):
+        return None
+    for scaling in _SCALINGS:
+        results = _results(layer_input, region, scaling)
+        if results is not None and all(_sizes(node) is not None and contiguous(node) for node in results):
+            return Quantization(layer_input, region, results, scaling)
+    return None
+
+
+def _sizes_read(node: fx.Node) -> list[fx.Node]:
+    return [user for user in node.users if user.target is aten.sym_size.int]
+
+
+def _sizes(node: fx.Node) -> list[int] | None:
+    """The sizes of a node's result for a view, with -1 for the one that is symbolic; None if there are several."""
+    sizes = [size if isinstance(size, int) else -1 for size in compat.example(node).shape]
+    return sizes if sizes.count(-1) <= 1 else None
+
+
+def _region(layer_input: fx.Node) -> Region:
+    """What is computed of the input alone, block by block, in the order of the graph."""
+    region: Region = {layer_input: True}
+    node = layer_input
+    for _ in range(_MOST):
+        node = node.next
+        if node.op == "output":
+            break
+        if any(source in region for source in node.all_input_nodes):
+            each = _kind(node, region)
+            if each is not None:
+                region[node] = each
+    del region[layer_input]
+    return region
+
+
+def _kind(node: fx.Node, region: Region) -> bool | None:
+    """True for an element of each number, False for one of each block, None for what is not computed block by block."""
+    value, sources = compat.example(node), node.all_input_nodes
+    if is_view(node) or node.target in _KEEPS:
+        # The others are sizes.
+        sources = sources[:1]
+    if not isinstance(value, Tensor) or not all(source in region or _is_constant(source) for source in sources):
+        return None
+    taken = [source for source in sources if source in region]
+    kinds = [region[source] for source in taken]
+    shapes = [compat.example(source).shape for source in taken]
+    if is_view(node) or node.target in _KEEPS:
+        # Those that permute leave no contiguous memory.
+        return kinds[0] if contiguous(taken[0]) and contiguous(node) else None
+    if node.target is aten.amax.default:
+        over: Any = node.args[1] if len(node.args) > 1 else ()
+        last = list(over) in ([-1], [len(shapes[0]) - 1])
+        return False if kinds[0] and last and _is_block(shapes[0]) and contiguous(taken[0]) else None
+    if not _is_pointwise(node):
+        return None
+    each = any(kinds)
+    for kind, shape in zip(kinds, shapes, strict=True):
+        of_blocks = each and not kind
+        if len(shape) != value.dim() or of_blocks and not (_is_block(value.shape) and shape[-1] == 1):
+            return None
+        pairs = zip(shape[:-1] if of_blocks else shape, value.shape, strict=False)
+        if not all(compat.same_size(one, other) for one, other in pairs):
+            return None
+    return each
+
+
+def _is_block(shape: torch.Size) -> bool:
+    return len(shape) > 0 and compat.same_size(shape[-1], _BLOCK)
+
+
+def _is_constant(node: fx.Node) -> bool:
+    return node.target in (aten.scalar_tensor.default, aten.full.default) and compat.example(node).dim() == 0
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    if node.target in _CASTS:
+        return True
+    if node.target is aten.view.dtype:
+        source = compat.example(node.all_input_nodes[0])
+        return source.dtype.itemsize == compat.example(node).dtype.itemsize
+    if _is_rounded_up(node):
+        return True
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+
+
+def _is_rounded_up(node: fx.Node) -> bool:
+    return str(node.target) == "inline_asm_elementwise" and node.kwargs.get("asm_str") == _ROUNDED_UP
+
+
+def _results(layer_input: fx.Node, region: Region, scaling: str) -> tuple[fx.Node, ...] | None:
+    """The first operations with the numbers and the exponents of MXFP8, if all that the input goes into is theirs."""
+    blocks = _blocks()
+    wanted = _mxfp8(blocks, scaling)
+    values, found, inside = {layer_input: blocks}, [], {layer_input}
+    try:
+        for node in region:
+            # What reads results alone has the same numbers as before.
+            if any(source in inside for source in node.all_input_nodes):
+                if _same_bits(_value(node, values), wanted[0 if region[node] else 1]):
+                    found.append(node)
+                else:
+                    inside.add(node)
+    except (RuntimeError, NotImplementedError):  # torch has not every operation for every dtype on a CPU
+        return None
+    readers = {user for node in inside for user in node.users} - set(_sizes_read(layer_input))
+    leaves = any(user not in region for user in readers)
+    return None if leaves else tuple(found)
+
+
+def _value(node: fx.Node, values: dict[fx.Node, Tensor]) -> Tensor:
+    """A node's result for blocks [blocks, 32], or [blocks, 1] if it has one element for each; kept among values."""
+    if node not in values:
+        values[node] = _evaluated(node, values)
+    return values[node]
+
+
+def _evaluated(node: fx.Node, values: dict[fx.Node, Tensor]) -> Tensor:
+    if _is_constant(node):
+        number: Any = node.args[-1]
+        return torch.tensor(number, dtype=compat.example(node).dtype)
+    if is_view(node) or node.target in _KEEPS:
+        return _value(node.all_input_nodes[0], values)
+    given = {source: _value(source, values) for source in node.all_input_nodes}
+    first, dtype = next(iter(given.values())), compat.example(node).dtype
+    if node.target is aten.amax.default:
+        return first.amax(-1, keepdim=True)
+    if node.target in _CASTS:
+        return _cast(first) if dtype == _NUMBERS else first.to(dtype)
+    if _is_rounded_up(node):
+        return _power_above(first).to(dtype)
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: given[source])
+    result: Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
+    return result
+
+
+def _cast(value: Tensor) -> Tensor:
+    """As a GPU casts: the largest number in place of a larger one, which torch 2.11 makes NaN on a CPU."""
+    return value.float().clamp(-_LARGEST, _LARGEST).to(_NUMBERS)
+
+
+def _same_bits(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors of bytes are equal, or of numbers with NaN in the same places."""
+    if left.dtype.itemsize != 1 or (left.dtype == _NUMBERS) != (right.dtype == _NUMBERS):
+        return False
+    one, other = left.view(torch.uint8), right.view(torch.uint8)
+    if left.dtype != _NUMBERS:
+        return torch.equal(one, other)
+    both_nan = (one & 0x7F == 0x7F) & (other & 0x7F == 0x7F)
+    return bool(((one == other) | both_nan).all())
+
+
+@functools.cache
+def _blocks() -> Tensor:
+    """Blocks [blocks, 32] of bfloat16 whose largest size is each exponent with each mantissa that could matter.
+
+    Their other numbers are random, down to 2^-14 of it. Some blocks have NaN and infinities among them.
+    """
+    random = torch.Generator().manual_seed(0)
+    mantissas = torch.tensor([0, 1, 0x3F, 0x40, 0x5F, 0x60, 0x61, 0x7E, 0x7F])
+    bits = torch.arange(255)[:, None] * 128 + mantissas
+    every = torch.tensor([[0], [1], [127], [200]]) * 128 + torch.arange(128)
+    special = torch.tensor([0x7F80, 0x7FC0])
+    largest = torch.cat([bits.flatten(), every.flatten(), special.repeat(32)]).to(torch.int16).view(torch.bfloat16)
+    shape = (len(largest), _BLOCK)
+    parts = torch.rand(shape, generator=random) * 2 - 1
+    parts *= torch.exp2(-torch.randint(15, shape, generator=random).float())
+    # Beside infinities and NaN, numbers of any size.
+    sizes = torch.where(largest.isfinite(), largest.float(), torch.exp2(torch.linspace(-120, 127, len(largest))))
+    blocks = (parts * sizes[:, None]).to(torch.bfloat16)
+    at = torch.randint(_BLOCK, (len(largest), 1), generator=random)
+    signs = torch.where(torch.arange(len(largest)) % 3 == 0, -1.0, 1.0).to(torch.bfloat16)
+    return blocks.scatter(1, at, (largest * signs)[:, None])
+
+
+def _power_above(value: Tensor) -> Tensor:
+    """The biased exponent of the least power of two that is not below a size, as a GPU rounds it up."""
+    bits = value.float().view(torch.int32)
+    exponents = (bits >> 23) + (bits & 0x7FFFFF != 0)
+    # Up to 2^-127, and beyond it, among numbers without a leading one.
+    exponents = torch.where(bits < 1 << 23, (bits > 1 << 22).int(), exponents)
+    exponents = torch.where(value.isinf(), 254, exponents)
+    return torch.where(value.isnan(), 255, exponents)
+
+
+def _mxfp8(blocks: Tensor, scaling: str) -> tuple[Tensor, Tensor]:
+    """Numbers of blocks [blocks, 32], and the exponents [blocks, 1] of their scales: what the kernel computes."""
+    largest = blocks.float().abs().amax(-1, keepdim=True)
+    if scaling == "rceil":
+        exponents = _power_above(largest / _LARGEST)
+        factors = torch.exp2(127.0 - exponents)
+        factors = torch.where(exponents == 0, 1.0, torch.where(exponents == 255, float("nan"), factors))
+    else:
+        exponents = torch.where(largest.isnan(), 255, (largest.view(torch.int32) >> 23) - 8).clamp(min=0)
+        factors = torch.exp2(127.0 - exponents.clamp(min=1))
+        factors = torch.where(exponents == 255, 0.0, factors)
+    return _cast(blocks.float() * factors), exponents.to(torch.uint8)
