@@ -147,7 +147,8 @@ def _aggregate_tile(h_part, squares_part, scale, bias, x, out, scales, input_wei
                     x_c, stored, column_parts, blocks_each, inverse_columns, inverse_width, rms_eps, pre_eps, input_eps,
                     N: tl.constexpr, NP: tl.constexpr, K: tl.constexpr, RMS_MODE: tl.constexpr,
                     GROUPED: tl.constexpr, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, SCALING: tl.constexpr,
-                    GROUP: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr):  # fmt: skip
+                    GROUP: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr,
+                    BLOCK_C: tl.constexpr):  # fmt: skip
     """out[m] = sum_i h_pre[m, i] * x[m, i] for BLOCK_M tokens x blocks_each column blocks; NORM: normalised rows."""
     # The last tokens first: they were made last, and L2 may still hold them.
     tile = tl.cdiv(tokens, BLOCK_M) - 1 - program // column_parts
@@ -171,11 +172,11 @@ def _aggregate_tile(h_part, squares_part, scale, bias, x, out, scales, input_wei
 
 @triton.jit(do_not_specialize=["M", "stored", "mix_programs", "column_parts", "blocks_each", "pairs"])
 def mix_kernel(h_part, squares_part, scale, bias, x, out, scales, h_pre, h_post, h_res, h, ms, input_weight, M, C, x_m,
-               x_n, x_c, stored, mix_programs, column_parts, blocks_each, inverse_columns, inverse_width, rms_eps, pre_eps,
-               post_mult, post_eps, sinkhorn_eps, start_eps, input_eps, pairs, N: tl.constexpr, NP: tl.constexpr,
-               K: tl.constexpr, GATES: tl.constexpr, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr,
-               SCALING: tl.constexpr, RMS_MODE: tl.constexpr, START: tl.constexpr, FIRST: tl.constexpr, CLAMP: tl.constexpr,
-               ODD: tl.constexpr, GROUPED: tl.constexpr, AGGREGATE: tl.constexpr,
+               x_n, x_c, stored, mix_programs, column_parts, blocks_each, inverse_columns, inverse_width, rms_eps,
+               pre_eps, post_mult, post_eps, sinkhorn_eps, start_eps, input_eps, pairs, N: tl.constexpr,
+               NP: tl.constexpr, K: tl.constexpr, GATES: tl.constexpr, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+               SCALING: tl.constexpr, RMS_MODE: tl.constexpr, START: tl.constexpr, FIRST: tl.constexpr,
+               CLAMP: tl.constexpr, ODD: tl.constexpr, GROUPED: tl.constexpr, AGGREGATE: tl.constexpr,
                GROUP: tl.constexpr, CHUNK: tl.constexpr, KP: tl.constexpr, LIVE: tl.constexpr, BLOCK_T: tl.constexpr,
                BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr):  # fmt: skip
     """Programs below mix_programs compute the gates of LIVE tokens, the others aggregate."""
@@ -398,8 +399,8 @@ def forward_mix(
             partials.stored, mix_programs, column_parts, blocks, 1.0 / (n * width),
             None if norm is None else 1.0 / width, rms.eps, gates.pre_eps, gates.post_mult, gates.post_eps, form.eps,
             form.start_eps, None if norm is None else norm.eps, form.steps // 2, NORM=norm is not None,
-            HAS_WEIGHT=norm is not None and norm.weight is not None, SCALING=scaling, N=n, NP=next_power_of_2(n), K=rows,
-            GATES=bias.shape[0], RMS_MODE=rms.mode, START=form.start, FIRST=form.first, CLAMP=form.clamp,
+            HAS_WEIGHT=norm is not None and norm.weight is not None, SCALING=scaling, N=n, NP=next_power_of_2(n),
+            K=rows, GATES=bias.shape[0], RMS_MODE=rms.mode, START=form.start, FIRST=form.first, CLAMP=form.clamp,
             ODD=form.steps % 2 == 1, GROUPED=group_scale(scale, bias), AGGREGATE=aggregate,
             GROUP=partials.group, CHUNK=partials.chunk, KP=next_power_of_2(rows), LIVE=live, BLOCK_T=block_t,
             BLOCK_M=block_m, BLOCK_C=block_c, num_warps=tile.warps,

@@ -160,12 +160,12 @@ def define(
     REFERENCES[name] = implementation
     if kernel is not None:
 
-        def cuda_implementation(*given: Any, asked: Scalars = MappingProxyType({}), **given_scalars: Any) -> Any:
+        def cuda_implementation(*given: Any, asked: Mapping[str, Any] | None = None, **given_scalars: Any) -> Any:
             # asked: what lowering asks of a kernel beyond its operator.
             args, grouped = prepare(given, given_scalars)
             if _runs_kernel(args):
                 try:
-                    return _load_kernel(kernel)(*args, **grouped, **asked)
+                    return _load_kernel(kernel)(*args, **grouped, **(asked or {}))
                 except Exception as error:
                     # Ranks of one job have to compute with the same roundings.
                     if asked or not _is_of_compiler(error) or compat.job_store() is not None:

@@ -130,7 +130,7 @@ def spell_out(graph: fx.Graph) -> None:
 
 
 def _quantization(node: fx.Node, name: str) -> Quantization | None:
-    """How an operator's layer input is quantized, if its kernel can do that: one that has whole rows, for their norm."""
+    """How an operator's layer input is quantized, if its kernel can do that. It has whole rows if there is a norm."""
     if name not in _LAYER_INPUTS or arguments(node)["input_norm_eps"] is None:
         return None
     results = [result for number, result in items(node) if number == _LAYER_INPUTS[name]]

@@ -139,7 +139,7 @@ def _kind(node: fx.Node, region: Region) -> bool | None:
     each = any(kinds)
     for kind, shape in zip(kinds, shapes, strict=True):
         of_blocks = each and not kind
-        if len(shape) != value.dim() or of_blocks and not (_is_block(value.shape) and shape[-1] == 1):
+        if len(shape) != value.dim() or (of_blocks and not (_is_block(value.shape) and shape[-1] == 1)):
             return None
         pairs = zip(shape[:-1] if of_blocks else shape, value.shape, strict=False)
         if not all(compat.same_size(one, other) for one, other in pairs):
@@ -159,8 +159,8 @@ def _is_pointwise(node: fx.Node) -> bool:
     if node.target in _CASTS:
         return True
     if node.target is aten.view.dtype:
-        source = compat.example(node.all_input_nodes[0])
-        return source.dtype.itemsize == compat.example(node).dtype.itemsize
+        source: Tensor = compat.example(node.all_input_nodes[0])
+        return source.element_size() == int(compat.example(node).element_size())
     if _is_rounded_up(node):
         return True
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
