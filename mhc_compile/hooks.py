@@ -23,7 +23,7 @@ import mhc_compile.ops  # noqa: F401  (registers the operators that the passes i
 from mhc_compile import checking, compat, kernels, passes, records
 from mhc_compile.as_it_was import is_left
 from mhc_compile.guard import Deliberate, guard, told
-from mhc_compile.options import CHECK, FUSE, INPUT_NORM, OPTIONS, SKIP
+from mhc_compile.options import CHECK, FUSE, INPUT_NORM, MXFP8, OPTIONS, SKIP
 from mhc_compile.passes.fuse import FUSIONS
 from mhc_compile.passes.report import Report, SiteReport
 
@@ -217,7 +217,7 @@ class LowerPass(Configured):
             inner = _LowerCalled(self.options | {"mhc.share_layers": False}, report)
             report.add(passes.share(graph, lambda body: compat.run_passes_after_grad(body, inner))[1])
         if self.options["mhc.lower"] and not _as_calls.get():
-            report.add(passes.lower(graph))
+            report.add(passes.lower(graph, self.options[MXFP8]))
         if compat.compiles_ahead_of_time():
             with guard("AOTInductor sees operators without their defaults", report.errors):
                 passes.lowering.spell_out(graph)

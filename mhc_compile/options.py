@@ -18,6 +18,7 @@ PREFIX = "mhc."
 CHECK = "mhc.check"
 FUSE = "mhc.fuse."
 INPUT_NORM = FUSE + "input_norm"
+MXFP8 = FUSE + "mxfp8"
 SKIP = "mhc.skip"
 
 
@@ -124,6 +125,13 @@ TABLE = (
         None,
         "Compute the RMS norm at the start of a sublayer inside the operator that makes the sublayer's input. "
         "None does so on GPUs only.",
+    ),
+    Option(
+        "mhc.fuse.mxfp8",
+        "bool",
+        False,
+        "If the sublayer quantizes its normed input in MXFP8, have the operator's kernel store it so, on Hopper and "
+        "Blackwell. Off by default, since it has not run on a GPU yet.",
     ),
 )
 

@@ -370,12 +370,15 @@ def share(
     return bodies, report
 
 
-def lower(graph: fx.Graph) -> Report:
-    """Lower the operators of a graph after grad in place, those that can be; the report holds the counts."""
+def lower(graph: fx.Graph, mxfp8: bool = False) -> Report:
+    """Lower the operators of a graph after grad in place, those that can be; the report holds the counts.
+
+    mxfp8: whether kernels quantize what they make, where the graph does.
+    """
     report = Report()
 
     def change() -> bool:
-        report.lowered += lowering.lower(graph, report.errors)
+        report.lowered += lowering.lower(graph, report.errors, mxfp8)
         return bool(report.lowered)
 
     _in_place("lowering", graph, report, change, report.lowered.clear)

@@ -55,11 +55,12 @@ class LaidOutOtherwise(Exception):
 Bodies = dict[Any, fx.GraphModule | None]
 
 
-def lower(graph: fx.Graph, errors: list[str] | None = None) -> Counter[str]:
+def lower(graph: fx.Graph, errors: list[str] | None = None, mxfp8: bool = False) -> Counter[str]:
     """Lower the operators of a graph after grad in place; returns how many of each were.
 
-    "in place" counts the gradients of streams that took the memory of those they come from. What cannot be lowered
-    stays as it is, and is logged; what went wrong is added to `errors`.
+    "in place" counts the gradients of streams that took the memory of those they come from, and "in MXFP8" the layer
+    inputs that kernels quantize, if mxfp8 lets them. What cannot be lowered stays as it is, and is logged; what went
+    wrong is added to `errors`.
     """
     errors = [] if errors is None else errors
     counts: Counter[str] = Counter()
@@ -71,7 +72,7 @@ def lower(graph: fx.Graph, errors: list[str] | None = None) -> Counter[str]:
         name = str(node.target._opname)  # type: ignore[union-attr]
         try:
             in_place = name in _IN_PLACE and node.args[0] is not None and memory.is_free_after(node, node.args[0])
-            quantized = _quantization(node, name)
+            quantized = _quantization(node, name) if mxfp8 else None
             mode = compat.fake_mode_of(compat.example(node.all_input_nodes[0]))
             with compat.without_guards(mode):
                 body = _body(node, name, bodies, in_place, quantized)

@@ -102,7 +102,7 @@ def generate(tokens: int) -> tuple[str, dict[str, Any]]:
             for name, shape in shapes.items()
         ]
         module: fx.GraphModule = make_fx(step)(*values)
-    passes.lower(module.graph)
+    passes.lower(module.graph, mxfp8=True)
     embedded.record = record
     module.recompile()
     graph = GraphLowering(module, example_inputs=values, shape_env=shape_env)

@@ -151,7 +151,7 @@ def test_what_the_kernel_computes_is_taken(name: str, fakes: FakeTensorMode) -> 
     quantize, scaling = TAKEN[name]
     graph = boundary(quantize, of_bfloat16(fakes))
     before = [result.meta["val"] for result in graph.find_nodes(op="output")[0].args[0]]
-    report = passes.lower(graph)
+    report = passes.lower(graph, mxfp8=True)
     graph.lint()
     assert (report.lowered, report.errors) == ({"boundary": 1, "in MXFP8": 1}, [])
     (mix,) = [node.kwargs["kwargs"] for node in launches(graph)]
@@ -169,7 +169,7 @@ def test_what_the_kernel_computes_is_taken(name: str, fakes: FakeTensorMode) -> 
 @pytest.mark.parametrize("name", LEFT)
 def test_what_it_does_not_compute_is_left(name: str, fakes: FakeTensorMode) -> None:
     graph = boundary(LEFT[name], of_bfloat16(fakes, tokens=96))
-    report = passes.lower(graph)
+    report = passes.lower(graph, mxfp8=True)
     graph.lint()
     assert (report.lowered, report.errors) == ({"boundary": 1}, [])
 
@@ -181,13 +181,13 @@ def test_a_kernel_without_whole_rows_of_bfloat16_quantizes_nothing(
     forms: dict[str, Any], dtype: torch.dtype, fakes: FakeTensorMode
 ) -> None:
     graph = boundary(floor, of_bfloat16(fakes), **forms)
-    assert passes.lower(graph).lowered == {"boundary": 1}
+    assert passes.lower(graph, mxfp8=True).lowered == {"boundary": 1}
 
 
 def test_a_gpu_that_casts_to_no_float8(fakes: FakeTensorMode, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = importlib.import_module("mhc_compile.kernels.gpus")
     monkeypatch.setattr(gpus, "of", lambda device: gpus.TABLE[80])
-    assert passes.lower(boundary(floor, of_bfloat16(fakes))).lowered == {"boundary": 1}
+    assert passes.lower(boundary(floor, of_bfloat16(fakes)), mxfp8=True).lowered == {"boundary": 1}
 
 
 def test_the_first_read_of_a_graph(fakes: FakeTensorMode) -> None:
@@ -196,7 +196,7 @@ def test_the_first_read_of_a_graph(fakes: FakeTensorMode) -> None:
         return next_post, rceil(u)
 
     graph = graph_of(program, of_bfloat16(fakes))
-    assert passes.lower(graph).lowered == {"generate_mix_and_aggregate": 1, "in MXFP8": 1}
+    assert passes.lower(graph, mxfp8=True).lowered == {"generate_mix_and_aggregate": 1, "in MXFP8": 1}
 
 
 def test_any_number_of_tokens(fakes: FakeTensorMode) -> None:
@@ -205,7 +205,7 @@ def test_any_number_of_tokens(fakes: FakeTensorMode) -> None:
     fakes.static_shapes = False
     values = of_bfloat16(fakes, tokens=any_number(shape_env))
     graph = boundary(floor, values)
-    report = passes.lower(graph)
+    report = passes.lower(graph, mxfp8=True)
     graph.lint()
     assert (report.lowered, report.errors) == ({"boundary": 1, "in MXFP8": 1}, [])
 
@@ -220,3 +220,7 @@ def test_numbers_are_those_of_the_program(name: str, fakes: FakeTensorMode) -> N
     wanted, wanted_exponents = mxfp8._mxfp8(v.view(-1, 32), scaling)
     assert torch.equal(numbers.view(torch.uint8).flatten(), wanted.view(torch.uint8).flatten())
     assert torch.equal(exponents.view(torch.uint8).flatten(), wanted_exponents.flatten())
+
+
+def test_it_is_an_option(fakes: FakeTensorMode) -> None:
+    assert passes.lower(boundary(floor, of_bfloat16(fakes))).lowered == {"boundary": 1}

@@ -16,6 +16,7 @@ from torch._inductor.utils import run_and_get_code
 from mhc_compile import ops, records
 from mhc_compile.testing.float64 import Float64Reference
 from tests.passes.fused import Sublayer, evaluate
+from tests.passes.test_lower_mxfp8 import Quantize, floor, rceil
 from tests.zoo import check
 from tests.zoo.common import STREAMS, random_phi
 
@@ -73,6 +74,38 @@ def _as_whole_operators(model: Chain, x: Tensor) -> str:
     for name, value in values.items():
         assert torch.equal(value, whole[name]), name
     return "\n".join(code)
+
+
+class Quantized(Sublayer):
+    """A product of a normed input in MXFP8, with numbers and scales as torch multiplies them again."""
+
+    def __init__(self, quantize: Quantize, width: int) -> None:
+        super().__init__(STREAMS, width)
+        self.quantize = quantize
+        self.weight = torch.nn.Parameter(torch.randn(width, width, dtype=torch.bfloat16) * width**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        u, post, res = ops.generate_mix_and_aggregate(x, self.phi, self.scale, self.bias, input_norm_eps=1e-6)
+        numbers, exponents = self.quantize(u)
+        scales = torch.exp2(exponents.view(torch.uint8).float() - 127).unsqueeze(-1)
+        f = (numbers.float().unflatten(-1, (-1, 32)) * scales).flatten(-2).bfloat16() @ self.weight
+        return ops.expand_combine(f, None, post, x, res)
+
+
+@pytest.mark.parametrize("tokens", [1, 200, 4096])
+@pytest.mark.parametrize("quantize", [floor, rceil])
+def test_inputs_in_mxfp8(quantize: Quantize, tokens: int) -> None:
+    """To the bits of the program's own quantization, which Inductor compiles."""
+    model, x = _chain(torch.bfloat16, tokens, 2048)
+    model.sublayers = torch.nn.ModuleList(Quantized(quantize, 2048) for _ in range(4)).cuda()
+    results = []
+    for on in (False, True):
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="mhc", options={"mhc.fuse.mxfp8": on}, dynamic=False)
+        with torch.no_grad():
+            results.append(compiled(x)[0])
+        assert records.last().lowered["in MXFP8"] == (4 if on else 0)
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize(
