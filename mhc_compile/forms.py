@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-RMS_MODES = ("inside", "outside", "clamp")
+RMS_MODES = ("inside", "outside", "clamp", "none")
 SINKHORN_AXES = ("rows", "columns")
 
 
@@ -47,6 +47,7 @@ class Rms:
     inside:  r = 1 / sqrt(ms + eps)
     outside: r = 1 / (sqrt(ms) + eps)
     clamp:   r = 1 / max(sqrt(ms), eps)
+    none:    r = 1, and eps has no part
     """
 
     eps: float = 1e-6

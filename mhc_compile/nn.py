@@ -257,7 +257,9 @@ def _shifted(value: Tensor, eps: float) -> Tensor:
     return value + eps if eps else value
 
 
-def _rms_factor(flat: Tensor, rms: Rms) -> Tensor:
+def _rms_factor(flat: Tensor, rms: Rms) -> Tensor | float:
+    if rms.mode == "none":
+        return 1.0
     ms = flat.square().mean(-1, keepdim=True)
     if rms.mode == "inside":
         return torch.rsqrt(ms + rms.eps)

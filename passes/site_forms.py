@@ -29,7 +29,8 @@ def form_of(site: Site) -> str:
             return f"{site.streams.channels} values a token, {rows} logits"
         return f"n = {site.streams.n}, C = {site.streams.channels}, {rows} logits"
     parts = [f"n = {site.streams.n}, C = {site.streams.channels}, {_dtype(site.x)}"]
-    parts.append(f"rms eps {site.normed.rms.eps:g} {site.normed.rms.mode}")
+    rms = site.normed.rms
+    parts.append("no norm" if rms.mode == "none" else f"rms eps {rms.eps:g} {rms.mode}")
     if site.res is not None:
         parts.append(_half_steps(site.sinkhorn))
     if site.logits is not None and site.logits.rows_read:

@@ -42,6 +42,7 @@ FEW = (
     "Hyper-Connections (arXiv 2409.19606): tanh, static + dynamic",
     "streams that are mixed before they are read",
     "RMS of each stream",
+    "none",
     "never one tensor",
 )
 # Its identity matrix is in float32, so that eager code runs in float32 alone.

@@ -110,8 +110,11 @@ def rms_factor(ms, eps, MODE: tl.constexpr):
         return 1.0 / tl.sqrt(ms + eps)
     elif MODE == "outside":
         return 1.0 / (tl.sqrt(ms) + eps)
-    else:
+    elif MODE == "clamp":
         return 1.0 / tl.maximum(tl.sqrt(ms), eps)
+    else:
+        # In the layout of ms, whatever its values are.
+        return tl.where(ms > 0.0, 1.0, 1.0)
 
 
 @triton.jit
@@ -122,6 +125,8 @@ def rms_gradient(r_dr, ms, r, eps, MODE: tl.constexpr):
     """
     if MODE == "inside":
         return -0.5 * (r_dr * r * r)
+    elif MODE == "none":
+        return tl.where(ms > 0.0, 0.0, 0.0)
     else:
         root = tl.sqrt(ms)
         moving = root > 0.0

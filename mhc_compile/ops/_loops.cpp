@@ -276,7 +276,8 @@ struct Tile {
         root_ms = root(ms);
         if (form.rms_mode == 0) r = root(ms + form.rms_eps);
         else if (form.rms_mode == 1) r = root_ms + form.rms_eps;
-        else r = root_ms < form.rms_eps ? all(form.rms_eps) : root_ms;
+        else if (form.rms_mode == 2) r = root_ms < form.rms_eps ? all(form.rms_eps) : root_ms;
+        else r = all(1.0f);
         r = 1.0f / r;
         for (int j = 0; j < k; j++) {
             weight[j] = all(scale[grouped ? group(j) : j]);
@@ -356,7 +357,8 @@ static long scales(long k, long grouped) { return grouped ? group(k - 1) + 1 : k
             store(d_h, d_projection, k, first, tokens, rows);
             // dr is of the size of the token and more, so that it would overflow where squares do; r * dr is of none.
             V d = -0.5f * (r_dr * tile.r * tile.r);
-            if (form.rms_mode != 0) {
+            if (form.rms_mode == 3) d = all(0);
+            else if (form.rms_mode != 0) {
                 V still = all(form.rms_mode == 2 ? form.rms_eps : 0.0f);
                 d = tile.root_ms > still ? -0.5f * (r_dr * tile.r / tile.root_ms) : all(0);
             }

@@ -82,6 +82,8 @@ def group_sizes(k: int, n: int) -> list[int]:
 
 
 def _rms_factor(ms: Tensor, rms: Rms) -> Tensor:
+    if rms.mode == "none":
+        return torch.ones_like(ms)
     if rms.mode == "inside":
         return torch.rsqrt(ms + rms.eps)
     root = torch.sqrt(ms)
@@ -93,6 +95,8 @@ def _rms_gradient(r_dr: Tensor, ms: Tensor, rms: Rms, r: Tensor) -> Tensor:
 
     dr is of the size of the token and more, so that it would overflow where squares do; r * dr is of none.
     """
+    if rms.mode == "none":
+        return torch.zeros_like(ms)
     if rms.mode == "inside":
         return -0.5 * (r_dr * r * r)
     root = torch.sqrt(ms)

@@ -149,7 +149,7 @@ def recognise(shadow: Shadow, errors: list[str] | None = None) -> Findings:
             continue
         mixture, missed = None, list[NotAGate]()
         with guard("a projection is not looked into", errors):
-            mixture, missed = _understand(found, cone, candidates, known, reader)
+            mixture, missed = _understand(found, cone, candidates, known, reader, acted_on)
         if mixture is not None:
             mixtures.append(mixture)
         streams = tuple(reading.x for reading in found)
@@ -175,7 +175,7 @@ def recognise(shadow: Shadow, errors: list[str] | None = None) -> Findings:
                 matrices.pop(made, None)
         joined = False
         with guard("a projection is not looked into", errors):
-            joined = _join(value, readings, mixtures, known, reader)
+            joined = _join(value, readings, mixtures, known, reader, acted_on)
         if not joined:
             matrices[value] = answer
     matrices |= dict(single_sinkhorns.with_tokens_last(shadow.ops, errors))
@@ -238,11 +238,12 @@ def _join(
     mixtures: list[Mixture],
     known: gates.Identified,
     reader: Reader,
+    acted_on: Container[Value],
 ) -> bool:
     """Whether a Sinkhorn projection that is changed before it mixes is a gate of a projection; then it becomes one."""
     for found in readings.values():
         cone = _cone(found[0].out)
-        mixture = _understand(found, cone, [value], known, reader)[0] if value in cone else None
+        mixture = _understand(found, cone, [value], known, reader, acted_on)[0] if value in cone else None
         if mixture is not None:
             same = [m for m in mixtures if (m.projection, m.normed) == (mixture.projection, mixture.normed)]
             if same:
@@ -331,14 +332,39 @@ def _candidates(cone: dict[Value, None], weighing: dict[Value, int]) -> list[Val
     return [value for value in found if value in cone]
 
 
+_NO_NORM = "comes from a projection that is not normalised by an RMS norm of the streams"
+
+
 def _understand(
     readings: list[Projection],
     cone: dict[Value, None],
     candidates: list[Value],
     known: gates.Identified,
     reader: Reader,
+    acted_on: Container[Value],
 ) -> tuple[Mixture | None, list[NotAGate]]:
-    """The first reading of the projection under which a gate is normalised exactly once; else why not."""
+    """The first reading of the projection under which a gate is normalised exactly once; else why not.
+
+    Where no reading has a norm, the first one of what is read or written whose gates are understood without.
+    """
+    mixture, missed = _understand_with(readings, cone, candidates, known, reader, normed=True)
+    if mixture is None and any(miss.because == _NO_NORM for miss in missed):
+        streams = [reading for reading in readings if reading.x in acted_on]
+        plain, others = _understand_with(streams, cone, candidates, known, reader, normed=False)
+        if plain is not None:
+            return plain, others
+    return mixture, missed
+
+
+def _understand_with(
+    readings: list[Projection],
+    cone: dict[Value, None],
+    candidates: list[Value],
+    known: gates.Identified,
+    reader: Reader,
+    *,
+    normed: bool,
+) -> tuple[Mixture | None, list[NotAGate]]:
     missed: list[NotAGate] = []
     affine: AffineWalk | None = None
     for reading in readings:
@@ -358,15 +384,15 @@ def _understand(
                 missed.append(gate)
                 continue
             after = gate.logits.normed
-            if (after is None) == (before is None):
-                how = "not normalised by an RMS norm of the streams" if after is None else "normalised twice"
-                missed.append(NotAGate(value, f"comes from a projection that is {how}"))
+            if after is not None and before is not None:
+                missed.append(NotAGate(value, "comes from a projection that is normalised twice"))
                 continue
-            normed = before
-            if normed is None and after is not None:
-                normed = Normed(after.rms, reading.const, _only_weight(reading))
-            assert normed is not None
-            found.setdefault(normed, Mixture(reading, normed)).gates[gate.value] = gate
+            if (after is None and before is None) == normed:
+                missed.append(NotAGate(value, _NO_NORM))
+                continue
+            factor = Rms(0.0, "none") if after is None else after.rms
+            kind = before or Normed(factor, reading.const, _only_weight(reading))
+            found.setdefault(kind, Mixture(reading, kind)).gates[gate.value] = gate
         if found:
             return max(found.values(), key=lambda mixture: len(mixture.gates)), missed
     return None, missed

@@ -187,19 +187,20 @@ def sinkhorn(pick: Pick, long: bool) -> list[Line]:
 def gates(pick: Pick, parts: int, cast: bool) -> list[Line]:
     """From the streams to h_pre, h_post and logits or, for programs without them, as many of these as there are."""
     eps = pick(EPS)
-    weighted, before = pick([False, False, True]), pick([False, True])
+    weighted, norm = pick([False, False, True]), pick(["before", "after"] * 4 + ["none"])
     project = pick(PROJECTIONS[:3] * 3 + PROJECTIONS[3:])
     lines = [
         Line("flat", "{flat}"),
         Line("wide", "flat.float()" if cast else "flat"),
-        Line("ms", pick(POWERS)),
-        Line("r", pick(FACTORS).format(eps=eps)),
     ]
-    if before:
+    if norm != "none":
+        lines += [Line("ms", pick(POWERS)), Line("r", pick(FACTORS).format(eps=eps))]
+    if norm == "before":
         lines += [Line("normed", "wide * r * self.gain" if weighted else "wide * r")]
         lines += [Line("h", project.format("normed"))]
     else:
-        lines += [Line("h", project.format("(wide * self.gain)" if weighted else "wide") + " * r")]
+        factor = " * r" if norm == "after" else ""
+        lines += [Line("h", project.format("(wide * self.gain)" if weighted else "wide") + factor)]
     sizes = ["N", "N", "N * N"][:parts]
     names = ["pre", "post", "res"][:parts]
     lines.append(Line(", ".join(names) + ",", f"h.split([{', '.join(sizes)}], -1)", mutable=False))

@@ -41,6 +41,7 @@ FORMS = {
     "plain_exp_clamped": (
         Rms(), Gates(), Sinkhorn(steps=4, start="plain_exp", first="columns", eps=2.0, start_eps=0.0, clamp=True)
     ),
+    "no_norm": (Rms(mode="none"), Gates(), Sinkhorn(steps=5)),
     "no_steps": (Rms(), Gates(), Sinkhorn(steps=0)),
     "no_steps_exp": (Rms(), Gates(), Sinkhorn(steps=0, start="exp", first="rows", start_eps=0.0)),
 }  # fmt: skip
@@ -68,6 +69,7 @@ def gate(
     r = {
         "inside": lambda: 1 / (ms + rms.eps).sqrt(),
         "outside": lambda: 1 / (root + rms.eps),
+        "none": lambda: torch.ones_like(root),
         "clamp": lambda: 1 / root.clamp_min(rms.eps),
     }[rms.mode]()
     if scale.numel() != rows:

@@ -144,7 +144,7 @@ CASES: dict[str, tuple[Call, type[Exception], str]] = {
     "rms_mode": (
         lambda make: _mix(make, rms_mode="before"),
         ValueError,
-        "rms_mode is 'before'; expected one of 'inside', 'outside', 'clamp'",
+        "rms_mode is 'before'; expected one of 'inside', 'outside', 'clamp', 'none'",
     ),
     "rms_eps": (
         lambda make: _mix(make, rms_eps=-1e-6),

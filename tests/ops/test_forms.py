@@ -314,7 +314,7 @@ def test_columns_that_sink_beside_a_small_eps(start: str) -> None:
             f"start is 'sigmod'; expected one of {', '.join(map(repr, SINKHORN_STARTS))}",
         ),
         (lambda: Sinkhorn(first="cols"), "first is 'cols'; expected one of 'rows', 'columns'"),
-        (lambda: Rms(mode="before"), "mode is 'before'; expected one of 'inside', 'outside', 'clamp'"),
+        (lambda: Rms(mode="before"), "mode is 'before'; expected one of 'inside', 'outside', 'clamp', 'none'"),
     ],
 )
 def test_a_form_that_there_is_not(make: Callable[[], Any], words: str) -> None:

@@ -63,7 +63,7 @@ def test_sinkhorn(form: dict[str, Any], steps: int) -> None:
         assert gradcheck(lambda value: torch.ops.mhc.sinkhorn(value, steps=steps, **form), _leaves([logits]))
 
 
-@pytest.mark.parametrize("mode", ["inside", "outside", "clamp", "clamp in reach"])
+@pytest.mark.parametrize("mode", ["inside", "outside", "clamp", "clamp in reach", "none"])
 @pytest.mark.parametrize("per_row", [False, True])
 @pytest.mark.parametrize("parts", [1, 2, 3])
 def test_scale(parts: int, per_row: bool, mode: str) -> None:

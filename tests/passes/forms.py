@@ -203,7 +203,7 @@ GROUPS: dict[str, list[Form]] = {
         Form("a weight before the RMS", norms.WeightBefore, _streams, (READ, WRITE, "generate_mix"), "fused"),
         Form("RMS of each stream", norms.FactorOfEachStream, _streams, (READ, WRITE, PROJECT, "sinkhorn"), "own gates"),
         Form("LayerNorm", norms.LayerNorm, _streams, (READ, WRITE, PROJECT, "sinkhorn"), "own gates"),
-        Form("none", norms.NoNorm, _streams, (READ, WRITE, PROJECT, "sinkhorn"), "own gates"),
+        Form("none", norms.NoNorm, _streams, (READ_FUSED, WRITE), "fused"),
         Form("three norms", norms.ThreeNorms, _streams, (READ, WRITE, PROJECT, "sinkhorn"), "own gates"),
     ],
     "What is left": [

@@ -132,7 +132,7 @@ NORMS: list[tuple[type[Normed], list[str]]] = [
     (FactorOfEachStream, APART),
     (LayerNorm, APART),
     (LayerNormOfEachStream, APART),
-    (NoNorm, APART),
+    (NoNorm, FULL),
     (ThreeNorms, APART),
     (ThreeNormsOfUnknownGates, ["aggregate", "expand_combine", "projection"]),
 ]

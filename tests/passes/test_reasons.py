@@ -303,6 +303,12 @@ class RowsOfAllMixed(RowsMixed):
 class WrittenBack(NoNorm):
     """There is no sublayer, and no known gate."""
 
+    def pre(self, logits: Tensor) -> Tensor:
+        return logits.softmax(-1)
+
+    def post(self, logits: Tensor) -> Tensor:
+        return 1 + logits.sin()
+
     def res(self, logits: Tensor) -> Tensor:
         return logits.tanh()
 
@@ -341,7 +347,6 @@ REASONS: list[tuple[type[Sublayer], str, str]] = [
     (ManyRows, "comes from a product with 1,200 rows, and the operators take at most 1,024", ""),
     (GatesInFloat64, "an input has dtype torch.float64", ""),
     (StreamsWritten, "x.mul_(1.5)", ""),
-    (NoNorm, "not normalised by an RMS norm of the streams", ""),
     (NormedAfterBias, "is normalised after a bias is added", ""),
     (NormedByOthers, "scaled token by token, and not by an RMS norm of what it projects", ""),
     (NextToNoEps, "an RMS norm with an eps of 1e-33 (outside)", ""),
@@ -414,7 +419,7 @@ WHOLE = [
     (FiniteLogits, ["expand_combine", "generate_mix_and_aggregate", "sinkhorn"]),
     (OneMatrixForAll, ["expand_combine", "generate_mix_and_aggregate", "sinkhorn"]),
     (SquashedBeforeScale, ["aggregate", "expand_combine", "projection", "sinkhorn"]),
-    (NoNorm, ["aggregate", "expand_combine", "projection", "sinkhorn"]),
+    (NoNorm, ["expand_combine", "generate_mix_and_aggregate"]),
     (UnderVmap, ["aggregate", "expand_combine"]),
 ]
 

@@ -171,13 +171,6 @@ class OfTheMean(Sublayer):
         return super().read(x, torch.sigmoid(x.mean(-2) @ self.phi[: self.n, : self.width].mT))
 
 
-class WithoutNorm(Sublayer):
-    """A near miss: all streams are projected, without a norm."""
-
-    def mixes(self, x: Tensor) -> Tensor:
-        return self.project(self.flat(x))
-
-
 class OfOneToken(Sublayer):
     """A near miss: all streams of one token."""
 
@@ -197,7 +190,6 @@ OF_WHAT = [
     (OfTheOutput, "h_post", OF_THE_OUTPUT),
     (OfTheInput, "h_post", OF_ONE_VECTOR),
     (OfTheMean, "h_pre", OF_ONE_VECTOR),
-    (WithoutNorm, "h_pre", "comes from a projection that is not normalised by an RMS norm of the streams"),
     (OfOneToken, "h_pre", "comes from a projection that is not normalised by an RMS norm of the streams"),
     (Softmax, "h_pre", NO_SIGMOID),
 ]

@@ -119,7 +119,9 @@ def _spelled_gates(
     post_mult: float,
     post_eps: float,
 ) -> tuple[Tensor, ...]:
-    if rms_mode == "inside":
+    if rms_mode == "none":
+        r = torch.ones_like(ms)
+    elif rms_mode == "inside":
         r = torch.rsqrt(ms + rms_eps)
     else:
         r = 1 / (ms.sqrt() + rms_eps if rms_mode == "outside" else ms.sqrt().clamp_min(rms_eps))
