@@ -28,6 +28,7 @@ FORMS = {
         Rms(1e-13, "clamp"), Gates(0.0, 1.0, 1e-3), Sinkhorn(10, "exp", "columns", 1e-12, 0.0, True), False
     ),
     "log softmax": Form(Rms(), Gates(), Sinkhorn(3, "softmax", "columns", 0.0, 0.0), True),
+    "no norm": Form(Rms(0.0, "none"), Gates(), Sinkhorn(7), True),
     **{
         f"from {start}": Form(Rms(), Gates(), Sinkhorn(6, start, "rows", 1e-3, 1e-4), True) for start in SINKHORN_STARTS
     },
