@@ -72,7 +72,9 @@ def lower(graph: fx.Graph, errors: list[str] | None = None, mxfp8: bool = False)
         name = str(node.target._opname)  # type: ignore[union-attr]
         try:
             in_place = name in _IN_PLACE and node.args[0] is not None and memory.is_free_after(node, node.args[0])
-            quantized = _quantization(node, name) if mxfp8 else None
+            quantized = None
+            with guard("an operator's result is not looked at for a quantization", errors):
+                quantized = _quantization(node, name) if mxfp8 else None
             mode = compat.fake_mode_of(compat.example(node.all_input_nodes[0]))
             with compat.without_guards(mode):
                 body = _body(node, name, bodies, in_place, quantized)

@@ -83,11 +83,34 @@ def quantization(layer_input: fx.Node) -> Quantization | None:
     region = _region(layer_input)
     if not any(compat.example(node).dtype == _NUMBERS for node in region):
         return None
-    for scaling in _SCALINGS:
-        results = _results(layer_input, region, scaling)
-        if results is not None and all(_sizes(node) is not None and contiguous(node) for node in results):
+    nodes = [layer_input, *region]
+    for scaling, places in _known(layer_input, region):
+        results = tuple(nodes[place] for place in places)
+        if all(_sizes(node) is not None and contiguous(node) for node in results) and not _would_share(results, region):
             return Quantization(layer_input, region, results, scaling)
     return None
+
+
+def _would_share(results: tuple[fx.Node, ...], region: Region) -> bool:
+    """Whether two results, which would be one tensor, both leave the graph, or whether one of them is written to."""
+    for kind in (True, False):
+        readers = [_readers(node) for node in results if region[node] == kind]
+        written = any(compat.may_mutate(reader) for each in readers for reader in each)
+        leaving = sum(any(reader.op == "output" for reader in each) for each in readers)
+        if len(readers) > 1 and (written or leaving > 1):
+            return True
+    return False
+
+
+def _readers(node: fx.Node) -> set[fx.Node]:
+    """What reads a node or a view of it."""
+    found: set[fx.Node] = set()
+    pending = [node]
+    while pending:
+        new = set(pending.pop().users) - found
+        found |= new
+        pending += [user for user in new if user.op != "output" and compat.aliased(user)]
+    return found
 
 
 def _sizes_read(node: fx.Node) -> list[fx.Node]:
@@ -119,10 +142,12 @@ def _region(layer_input: fx.Node) -> Region:
 def _kind(node: fx.Node, region: Region) -> bool | None:
     """True for an element of each number, False for one of each block, None for what is not computed block by block."""
     value, sources = compat.example(node), node.all_input_nodes
+    if not isinstance(value, Tensor) or value.device != compat.example(next(iter(region))).device:
+        return None
     if is_view(node) or node.target in _KEEPS:
         # The others are sizes.
         sources = sources[:1]
-    if not isinstance(value, Tensor) or not all(source in region or _is_constant(source) for source in sources):
+    if not all(source in region or _is_constant(source) for source in sources):
         return None
     taken = [source for source in sources if source in region]
     kinds = [region[source] for source in taken]
@@ -131,8 +156,7 @@ def _kind(node: fx.Node, region: Region) -> bool | None:
         # Those that permute leave no contiguous memory.
         return kinds[0] if contiguous(taken[0]) and contiguous(node) else None
     if node.target is aten.amax.default:
-        over: Any = node.args[1] if len(node.args) > 1 else ()
-        last = list(over) in ([-1], [len(shapes[0]) - 1])
+        last = len(node.args) > 1 and node.args[1] in ([-1], [len(shapes[0]) - 1])
         return False if kinds[0] and last and _is_block(shapes[0]) and contiguous(taken[0]) else None
     if not _is_pointwise(node):
         return None
@@ -152,7 +176,8 @@ def _is_block(shape: torch.Size) -> bool:
 
 
 def _is_constant(node: fx.Node) -> bool:
-    return node.target in (aten.scalar_tensor.default, aten.full.default) and compat.example(node).dim() == 0
+    made = node.target in (aten.scalar_tensor.default, aten.full.default) and compat.example(node).dim() == 0
+    return made and isinstance(node.args[-1], (int, float))
 
 
 def _is_pointwise(node: fx.Node) -> bool:
@@ -163,57 +188,108 @@ def _is_pointwise(node: fx.Node) -> bool:
         return source.element_size() == int(compat.example(node).element_size())
     if _is_rounded_up(node):
         return True
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+    # Numbers among the arguments may be symbolic sizes, which are nodes.
+    return compat.is_pure(node) and torch.Tag.pointwise in node.target.tags  # type: ignore[union-attr]
 
 
 def _is_rounded_up(node: fx.Node) -> bool:
     return str(node.target) == "inline_asm_elementwise" and node.kwargs.get("asm_str") == _ROUNDED_UP
 
 
-def _results(layer_input: fx.Node, region: Region, scaling: str) -> tuple[fx.Node, ...] | None:
+# What regions are, by what they do: the ways of scaling, each with the places of its results.
+_KNOWN: dict[str, list[tuple[str, list[int]]]] = {}
+
+
+def _known(layer_input: fx.Node, region: Region) -> list[tuple[str, list[int]]]:
+    """The ways of scaling that a region may have, with the places of results in it; layers have equal ones."""
+    places = {node: place for place, node in enumerate((layer_input, *region))}
+    readers = [[places.get(user, -1) for user in node.users if user not in _sizes_read(layer_input)] for node in places]
+    steps = [_step(node, places, region) for node in region]
+    key = str((steps, readers))
+    if key not in _KNOWN:
+        found = ((scaling, _results(layer_input, region, scaling)) for scaling in _SCALINGS)
+        _KNOWN[key] = [(scaling, [places[node] for node in nodes]) for scaling, nodes in found if nodes is not None]
+    return _KNOWN[key]
+
+
+def _step(node: fx.Node, places: dict[fx.Node, int], region: Region) -> tuple[Any, ...]:
+    """What a node computes of which others; for views, whose sizes are those of a program, only of which."""
+
+    def named(source: fx.Node) -> Any:
+        return f"%{places[source]}" if source in places else str((source.target, source.args, compat.example(source)))
+
+    args, kwargs = (node.args[:1], {}) if is_view(node) else (node.args, node.kwargs)
+    return (str(node.target), fx.node.map_arg((args, kwargs), named), compat.example(node).dtype, region[node])
+
+
+def _results(layer_input: fx.Node, region: Region, scaling: str) -> list[fx.Node] | None:
     """The first operations with the numbers and the exponents of MXFP8, if all that the input goes into is theirs."""
-    blocks = _blocks()
-    wanted = _mxfp8(blocks, scaling)
-    values, found, inside = {layer_input: blocks}, [], {layer_input}
-    try:
-        for node in region:
-            # What reads results alone has the same numbers as before.
-            if any(source in inside for source in node.all_input_nodes):
-                if _same_bits(_value(node, values), wanted[0 if region[node] else 1]):
-                    found.append(node)
-                else:
-                    inside.add(node)
-    except (RuntimeError, NotImplementedError):  # torch has not every operation for every dtype on a CPU
-        return None
+    with compat.without_modes():
+        blocks = _blocks()
+        wanted = _mxfp8(blocks, scaling)
+        # Devices differ in what they cast NaN and large numbers to, if it is an integer. So nothing may depend on it.
+        runs = [_Values({layer_input: blocks}, undefined) for undefined in (0, 77)]
+        found, inside = [], {layer_input}
+        try:
+            for node in region:
+                # What reads results alone has the same numbers as before.
+                if any(source in inside for source in node.all_input_nodes):
+                    if all(_same_bits(run.of(node), wanted[0 if region[node] else 1]) for run in runs):
+                        found.append(node)
+                    else:
+                        inside.add(node)
+        except (RuntimeError, NotImplementedError):  # torch has not every operation for every dtype on a CPU
+            return None
     readers = {user for node in inside for user in node.users} - set(_sizes_read(layer_input))
-    leaves = any(user not in region for user in readers)
-    return None if leaves else tuple(found)
+    return found if all(user in region for user in readers) else None
 
 
-def _value(node: fx.Node, values: dict[fx.Node, Tensor]) -> Tensor:
-    """A node's result for blocks [blocks, 32], or [blocks, 1] if it has one element for each; kept among values."""
-    if node not in values:
-        values[node] = _evaluated(node, values)
-    return values[node]
+class _Values:
+    """What nodes compute of blocks [blocks, 32]: [blocks, 1], if they have one element for each.
 
+    undefined is what becomes of numbers that no integer is, where they are cast to one.
+    """
 
-def _evaluated(node: fx.Node, values: dict[fx.Node, Tensor]) -> Tensor:
-    if _is_constant(node):
-        number: Any = node.args[-1]
-        return torch.tensor(number, dtype=compat.example(node).dtype)
-    if is_view(node) or node.target in _KEEPS:
-        return _value(node.all_input_nodes[0], values)
-    given = {source: _value(source, values) for source in node.all_input_nodes}
-    first, dtype = next(iter(given.values())), compat.example(node).dtype
-    if node.target is aten.amax.default:
-        return first.amax(-1, keepdim=True)
-    if node.target in _CASTS:
-        return _cast(first) if dtype == _NUMBERS else first.to(dtype)
-    if _is_rounded_up(node):
-        return _power_above(first).to(dtype)
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: given[source])
-    result: Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
-    return result
+    def __init__(self, known: dict[fx.Node, Tensor], undefined: int) -> None:
+        self._known, self._undefined = known, undefined
+
+    def of(self, node: fx.Node) -> Tensor:
+        """Raises RuntimeError if the node's dtype is another here, as that of a sum with a tensor without dims is."""
+        if node not in self._known:
+            value = self._evaluated(node)
+            if value.dtype != compat.example(node).dtype:
+                raise RuntimeError(f"{node} has {value.dtype}")
+            self._known[node] = value
+        return self._known[node]
+
+    def _evaluated(self, node: fx.Node) -> Tensor:
+        dtype = compat.example(node).dtype
+        if _is_constant(node):
+            number: Any = node.args[-1]
+            return torch.tensor(number, dtype=dtype, device="cpu")
+        if is_view(node) or node.target in _KEEPS:
+            return self.of(node.all_input_nodes[0])
+        given = {source: self.of(source) for source in node.all_input_nodes}
+        first = next(iter(given.values()))
+        if node.target is aten.amax.default:
+            return first.amax(-1, keepdim=True)
+        if node.target in _CASTS:
+            return self._cast(first, dtype)
+        if _is_rounded_up(node):
+            return _power_above(first).to(dtype)
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: given[source])
+        result: Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
+        return result
+
+    def _cast(self, value: Tensor, dtype: torch.dtype) -> Tensor:
+        if dtype == _NUMBERS:
+            return _cast(value)
+        if value.is_floating_point() and not (dtype.is_floating_point or dtype == torch.bool):
+            limits = torch.iinfo(dtype)
+            # Rounded towards zero. As a float, the largest integer may be one more.
+            defined = (value > limits.min - 1) & (value < limits.max)
+            return torch.where(defined, value.where(defined, 0).to(dtype), self._undefined)
+        return value.to(dtype)
 
 
 def _cast(value: Tensor) -> Tensor:
@@ -234,25 +310,42 @@ def _same_bits(left: Tensor, right: Tensor) -> bool:
 
 @functools.cache
 def _blocks() -> Tensor:
-    """Blocks [blocks, 32] of bfloat16 whose largest size is each exponent with each mantissa that could matter.
+    """Blocks [blocks, 32] of bfloat16, with each size that there is as the largest.
 
-    Their other numbers are random, down to 2^-14 of it. Some blocks have NaN and infinities among them.
+    Their other numbers are random: of most sizes down to 2^-14 of it, of some down to 2^-250, and zeros of both signs.
+    The largest may occur several times, or everywhere. Others have NaN and infinities, one or many, with any numbers.
     """
-    random = torch.Generator().manual_seed(0)
-    mantissas = torch.tensor([0, 1, 0x3F, 0x40, 0x5F, 0x60, 0x61, 0x7E, 0x7F])
-    bits = torch.arange(255)[:, None] * 128 + mantissas
-    every = torch.tensor([[0], [1], [127], [200]]) * 128 + torch.arange(128)
-    special = torch.tensor([0x7F80, 0x7FC0])
-    largest = torch.cat([bits.flatten(), every.flatten(), special.repeat(32)]).to(torch.int16).view(torch.bfloat16)
+    random = torch.Generator(device="cpu").manual_seed(0)
+
+    def numbers(high: int, *shape: int) -> Tensor:
+        return torch.randint(high, shape, generator=random, device="cpu")
+
+    sizes = torch.arange(0x7F80, device="cpu", dtype=torch.int16).view(torch.bfloat16).float()[:, None]
+    # Once of each exponent and some mantissas, equal everywhere.
+    constant = sizes[torch.arange(0x7F80, device="cpu") % 16 == 0]
+    # What is no number, among numbers of any size.
+    special = torch.tensor([0x7F80, -0x80, 0x7FC0, -0x40, 0x7FFF, -1, 0x7F81, -0x7F], dtype=torch.int16, device="cpu")
+    any_size = sizes[numbers(0x7F80, 2048)]
+    largest = torch.cat([sizes, any_size, constant])
     shape = (len(largest), _BLOCK)
-    parts = torch.rand(shape, generator=random) * 2 - 1
-    parts *= torch.exp2(-torch.randint(15, shape, generator=random).float())
-    # Beside infinities and NaN, numbers of any size.
-    sizes = torch.where(largest.isfinite(), largest.float(), torch.exp2(torch.linspace(-120, 127, len(largest))))
-    blocks = (parts * sizes[:, None]).to(torch.bfloat16)
-    at = torch.randint(_BLOCK, (len(largest), 1), generator=random)
-    signs = torch.where(torch.arange(len(largest)) % 3 == 0, -1.0, 1.0).to(torch.bfloat16)
-    return blocks.scatter(1, at, (largest * signs)[:, None])
+    depths = torch.where(numbers(8, *shape) == 0, numbers(250, *shape), numbers(15, *shape))
+    parts = (numbers(1 << 16, *shape) / (1 << 16)) * torch.exp2(-depths.float())
+    parts = torch.where(numbers(16, *shape) == 0, 0.0, parts)
+    parts = torch.where(numbers(64, *shape) == 0, 1.0, parts)
+    parts[torch.arange(len(parts), device="cpu"), numbers(_BLOCK, len(parts))] = 1.0
+    parts[-len(constant) :] = 1.0
+    signs = 1.0 - 2.0 * numbers(2, *shape)
+    signs[-len(constant) // 2 :] = 1.0
+    blocks = (parts * largest * signs).to(torch.bfloat16)
+    rows = blocks[len(sizes) : len(sizes) + len(any_size)]
+    many = numbers(2, len(rows), 1) * 31
+    at = (numbers(_BLOCK, *rows.shape) <= many) & (numbers(2, *rows.shape) == 0)
+    at[torch.arange(len(rows), device="cpu"), numbers(_BLOCK, len(rows))] = True
+    kinds = special.view(torch.bfloat16)[numbers(len(special), *rows.shape)]
+    # Of one kind in the first half.
+    kinds[: len(kinds) // 2] = kinds[: len(kinds) // 2, :1]
+    rows.copy_(torch.where(at, kinds, rows))
+    return blocks
 
 
 def _power_above(value: Tensor) -> Tensor:
@@ -261,8 +354,7 @@ def _power_above(value: Tensor) -> Tensor:
     exponents = (bits >> 23) + (bits & 0x7FFFFF != 0)
     # Up to 2^-127, and beyond it, among numbers without a leading one.
     exponents = torch.where(bits < 1 << 23, (bits > 1 << 22).int(), exponents)
-    exponents = torch.where(value.isinf(), 254, exponents)
-    return torch.where(value.isnan(), 255, exponents)
+    return torch.where(value.isnan(), 255, exponents.clamp(max=254))
 
 
 def _mxfp8(blocks: Tensor, scaling: str) -> tuple[Tensor, Tensor]:
