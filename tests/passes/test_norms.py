@@ -66,6 +66,13 @@ class WeightBefore(Normed):
         return weighted * self.factor(weighted)
 
 
+class WeightWithoutFactor(Normed):
+    """The weight is applied before the projection, and the factor after it."""
+
+    def mixes(self, x: Tensor) -> Tensor:
+        return self.project(self.flat(x * self.gamma)) * self.factor(x).squeeze(-1)
+
+
 class TwoWeights(Normed):
     def normed(self, x: Tensor) -> Tensor:
         return x * self.factor(x) * self.gamma * self.per_channel
@@ -126,6 +133,7 @@ NORMS: list[tuple[type[Normed], list[str]]] = [
     (WeightOfElements, FULL),
     (OneWeight, FULL),
     (WeightBefore, ["aggregate", "expand_combine", "generate_mix"]),
+    (WeightWithoutFactor, FULL),
     (TwoWeights, APART),
     (NegatedFactor, FULL),
     (FactorOfEachElement, APART),
