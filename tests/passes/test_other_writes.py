@@ -119,6 +119,15 @@ class OutputFirst(Softmax):
         return torch.einsum("bsio,bsic->bsoc", gates, torch.cat((f.unsqueeze(-2), x), -2))
 
 
+class InOneProductBesideStreams(Softmax):
+    """The streams are added as they are, too, by the operator that makes the product."""
+
+    def write(self, x: Tensor, f: Tensor, p: Tensor, r: Tensor) -> Tensor:
+        gates = torch.cat((r.transpose(-1, -2), p.unsqueeze(-1)), -1)
+        both = torch.cat((x, f.unsqueeze(-2)), -2)
+        return torch.baddbmm(x.flatten(0, 1), gates.flatten(0, 1), both.flatten(0, 1), beta=0.5).view_as(x)
+
+
 class StaticInOneProduct(Static):
     def write(self, x: Tensor, f: Tensor, p: Tensor, r: Tensor) -> Tensor:
         return torch.einsum("io,bsoc->bsic", self.both, torch.cat((x, f.unsqueeze(-2)), -2))
@@ -175,6 +184,7 @@ FORMS: list[tuple[type[Own], list[str]]] = [
     (MixtureTogether, ALL),
     (InOneProduct, ALL),
     (OutputFirst, ALL),
+    (InOneProductBesideStreams, ALL),
     (StaticInOneProduct, BOTH),
     (InOneSum, ALL),
     (OfAMean, ALL),
