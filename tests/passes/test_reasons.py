@@ -33,6 +33,13 @@ class ShiftedAlongTheOther(Sublayer):
         return (logits - logits.amax(-1, keepdim=True)).exp()
 
 
+class ShiftedByColumns(Sublayer):
+    """The rows are normalised first, and no `exp` shows where a projection of shifted logits would begin."""
+
+    def start(self, logits: Tensor) -> Tensor:
+        return self.rows((logits - logits.amax(-2, keepdim=True)).expm1() + 1)
+
+
 class ShiftedAlongTheOtherWithoutEps(ShiftedAlongTheOther):
     def rows(self, m: Tensor) -> Tensor:
         return m / m.sum(-1, keepdim=True)
@@ -327,6 +334,7 @@ class SameMixedTwice(MixedTwice):
 
 REASONS: list[tuple[type[Sublayer], str, str]] = [
     (UnequalEps, "column eps 1e-05 differs from its row eps 1e-06", "columns"),
+    (ShiftedByColumns, "by the maxima of their columns and then normalises the rows first", ""),
     (SquashedBeforeScale, "from tanh of the projection and from other tensors", ""),
     (TokensLast, "with the tokens last, as [n, n, tokens]", "res"),
     (UnderVmap, "computed under vmap", "gates"),
