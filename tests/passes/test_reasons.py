@@ -192,6 +192,13 @@ class ManyNumbersBetween(Sublayer):
         return torch.sigmoid(logits.view(*x.shape[:2], 4)), h_post, h_res
 
 
+class ManyMatrices(Sublayer):
+    """A near miss: fifty matrices with few rows, one for each sequence of the batch."""
+
+    def project(self, flat: Tensor) -> Tensor:
+        return flat @ (self.phi * self.per_batch).mT
+
+
 class GatesInFloat64(Sublayer):
     def pre(self, logits: Tensor) -> Tensor:
         return (torch.sigmoid(logits.double()) + 1e-6).to(logits.dtype)
@@ -401,6 +408,13 @@ def test_one_mixed_tensor_is_not_said_to_be_two(kind: type[Sublayer], writes: in
 def test_rows_of_an_earlier_product_are_no_reason() -> None:
     outcome = check.run(ManyNumbersBetween(4, 6, 3, 2), (torch.randn(SHAPE),), around=torch.no_grad(), backward=False)
     assert "its own: h_pre" in str(outcome.report)
+    assert "1,200 rows" not in str(outcome.report)
+
+
+def test_rows_of_many_matrices_are_not_counted_together() -> None:
+    outcome = check.run(ManyMatrices(4, 6, 3, 50), (torch.randn(50, 3, 4, 6),), around=torch.no_grad(), backward=False)
+    check.assert_as_accurate(outcome)
+    assert "sinkhorn" in outcome.operators, str(outcome.report)
     assert "1,200 rows" not in str(outcome.report)
 
 
