@@ -280,6 +280,20 @@ def test_an_output_that_is_added_to_one_stream_after_the_other_is_told() -> None
     assert "to the 4 streams one after the other" in str(told.reason)
 
 
+class SumOfDiagonals(Softmax):
+    """Each stream is multiplied by several numbers, which are summed with it."""
+
+    def write(self, x: Tensor, f: Tensor, p: Tensor, r: Tensor) -> Tensor:
+        diagonals = (r.unsqueeze(-2) * x.unsqueeze(-1)).sum(-1)
+        return p.unsqueeze(-1) * f.unsqueeze(-2) + diagonals + x
+
+
+def test_streams_that_are_summed_with_several_gates_are_not_read_with_one() -> None:
+    outcome = check.run(SumOfDiagonals(), (torch.randn(SHAPE),))
+    check.assert_as_accurate(outcome)
+    assert outcome.operators == ["aggregate", "projection"], str(outcome.report)
+
+
 class KnownGateAlone(Sublayer):
     """A known gate reads the streams, and every stream gets the output."""
 
