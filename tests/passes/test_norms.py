@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -119,6 +121,17 @@ class ThreeNorms(Normed):
         return torch.cat([F.linear(normed * w, p) for w, p in zip(self.norms, parts, strict=True)], -1)
 
 
+class ThreeProjections(Normed):
+    """Three projections of streams that nothing scales; the factor comes after them."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.body(x.sin())
+
+    def mixes(self, x: Tensor) -> Tensor:
+        parts = self.phi.split((N, N, N * N))
+        return torch.cat([F.linear(self.flat(x), p) for p in parts], -1) * self.factor(x).squeeze(-1)
+
+
 class ThreeNormsOfUnknownGates(Normed):
     def gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         normed = self.flat(x) * self.factor(x).squeeze(-1)
@@ -142,6 +155,7 @@ NORMS: list[tuple[type[Normed], list[str]]] = [
     (LayerNormOfEachStream, APART),
     (NoNorm, APART),
     (ThreeNorms, APART),
+    (ThreeProjections, FULL),
     (ThreeNormsOfUnknownGates, ["aggregate", "expand_combine", "projection"]),
 ]
 
