@@ -132,6 +132,13 @@ class ThreeProjections(Normed):
         return torch.cat([F.linear(self.flat(x), p) for p in parts], -1) * self.factor(x).squeeze(-1)
 
 
+class OneProjectionPutTogether(Normed):
+    """A list of projections that has one of them."""
+
+    def mixes(self, x: Tensor) -> Tensor:
+        return torch.cat([F.linear(self.flat(x), self.phi)], -1) * self.factor(x).squeeze(-1)
+
+
 class ThreeNormsOfUnknownGates(Normed):
     def gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         normed = self.flat(x) * self.factor(x).squeeze(-1)
@@ -156,6 +163,7 @@ NORMS: list[tuple[type[Normed], list[str]]] = [
     (NoNorm, APART),
     (ThreeNorms, APART),
     (ThreeProjections, FULL),
+    (OneProjectionPutTogether, FULL),
     (ThreeNormsOfUnknownGates, ["aggregate", "expand_combine", "projection"]),
 ]
 
