@@ -74,7 +74,7 @@ class Layout(NamedTuple):
 
     def select(self, axis: int, start: int, length: int, step: int = 1) -> Layout:
         dim = self.dims[axis]
-        if len(dim) > 1 and not (start == 0 and length == _size(dim) and step == 1):
+        if len(dim) > 1 and length != _size(dim):
             raise NotALayout
         stride = dim[0][1] if dim else 0
         new = dim if len(dim) > 1 else _tidy(((length, stride * step),))

@@ -68,9 +68,9 @@ def _without_bias(outer: Outer, written: StreamsView) -> tuple[Outer, Value] | N
     for f, bias in (op.args[:2], op.args[1::-1]):
         vector, layout = origin(bias)
         wide, order = origin(f)
-        if not (is_shown(wide) and is_shown(vector)):
-            continue  # inside one node; the sum is a value of the program
-        sized = vector.numel == channels == bias.shape[-1] and vector.numel < wide.numel == outer.f.numel
+        # Inside one node, the sum is a value of the program.
+        shown = is_shown(wide) and is_shown(vector)
+        sized = shown and vector.numel == channels == bias.shape[-1] and vector.numel < wide.numel == outer.f.numel
         if sized and layout.is_identity() and order.is_identity():
             return replace(outer, f=wide), vector
     return None

@@ -54,7 +54,7 @@ class Connections:
     ) -> None:
         self._reader = reader
         self.projected = projected
-        self._position = {op: i for i, op in enumerate(ops)}
+        self._position: dict[Op | None, int] = {op: i for i, op in enumerate(ops)}
         self._reads: dict[Value, list[Aggregate | Reading]] = {}
         for read in reads:
             self._reads.setdefault(read.out, []).append(read)
@@ -107,7 +107,7 @@ class Connections:
                 views = op.outs if is_movement(op) else ()
                 pending += views
                 found += (view for view in views if origin(view, any_view) == (base, layout))
-        return min(found, key=lambda value: self._position.get(value.op, -1) if value.op is not None else -1)
+        return min(found, key=lambda value: self._position.get(value.op, -1))
 
     def is_write(self, write: Combine, known: Container[Value] = ()) -> bool:
         """Whether f depends on a read of the streams, or comes in from outside for a write that has all its gates.
@@ -196,7 +196,7 @@ class Connections:
         key = (x, value)
         found = self._behind.get(key)
         if found is None:
-            first = self._position.get(x.op, -1) if x.op is not None else -1
+            first = self._position.get(x.op, -1)
             found, pending = {value: None}, [value]
             while pending:
                 op = pending.pop().op

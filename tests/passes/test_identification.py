@@ -348,3 +348,21 @@ def test_gates_in_chunks_of_the_sequence(length: int) -> None:
     check.assert_as_accurate(outcome)
     assert outcome.operators == ["aggregate", "expand_combine", "generate_mix", "generate_mix"], str(outcome.report)
     assert not outcome.report.declined, str(outcome.report)
+
+
+class _Multiplied(Sublayer):
+    """Logits times a number, which may say that they do not count, or be a switch."""
+
+    def __init__(self, number: float) -> None:
+        super().__init__(N, WIDTH, 3, 2)
+        self.number = number
+
+    def pre(self, logits: Tensor) -> Tensor:
+        return super().pre(logits * self.number)
+
+
+@pytest.mark.parametrize("number", [0.0, -2, True])
+def test_logits_times_a_number(number: float) -> None:
+    outcome = check.run(_Multiplied(number), (torch.randn(2, 3, N, WIDTH),))
+    check.assert_as_accurate(outcome)
+    assert outcome.operators == ["expand_combine", "generate_mix_and_aggregate"], str(outcome.report)

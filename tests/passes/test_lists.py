@@ -484,7 +484,24 @@ class Experts(Listed):
         return x
 
 
-@pytest.mark.parametrize("kind", [Heads, Experts])
+class GatesOfChannels(Listed):
+    """A gate for each channel, as no operator takes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_channels = random_parameter(self.n + 2, self.n, WIDTH, std=0.5)
+
+    def gates(self, k: int, xs: Streams) -> tuple[Any, Any, Any]:
+        return self.of_channels[0], self.of_channels[1], self.of_channels[2:]
+
+    def read(self, xs: Streams, a: Any) -> Tensor:
+        return sum(gate * x for gate, x in zip(a, xs, strict=True))  # type: ignore[return-value]
+
+    def write(self, xs: Streams, f: Tensor, p: Any, r: Any) -> Streams:
+        return [p[o] * f + self.read(xs, r[o]) for o in range(self.n)]
+
+
+@pytest.mark.parametrize("kind", [Heads, Experts, GatesOfChannels])
 def test_lists_that_are_no_streams(kind: type[Listed]) -> None:
     x = torch.randn(2, 3, 4, WIDTH)
     report, _ = _operators(kind(), x)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -66,6 +68,13 @@ class WeightBefore(Normed):
         return weighted * self.factor(weighted)
 
 
+class WeightWithoutFactor(Normed):
+    """The weight is applied before the projection, and the factor after it."""
+
+    def mixes(self, x: Tensor) -> Tensor:
+        return self.project(self.flat(x * self.gamma)) * self.factor(x).squeeze(-1)
+
+
 class TwoWeights(Normed):
     def normed(self, x: Tensor) -> Tensor:
         return x * self.factor(x) * self.gamma * self.per_channel
@@ -112,6 +121,24 @@ class ThreeNorms(Normed):
         return torch.cat([F.linear(normed * w, p) for w, p in zip(self.norms, parts, strict=True)], -1)
 
 
+class ThreeProjections(Normed):
+    """Three projections of streams that nothing scales; the factor comes after them."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.body(x.sin())
+
+    def mixes(self, x: Tensor) -> Tensor:
+        parts = self.phi.split((N, N, N * N))
+        return torch.cat([F.linear(self.flat(x), p) for p in parts], -1) * self.factor(x).squeeze(-1)
+
+
+class OneProjectionPutTogether(Normed):
+    """A list of projections that has one of them."""
+
+    def mixes(self, x: Tensor) -> Tensor:
+        return torch.cat([F.linear(self.flat(x), self.phi)], -1) * self.factor(x).squeeze(-1)
+
+
 class ThreeNormsOfUnknownGates(Normed):
     def gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         normed = self.flat(x) * self.factor(x).squeeze(-1)
@@ -126,6 +153,7 @@ NORMS: list[tuple[type[Normed], list[str]]] = [
     (WeightOfElements, FULL),
     (OneWeight, FULL),
     (WeightBefore, ["aggregate", "expand_combine", "generate_mix"]),
+    (WeightWithoutFactor, FULL),
     (TwoWeights, APART),
     (NegatedFactor, FULL),
     (FactorOfEachElement, APART),
@@ -134,6 +162,8 @@ NORMS: list[tuple[type[Normed], list[str]]] = [
     (LayerNormOfEachStream, APART),
     (NoNorm, FULL),
     (ThreeNorms, APART),
+    (ThreeProjections, FULL),
+    (OneProjectionPutTogether, FULL),
     (ThreeNormsOfUnknownGates, ["aggregate", "expand_combine", "projection"]),
 ]
 

@@ -119,6 +119,15 @@ class OutputFirst(Softmax):
         return torch.einsum("bsio,bsic->bsoc", gates, torch.cat((f.unsqueeze(-2), x), -2))
 
 
+class InOneProductBesideStreams(Softmax):
+    """The streams are added as they are, too, by the operator that makes the product."""
+
+    def write(self, x: Tensor, f: Tensor, p: Tensor, r: Tensor) -> Tensor:
+        gates = torch.cat((r.transpose(-1, -2), p.unsqueeze(-1)), -1)
+        both = torch.cat((x, f.unsqueeze(-2)), -2)
+        return torch.baddbmm(x.flatten(0, 1), gates.flatten(0, 1), both.flatten(0, 1), beta=0.5).view_as(x)
+
+
 class StaticInOneProduct(Static):
     def write(self, x: Tensor, f: Tensor, p: Tensor, r: Tensor) -> Tensor:
         return torch.einsum("io,bsoc->bsic", self.both, torch.cat((x, f.unsqueeze(-2)), -2))
@@ -175,6 +184,7 @@ FORMS: list[tuple[type[Own], list[str]]] = [
     (MixtureTogether, ALL),
     (InOneProduct, ALL),
     (OutputFirst, ALL),
+    (InOneProductBesideStreams, ALL),
     (StaticInOneProduct, BOTH),
     (InOneSum, ALL),
     (OfAMean, ALL),
@@ -268,6 +278,20 @@ def test_an_output_that_is_added_to_one_stream_after_the_other_is_told() -> None
     check.assert_as_accurate(outcome)
     (told,) = outcome.report.declined
     assert "to the 4 streams one after the other" in str(told.reason)
+
+
+class SumOfDiagonals(Softmax):
+    """Each stream is multiplied by several numbers, which are summed with it."""
+
+    def write(self, x: Tensor, f: Tensor, p: Tensor, r: Tensor) -> Tensor:
+        diagonals = (r.unsqueeze(-2) * x.unsqueeze(-1)).sum(-1)
+        return p.unsqueeze(-1) * f.unsqueeze(-2) + diagonals + x
+
+
+def test_streams_that_are_summed_with_several_gates_are_not_read_with_one() -> None:
+    outcome = check.run(SumOfDiagonals(), (torch.randn(SHAPE),))
+    check.assert_as_accurate(outcome)
+    assert outcome.operators == ["aggregate", "projection"], str(outcome.report)
 
 
 class KnownGateAlone(Sublayer):

@@ -33,6 +33,13 @@ class ShiftedAlongTheOther(Sublayer):
         return (logits - logits.amax(-1, keepdim=True)).exp()
 
 
+class ShiftedByColumns(Sublayer):
+    """The rows are normalised first, and no `exp` shows where a projection of shifted logits would begin."""
+
+    def start(self, logits: Tensor) -> Tensor:
+        return self.rows((logits - logits.amax(-2, keepdim=True)).expm1() + 1)
+
+
 class ShiftedAlongTheOtherWithoutEps(ShiftedAlongTheOther):
     def rows(self, m: Tensor) -> Tensor:
         return m / m.sum(-1, keepdim=True)
@@ -185,6 +192,13 @@ class ManyNumbersBetween(Sublayer):
         return torch.sigmoid(logits.view(*x.shape[:2], 4)), h_post, h_res
 
 
+class ManyMatrices(Sublayer):
+    """A near miss: fifty matrices with few rows, one for each sequence of the batch."""
+
+    def project(self, flat: Tensor) -> Tensor:
+        return flat @ (self.phi * self.per_batch).mT
+
+
 class GatesInFloat64(Sublayer):
     def pre(self, logits: Tensor) -> Tensor:
         return (torch.sigmoid(logits.double()) + 1e-6).to(logits.dtype)
@@ -333,6 +347,7 @@ class SameMixedTwice(MixedTwice):
 
 REASONS: list[tuple[type[Sublayer], str, str]] = [
     (UnequalEps, "column eps 1e-05 differs from its row eps 1e-06", "columns"),
+    (ShiftedByColumns, "by the maxima of their columns and then normalises the rows first", ""),
     (SquashedBeforeScale, "from tanh of the projection and from other tensors", ""),
     (TokensLast, "with the tokens last, as [n, n, tokens]", "res"),
     (UnderVmap, "computed under vmap", "gates"),
@@ -398,6 +413,13 @@ def test_one_mixed_tensor_is_not_said_to_be_two(kind: type[Sublayer], writes: in
 def test_rows_of_an_earlier_product_are_no_reason() -> None:
     outcome = check.run(ManyNumbersBetween(4, 6, 3, 2), (torch.randn(SHAPE),), around=torch.no_grad(), backward=False)
     assert "its own: h_pre" in str(outcome.report)
+    assert "1,200 rows" not in str(outcome.report)
+
+
+def test_rows_of_many_matrices_are_not_counted_together() -> None:
+    outcome = check.run(ManyMatrices(4, 6, 3, 50), (torch.randn(50, 3, 4, 6),), around=torch.no_grad(), backward=False)
+    check.assert_as_accurate(outcome)
+    assert "sinkhorn" in outcome.operators, str(outcome.report)
     assert "1,200 rows" not in str(outcome.report)
 
 

@@ -14,7 +14,7 @@ import mhc_compile
 from mhc_compile import passes
 from mhc_compile.passes.cut import MADE_ELSEWHERE, USED_ELSEWHERE
 from mhc_compile.passes.report import Report
-from tests.zoo import near
+from tests.zoo import check, near
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_dynamo"),
@@ -277,6 +277,21 @@ def test_gates_from_outside_for_any_number_of_streams(n: int, told: list[str]) -
     (report,) = _all_dynamic(_from_outside, *given)
     assert report.errors == []
     assert [(site.op, site.reason) for site in report.sites] == [(op, NOT_CONSTANT) for op in told], str(report)
+
+
+@pytest.mark.parametrize(("n", "told"), [(31, ["expand_combine"]), (32, [])])
+def test_a_write_from_outside_of_any_number_of_streams(n: int, told: list[str]) -> None:
+    """The operators take at most 31 streams. A sum over 32 of something is attention."""
+
+    class Write(nn.Module):
+        def forward(self, x: Tensor, f: Tensor, p: Tensor, r: Tensor) -> Tensor:
+            return p.unsqueeze(-1) * f.unsqueeze(-2) + r.mT @ x
+
+    outcome = check.run(
+        Write(), (torch.randn(2, 3, n, C), torch.randn(2, 3, C), torch.randn(2, 3, n), torch.rand(2, 3, n, n))
+    )
+    check.assert_as_accurate(outcome)
+    assert [site.op for site in outcome.report.sites] == told, str(outcome.report)
 
 
 @pytest.mark.parametrize("f", [(2, 3, C), (2, 3, N, C)])
