@@ -105,6 +105,14 @@ SUMS: dict[str, tuple[Program, dict[str, int]]] = {
         lambda t: (t["g"].transpose(-1, -2) + operator.add(*(dx.transpose(-1, -2) for dx in _both(t))),),
         {"accumulate": 2},
     ),
+    "third is no view, exchanged": (
+        lambda t: [t["g"].transpose(-1, -3).tanh() + mix_back(t, t["u"], t["x"])[0].transpose(-1, -3)],
+        {"accumulate": 1},
+    ),
+    "third is no view, permuted": (
+        lambda t: [t["g"].permute(1, 3, 0, 2).tanh() + mix_back(t, t["u"], t["x"])[0].permute(1, 3, 0, 2)],
+        {"accumulate": 1},
+    ),
     "mixed streams": (lambda t: [t["g"] + mixed_back(t, t["g"] * 2, t["x"])[0]], {"accumulate": 1}),
     # The sum of two factors' worth is no sum of two.
     "weighted": (lambda t: (torch.add(*_both(t), alpha=2),), {}),
