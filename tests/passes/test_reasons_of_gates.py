@@ -161,7 +161,8 @@ class OfTheWholeOutput(Sublayer):
     def body(self, x: Tensor) -> Any:
         pre, _, res = self.gates(x)
         wide = F.linear(self.layer(self.read(x, pre), x), self.phi[: 2 * self.width, : self.width]).tanh()
-        return self.write(x, wide[..., : self.width], torch.sigmoid(wide @ self.phi[: self.n, : 2 * self.width].mT), res)
+        h_post = torch.sigmoid(wide @ self.phi[: self.n, : 2 * self.width].mT)
+        return self.write(x, wide[..., : self.width], h_post, res)
 
 
 class OfTheInput(OfTheOutput):
