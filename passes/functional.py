@@ -259,7 +259,7 @@ def _goes_back(node: fx.Node) -> bool:
 def _place(index: Any, rank: int) -> tuple[int, int | slice] | None:
     """The one dimension that an index singles out, and where."""
     parts = list(index) if isinstance(index, tuple) else [index]
-    if sum(part is Ellipsis for part in parts) > 1 or any(part is None or isinstance(part, bool) for part in parts):
+    if any(part is None or isinstance(part, bool) for part in parts):
         return None
     if Ellipsis not in parts:
         parts.append(Ellipsis)

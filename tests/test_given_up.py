@@ -195,8 +195,8 @@ def test_the_most_streams_that_operators_take() -> None:
     """One more, and no operator could have been there."""
     assert can_hold({compat.Reached((31,), True)})
     assert not can_hold({compat.Reached((32,), True)})
-    assert can_hold({compat.Reached((31, 7), True)})
-    assert can_hold({compat.Reached((31 * 31 + 62, 7), True)})
+    assert can_hold({compat.Reached((31, 128), True)})
+    assert can_hold({compat.Reached((31 * 31 + 62, 128), True)})
     assert not can_hold({compat.Reached((67, 128), True)})
     assert not can_hold({compat.Reached((1, 128), True)})
     assert not can_hold(set())

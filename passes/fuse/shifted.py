@@ -9,7 +9,6 @@ sum goes straight into the combine's backward. The two directions are fused inde
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -196,7 +195,7 @@ def _fuse_backward(graph: fx.Graph, combine: fx.Node, later: fx.Node, earlier: f
 def move_behind(new: fx.Node, moving: list[fx.Node]) -> None:
     """Put nodes behind an operator and its results, in order."""
     place = new
-    while place.next.target is operator.getitem and place.next.args[0] is new:
+    while place.next in new.users:
         place = place.next
     for node in moving:
         place.append(node)

@@ -21,7 +21,7 @@ from mhc_compile.passes.shadow import Value
 class Vectors(Views):
     """Parameters put together from what the program has, in the order of the operators' rows."""
 
-    def _phi(self, site: MixSite, more: range = range(0)) -> fx.Node:
+    def _phi(self, site: MixSite, more: range) -> fx.Node:
         """phi [K, n*C] with its rows in the operator's order; more: those rows of the site's logits come after them."""
         groups = [(group.projection, list(group.rows)) for group in site.groups]
         first = 0

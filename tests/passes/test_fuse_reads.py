@@ -255,6 +255,16 @@ def test_a_write_between_stays_between() -> None:
     assert fused(written) == {}
 
 
+def test_logits_of_another_layout_stay_those_of_the_projection() -> None:
+    def transpose(graph: torch.fx.Graph) -> None:
+        for node in graph.find_nodes(op="call_function", target=mhc.projection.default):
+            for item in node.users:
+                if item.meta["val"].dim() == 3:
+                    item.meta["val"] = item.meta["val"].mT.contiguous().mT
+
+    assert fused(lambda t: [*mhc.projection(combine(t, t["x"]), t["phi"])], transpose) == {}
+
+
 def _of_one(t: dict[str, Tensor]) -> Tensor:
     """phi of one stream."""
     return t["phi"][:, : t["x"].shape[-1]].contiguous()

@@ -105,10 +105,19 @@ SUMS: dict[str, tuple[Program, dict[str, int]]] = {
         lambda t: (t["g"].transpose(-1, -2) + operator.add(*(dx.transpose(-1, -2) for dx in _both(t))),),
         {"accumulate": 2},
     ),
+    "third is no view, exchanged": (
+        lambda t: [t["g"].transpose(-1, -3).tanh() + mix_back(t, t["u"], t["x"])[0].transpose(-1, -3)],
+        {"accumulate": 1},
+    ),
+    "third is no view, permuted": (
+        lambda t: [t["g"].permute(1, 3, 0, 2).tanh() + mix_back(t, t["u"], t["x"])[0].permute(1, 3, 0, 2)],
+        {"accumulate": 1},
+    ),
     "mixed streams": (lambda t: [t["g"] + mixed_back(t, t["g"] * 2, t["x"])[0]], {"accumulate": 1}),
     # The sum of two factors' worth is no sum of two.
     "weighted": (lambda t: (torch.add(*_both(t), alpha=2),), {}),
     "broadcast": (lambda t: (_both(t)[1] + t["g"][:1],), {}),
+    "broadcast from one number": (lambda t: (_both(t)[1] + t["g"].sum(),), {}),
     "in float64": (lambda t: (_both(t)[1] + t["g"].double(),), {}),
     "twice itself": (lambda t: [(dx := _both(t)[1]) + dx], {}),
     "twice itself, and another": (lambda t: [(dx := _both(t)[1]) + dx + t["g"]], {}),
@@ -305,6 +314,23 @@ BACKWARD: dict[str, tuple[Program, dict[str, int]]] = {
 def test_boundaries_backward(case: str) -> None:
     function, counts = BACKWARD[case]
     assert fused(function) == counts
+
+
+def test_streams_that_backward_does_not_read_are_not_computed_again() -> None:
+    """A view that they are made of stays, where others read it."""
+
+    def program(t: dict[str, Tensor]) -> list[Tensor]:
+        f = t["f"].flatten().view(*TOKENS, C)
+        first = combine(t, t["x"])
+        second = combine(t | {"f": f}, first)
+        return [mhc.aggregate(first, t["post"]), mhc.aggregate(second, t["post"]), mix_back(t, t["u"], first)[0]]
+
+    module, before = _traced(program), _traced(program)
+    assert +fuse(module.graph, layers=3) == {"combine_and_read": 2, "recompute": 1}
+    module.recompile()
+    given = _tensors().values()
+    assert all(map(torch.allclose, module(*given), before(*given)))
+    assert len(module.graph.find_nodes(op="call_function", target=mhc.expand_combine.default)) == 1
 
 
 def test_random_draws_keep_their_order() -> None:

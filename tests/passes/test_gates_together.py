@@ -122,3 +122,26 @@ def test_near_misses_are_right(gates: Callable[[Tensor], tuple[Tensor, ...]]) ->
     assert not outcome.report.errors
     if gates not in (_both_are_one, _not_trained):
         assert outcome.reasons, str(outcome.report)
+
+
+class Beside(nn.Module):
+    """Two connections of the same streams, whose gates come from one projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phi, self.bias = random_phi(4 * N, N * WIDTH), random_parameter(4 * N)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.sin()
+        logits = torch.nn.functional.rms_norm(x.flatten(2), (N * WIDTH,), eps=1e-6) @ self.phi.T + self.bias
+        pre, other_pre, post, other_post = torch.sigmoid(logits).chunk(4, -1)
+        f = torch.tanh((pre.unsqueeze(-1) * x).sum(2)).unsqueeze(2)
+        g = torch.cos((other_pre.unsqueeze(-1) * x).sum(2)).unsqueeze(2)
+        return x + 2 * post.unsqueeze(-1) * f, x + 2 * other_post.unsqueeze(-1) * g
+
+
+def test_each_of_two_connections_has_its_own_read() -> None:
+    outcome = check.run(Beside(), (torch.randn(SHAPE),))
+    check.assert_as_accurate(outcome)
+    assert outcome.operators == ["expand_combine"] * 2 + ["generate_mix_and_aggregate"] * 2, str(outcome.report)
+    assert not outcome.report.declined, str(outcome.report)

@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mhc_compile import ops, records
+from mhc_compile import ops, passes, records
 from mhc_compile.ops import _loops
+from tests.passes.lowering import graph_of, operators
 from tests.zoo import check
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "fresh_cache")
@@ -190,6 +192,35 @@ def test_what_inductor_makes_of_a_loop(function: Callable[..., Tensor], options:
     for x in (streams, -streams):
         torch.testing.assert_close(compiled(x, *parameters), function(x, *parameters))
     assert records.last().lowered
+
+
+def _read_back(x: Tensor, f: Tensor, phi: Tensor, post: Tensor, res: Tensor, **rest: Tensor) -> Any:
+    """The backward of a write, a read and a projection of what is written."""
+    new, u, h, ms = torch.ops.mhc.expand_combine_and_read(f, None, post, x, res, 0.5 * post, phi, None)
+    given = (f, None, post, x, res, 0.5 * post, phi, None, new)
+    needs = [True, False, *[True] * 5, False]
+    return torch.ops.mhc.expand_combine_and_read_backward(x, u, h, ms, *given, needs)
+
+
+def _head(x: Tensor, phi: Tensor, bias: Tensor, scale: Tensor, **rest: Tensor) -> Any:
+    return torch.ops.mhc.head(x, phi[:N], scale[:1], bias[:N])
+
+
+@pytest.mark.parametrize("function", [_read_back, _head])
+def test_operators_in_parts(function: Callable[..., Any]) -> None:
+    shapes = SHAPES | {"post": (3, 5, N), "res": (3, 5, N, N)}
+    draw = torch.Generator().manual_seed(0)
+    values = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+    with FakeTensorMode() as mode:
+        graph = graph_of(function, {name: mode.from_tensor(value) for name, value in values.items()})
+    whole = len(operators(graph))
+    assert passes.lower(graph).lowered.total() == whole
+    found = torch.fx.GraphModule(torch.nn.Module(), graph)(*values.values())
+    exact = function(**{name: value.double() for name, value in values.items()})
+    exact = [value for value in exact if value.numel()]
+    found = [value for value in found if value.numel()]
+    assert len(found) == len(exact)
+    assert _worst(found, exact) < 3e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

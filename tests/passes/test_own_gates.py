@@ -433,9 +433,21 @@ class SinkhornOfEachBatch(SinkhornOfParameters):
         return (self.r + x.mean((1, 2, 3))[:, None, None]).unsqueeze(1).expand(*x.shape[:-2], N, N)
 
 
+class SinkhornOfEachPlace(SinkhornOfParameters):
+    """One matrix for each token of a sequence, the same in all rows of the batch."""
+
+    def logits_of_all(self, x: Tensor) -> Tensor:
+        return (self.r + x.mean((0, 2, 3))[:, None, None]).expand(*x.shape[:-2], N, N)
+
+
 @pytest.mark.parametrize(
     ("kind", "sizes"),
-    [(SinkhornOfParameters, "[4, 4]"), (SinkhornOfTransposed, "[4, 4]"), (SinkhornOfEachBatch, "[2, 3, 4, 4]")],
+    [
+        (SinkhornOfParameters, "[4, 4]"),
+        (SinkhornOfTransposed, "[4, 4]"),
+        (SinkhornOfEachBatch, "[2, 3, 4, 4]"),
+        (SinkhornOfEachPlace, "[2, 3, 4, 4]"),
+    ],
 )
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_matrix_for_all_tokens_is_projected_once(kind: type[Own], sizes: str, dynamic: bool) -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from mhc_compile.passes.functional import functional
+from tests.passes.dynamo import graph_of
 from tests.zoo import check
 from tests.zoo.common import random_parameter, random_phi
 
@@ -87,3 +89,16 @@ def test_results_are_eagers(assign: Callable[[Tensor], Any]) -> None:
     outcome = check.run(Layer(assign), (torch.randn(SHAPE),))
     check.assert_as_accurate(outcome)
     assert not outcome.report.errors, str(outcome.report)
+
+
+def test_a_write_that_stays_leaves_nothing_of_what_would_have_come_instead() -> None:
+    """The sum would have other strides than the columns that are written."""
+
+    def program(a: Tensor, b: Tensor) -> Tensor:
+        columns = (a @ a)[:, :2]
+        columns.add_(b)
+        return columns
+
+    graph = graph_of(program, torch.randn(4, 4), torch.randn(4, 2)).graph
+    kept = [node.target for node in functional(graph).nodes if node.op == "call_method"]
+    assert kept == ["add_"]

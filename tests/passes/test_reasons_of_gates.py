@@ -155,6 +155,16 @@ class OfTheOutput(Sublayer):
         return super().write(x, f, torch.sigmoid(f @ self.phi[: self.n, : self.width].mT), h_res)
 
 
+class OfTheWholeOutput(Sublayer):
+    """The sublayer makes more than is written, and the gate of all of it."""
+
+    def body(self, x: Tensor) -> Any:
+        pre, _, res = self.gates(x)
+        wide = F.linear(self.layer(self.read(x, pre), x), self.phi[: 2 * self.width, : self.width]).tanh()
+        h_post = torch.sigmoid(wide @ self.phi[: self.n, : 2 * self.width].mT)
+        return self.write(x, wide[..., : self.width], h_post, res)
+
+
 class OfTheInput(OfTheOutput):
     """A near miss: h_post is made of what the sublayer reads."""
 
@@ -188,6 +198,7 @@ class Softmax(Sublayer):
 
 OF_WHAT = [
     (OfTheOutput, "h_post", OF_THE_OUTPUT),
+    (OfTheWholeOutput, "h_post", OF_THE_OUTPUT),
     (OfTheInput, "h_post", OF_ONE_VECTOR),
     (OfTheMean, "h_pre", OF_ONE_VECTOR),
     (OfOneToken, "h_pre", "comes from a projection that is not normalised by an RMS norm of the streams"),

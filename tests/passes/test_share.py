@@ -93,6 +93,19 @@ def test_what_all_layers_read_is_made_before_them() -> None:
     assert len(sublayer_calls(share(program, make_inputs()))) == LAYERS
 
 
+def test_what_every_other_layer_reads_is_made_before_them() -> None:
+    """Two layers make a table each, so that neither stands alone."""
+    tables: dict[int, Tensor] = {}
+
+    def layer(u: Tensor, w: Tensor, number: int) -> Tensor:
+        v = u @ w
+        if number < 2:
+            tables[number] = (w.cos() * 3).sum(-1)
+        return torch.tanh(v) * tables[number % 2] + 1
+
+    assert calls_of_each(layer) == [LAYERS]
+
+
 def test_compilations_of_one_function_count_once() -> None:
     """The graph for other shapes may have more nodes."""
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mhc_compile import compat, passes
@@ -78,6 +79,20 @@ def test_an_output_that_is_made_of_the_streams_alone_is_no_input() -> None:
     (*_, write) = _parts(FirstStream(), x)
     given = [compat.example(node) for node in write.inputs]
     assert [value.dim() for value in given if isinstance(value, Tensor)] == [4, 3, 4]  # x, h_post and h_res
+
+
+class FirstStreamDropped(Layer):
+    """The output is made of one stream, and of random numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, f = self.project(x), F.dropout(x[..., 0, :], 0.5)
+        return self.write(f, self.post(h), x, sinkhorn(self.logits(h)))
+
+
+def test_what_is_drawn_is_an_input() -> None:
+    (*_, write) = _parts(FirstStreamDropped(), torch.randn(2, 5, N, C))
+    assert [compat.example(node).dim() for node in write.inputs] == [4, 3, 3, 4]  # x, f, h_post and h_res
+    assert not any(node.target is F.dropout for node in write.program.graph.nodes)
 
 
 def test_a_site_whose_inputs_come_too_late_stays_whole() -> None:

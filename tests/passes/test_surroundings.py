@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 import mhc_compile.ops  # noqa: F401  (registers the operators that the passes insert)
 from mhc_compile import passes
 from mhc_compile.passes.report import Report
+from tests.passes.dynamo import graph_of
 from tests.zoo import check
 from tests.zoo.near import Sublayer
 
@@ -214,6 +215,21 @@ def test_nothing_is_left_that_nothing_reads(kind: type[Layer], kept: list[Any]) 
     torch.compile(kind(), backend=backend)(torch.randn(2, 5, N, C))
     (module,) = modules
     assert [node.target for node in module.graph.nodes if not node.users and node.op != "output"] == kept
+
+
+class ReadAndWritten(Layer):
+    def forward(self, x: Tensor) -> Any:
+        h = self.project(x)
+        f = torch.tanh(self.read(self.pre(h), x))
+        return f, self.write(f, self.post(h), x, sinkhorn(self.logits(h)))
+
+
+def test_a_write_that_nothing_reads_is_not_told() -> None:
+    """Dynamo leaves no such code, but other passes may."""
+    module = graph_of(ReadAndWritten(), torch.randn(2, 5, N, C))
+    output = module.graph.output_node()
+    output.args = (output.args[0][:1],)  # type: ignore[index]
+    assert [site.op for site in passes.run_recursively(module).rewritten] == ["generate_mix_and_aggregate"]
 
 
 class _Amp(Sublayer):

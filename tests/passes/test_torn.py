@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -412,3 +413,15 @@ def test_a_reset_forgets_the_gates_that_left_a_graph() -> None:
     assert len(mhc_compile.explain(addition, x, gate, f).sites) == 1
     torch._dynamo.reset()
     assert mhc_compile.explain(addition, x, gate, f).sites == []
+
+
+@pytest.mark.parametrize(("made", "found"), [(torch.clone, ["expand_combine"]), (torch.sin, [])], ids=["given", "here"])
+@pytest.mark.parametrize("kind", [ByMatrices, ByMatricesMixed])
+def test_only_a_matrix_that_comes_in_is_one_that_left_a_graph(
+    kind: type[ByMatrices], made: Callable[[Tensor], Tensor], found: list[str]
+) -> None:
+    model, x = kind(), torch.randn(2, 3, N, C)
+    mhc_compile.explain(model, x)
+    given = x, torch.randn(2, 3, C), torch.randn(2, 3, N, N)
+    report = mhc_compile.explain(lambda x, f, matrix: model.write(x, f, made(matrix)), *given)
+    assert [site.op for site in report.sites] == found, str(report)

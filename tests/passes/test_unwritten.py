@@ -170,6 +170,16 @@ class PooledOnly(Static):
         return x * torch.sigmoid(self.layer(self.read(x, a))).unsqueeze(-2)
 
 
+class PooledBesideFewerRows(Static):
+    """A matrix makes fewer rows of what is pooled: nothing mixes the streams."""
+
+    def body(self, x: Tensor) -> Any:
+        a, _, _ = self.gates(x)
+        first, second = torch.einsum("io,bsic->bsoc", self.r[:, :2], x).tanh().unbind(-2)
+        f = self.layer(self.read(x, a) + first * second)
+        return x * torch.sigmoid(f).unsqueeze(-2) + torch.sigmoid(self.a).unsqueeze(-1) * f.unsqueeze(-2)
+
+
 class MixedOnly(Static):
     """A matrix over tokens, as in an MLP-Mixer, and nothing that reads them."""
 
@@ -177,7 +187,7 @@ class MixedOnly(Static):
         return x + torch.tanh(torch.einsum("io,bsic->bsoc", self.r, x)) * self.weight[0]
 
 
-@pytest.mark.parametrize("kind", [PooledOnly, MixedOnly])
+@pytest.mark.parametrize("kind", [PooledOnly, PooledBesideFewerRows, MixedOnly])
 def test_what_is_only_read_or_only_mixed_is_nothing(kind: type[Own]) -> None:
     outcome = check.run(kind(), (torch.randn(SHAPE),))
     assert not outcome.report.sites, str(outcome.report)
