@@ -131,6 +131,7 @@ def recognise(shadow: Shadow, errors: list[str] | None = None) -> Findings:
     misses: dict[Value, NotAGate] = {}
     of_streams: dict[Value, NotAGate] = {}  # those of projections of what is read or written
     acted_on = {a.x for a in aggregates} | {c.x for c in combines}
+    reading_gates = {a.gate for a in aggregates}
     # Behind new streams there is another layer, and behind a read the sublayer.
     new = {c.out for c in combines if c.streams.channels > c.streams.n}
     read: dict[int, set[Value]] = {}
@@ -149,7 +150,7 @@ def recognise(shadow: Shadow, errors: list[str] | None = None) -> Findings:
             continue
         mixture, missed = None, list[NotAGate]()
         with guard("a projection is not looked into", errors):
-            mixture, missed = _understand(found, cone, candidates, known, reader, acted_on)
+            mixture, missed = _understand(found, cone, candidates, known, reader, acted_on, reading_gates)
         if mixture is not None:
             mixtures.append(mixture)
         streams = tuple(reading.x for reading in found)
@@ -175,7 +176,7 @@ def recognise(shadow: Shadow, errors: list[str] | None = None) -> Findings:
                 matrices.pop(made, None)
         joined = False
         with guard("a projection is not looked into", errors):
-            joined = _join(value, readings, mixtures, known, reader, acted_on)
+            joined = _join(value, readings, mixtures, known, reader)
         if not joined:
             matrices[value] = answer
     matrices |= dict(single_sinkhorns.with_tokens_last(shadow.ops, errors))
@@ -238,12 +239,11 @@ def _join(
     mixtures: list[Mixture],
     known: gates.Identified,
     reader: Reader,
-    acted_on: Container[Value],
 ) -> bool:
     """Whether a Sinkhorn projection that is changed before it mixes is a gate of a projection; then it becomes one."""
     for found in readings.values():
         cone = _cone(found[0].out)
-        mixture = _understand(found, cone, [value], known, reader, acted_on)[0] if value in cone else None
+        mixture = _understand(found, cone, [value], known, reader)[0] if value in cone else None
         if mixture is not None:
             same = [m for m in mixtures if (m.projection, m.normed) == (mixture.projection, mixture.normed)]
             if same:
@@ -341,17 +341,19 @@ def _understand(
     candidates: list[Value],
     known: gates.Identified,
     reader: Reader,
-    acted_on: Container[Value],
+    acted_on: Container[Value] = (),
+    reading_gates: Collection[Value] = (),
 ) -> tuple[Mixture | None, list[NotAGate]]:
     """The first reading of the projection under which a gate is normalised exactly once; else why not.
 
-    Where no reading has a norm, the first one of what is read or written whose gates are understood without.
+    Where no reading has a norm, the first one of what is read or written whose gates are understood without. One of
+    these has to be the gate of a read. Otherwise all gates stay the program's, and the write before makes the logits.
     """
     mixture, missed = _understand_with(readings, cone, candidates, known, reader, normed=True)
     if mixture is None and any(miss.because == _NO_NORM for miss in missed):
         streams = [reading for reading in readings if reading.x in acted_on]
         plain, others = _understand_with(streams, cone, candidates, known, reader, normed=False)
-        if plain is not None:
+        if plain is not None and not plain.gates.keys().isdisjoint(reading_gates):
             return plain, others
     return mixture, missed
 

@@ -70,7 +70,7 @@ def _without_bias(outer: Outer, written: StreamsView) -> tuple[Outer, Value] | N
         wide, order = origin(f)
         # Inside one node, the sum is a value of the program.
         shown = is_shown(wide) and is_shown(vector)
-        sized = shown and vector.numel == channels == bias.shape[-1] and vector.numel < wide.numel == outer.f.numel
+        sized = shown and bias.shape[-1:] == (vector.numel,) == (channels,) and channels < wide.numel == outer.f.numel
         if sized and layout.is_identity() and order.is_identity():
             return replace(outer, f=wide), vector
     return None

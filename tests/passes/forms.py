@@ -168,7 +168,7 @@ GROUPS: dict[str, list[Form]] = {
         _own("every stream gets the output as it is", writes.PostOfOne, READ, WRITE, PROJECT),
         _own("the same for all tokens", writes.StaticPostOfOne, READ, WRITE),
         _own("every stream gets the output with a LayerScale", writes.LayerScale, READ, WRITE, PROJECT),
-        _own("streams that are mixed before they are read", writes.MixedFirst, READ, WRITE, MIX, "generate_mix"),
+        _own("streams that are mixed before they are read", writes.MixedFirst, READ, WRITE, MIX, PROJECT),
         _own("a product of two gates inside the einsum", writes.ProductOfGates, READ, WRITE, PROJECT),
         _own("a mixture of matrices inside the einsum", writes.Mixture, READ, WRITE, PROJECT),
         _own("the output as one more stream, and one [n, n + 1] matrix", writes.InOneProduct, READ, WRITE, PROJECT),

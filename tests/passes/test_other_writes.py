@@ -177,7 +177,7 @@ FORMS: list[tuple[type[Own], list[str]]] = [
     (PostOfOneExpanded, ALL),
     (StaticPostOfOne, BOTH),
     (StaticPostOfOneStreamsFirst, BOTH),
-    (MixedFirst, ["aggregate", "expand_combine", "generate_mix", "mix_streams"]),
+    (MixedFirst, ["aggregate", "expand_combine", "mix_streams", "projection"]),
     (StaticMixedFirst, ["aggregate", "expand_combine", "mix_streams"]),
     (ProductOfGates, ALL),
     (Mixture, ALL),
