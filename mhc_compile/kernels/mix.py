@@ -363,8 +363,8 @@ def forward_mix(
 ) -> Mix:
     """Gates of x [..., n, C], and with `aggregate` the layer input; the entries of bias say which gates exist.
 
-    partials: the sums of the projection, where these are there already; norm: of the layer input; scaling: of
-    `mxfp8.SCALINGS`, if this is to be in MXFP8.
+    partials: the sums of the projection, where these are there already; norm: of the layer input; scaling: the
+    one of `kernels.mxfp8`, if this is to be in MXFP8.
     """
     n, width = x.shape[-2:]
     rows = phi.shape[0]

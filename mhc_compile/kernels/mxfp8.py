@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 
 BLOCK = tl.constexpr(32)
-SCALINGS = ("floor", "rceil")
 _LARGEST = tl.constexpr(448.0)
 _INFINITY = tl.constexpr(0x7F800000)
 # The mantissa of 1.75 in float32.

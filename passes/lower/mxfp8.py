@@ -21,7 +21,8 @@ from mhc_compile.passes.memory import Memory
 aten, prims = torch.ops.aten, torch.ops.prims
 
 _BLOCK = 32
-_SCALINGS = ("floor", "rceil")
+# The ways that `kernels/mxfp8.py` describes.
+SCALINGS = ("floor", "rceil")
 _NUMBERS = torch.float8_e4m3fn
 _LARGEST = 448.0
 # What keeps the order of elements, and has no part in the numbers.
@@ -144,7 +145,7 @@ def _kind(node: fx.Node, region: Region) -> bool | None:
     value, sources = compat.example(node), node.all_input_nodes
     if not isinstance(value, Tensor) or value.device != compat.example(next(iter(region))).device:
         return None
-    if is_view(node) or node.target in _KEEPS:
+    if _keeps_order(node):
         # The others are sizes.
         sources = sources[:1]
     if not all(source in region or _is_constant(source) for source in sources):
@@ -152,8 +153,8 @@ def _kind(node: fx.Node, region: Region) -> bool | None:
     taken = [source for source in sources if source in region]
     kinds = [region[source] for source in taken]
     shapes = [compat.example(source).shape for source in taken]
-    if is_view(node) or node.target in _KEEPS:
-        # Those that permute leave no contiguous memory.
+    if _keeps_order(node):
+        # Views that permute leave no contiguous memory.
         return kinds[0] if contiguous(taken[0]) and contiguous(node) else None
     if node.target is aten.amax.default:
         last = len(node.args) > 1 and node.args[1] in ([-1], [len(shapes[0]) - 1])
@@ -169,6 +170,10 @@ def _kind(node: fx.Node, region: Region) -> bool | None:
         if not all(compat.same_size(one, other) for one, other in pairs):
             return None
     return each
+
+
+def _keeps_order(node: fx.Node) -> bool:
+    return is_view(node) or node.target in _KEEPS
 
 
 def _is_block(shape: torch.Size) -> bool:
@@ -207,7 +212,7 @@ def _known(layer_input: fx.Node, region: Region) -> list[tuple[str, list[int]]]:
     steps = [_step(node, places, region) for node in region]
     key = str((steps, readers))
     if key not in _KNOWN:
-        found = ((scaling, _results(layer_input, region, scaling)) for scaling in _SCALINGS)
+        found = ((scaling, _results(layer_input, region, scaling)) for scaling in SCALINGS)
         _KNOWN[key] = [(scaling, [places[node] for node in nodes]) for scaling, nodes in found if nodes is not None]
     return _KNOWN[key]
 
@@ -267,7 +272,7 @@ class _Values:
         if _is_constant(node):
             number: Any = node.args[-1]
             return torch.tensor(number, dtype=dtype, device="cpu")
-        if is_view(node) or node.target in _KEEPS:
+        if _keeps_order(node):
             return self.of(node.all_input_nodes[0])
         given = {source: self.of(source) for source in node.all_input_nodes}
         first = next(iter(given.values()))

@@ -46,7 +46,7 @@ def _assert_quantized(got: Tensor, scales: Tensor, plain: Tensor, scaling: str) 
 
 # Of infinity times zero, in the interpreter.
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
-@pytest.mark.parametrize("scaling", mxfp8.SCALINGS)
+@pytest.mark.parametrize("scaling", identified.SCALINGS)
 def test_every_size_of_a_block(scaling: str) -> None:
     """Each bfloat16 number as the largest, infinities and NaN."""
     v = identified._blocks()
@@ -75,7 +75,7 @@ def test_every_size_of_a_block(scaling: str) -> None:
         pytest.param(300, 4, 7168, marks=pytest.mark.gpu),
     ],
 )
-@pytest.mark.parametrize("scaling", mxfp8.SCALINGS)
+@pytest.mark.parametrize("scaling", identified.SCALINGS)
 def test_mix(tokens: int, n: int, width: int, scaling: str) -> None:
     case, weight = mix_case(tokens, n, width, dtype=BF16), draw(width) + 2
     form: dict[str, Any] = keywords(FORM) | {"input_norm_eps": 1e-3}
