@@ -38,6 +38,10 @@ class Memory:
         self.join(new, old)
         self._groups.pop(old).discard(old)
 
+    def readers(self, node: fx.Node) -> set[fx.Node]:
+        """What reads a node, or another that shares its memory."""
+        return {user for alias in self._groups[node] for user in alias.users}
+
     def is_free_after(self, node: fx.Node, tensor: Any) -> bool:
         """Whether node may overwrite this argument: the graph made it, and node alone reads it from here on, once."""
         group = self._groups[tensor]
@@ -47,7 +51,7 @@ class Memory:
         if sum(isinstance(leaf, fx.Node) and leaf in group for leaf in given) > 1:
             return False
         # Nodes that were added to the graph since then are parts of operators before this one.
-        return all(self._position.get(user, 0) <= self._position[node] for alias in group for user in alias.users)
+        return all(self._position.get(user, 0) <= self._position[node] for user in self.readers(tensor))
 
     def is_shared(self, left: fx.Node, right: fx.Node) -> bool:
         """Whether two nodes lie in the same memory."""

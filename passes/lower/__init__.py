@@ -74,7 +74,7 @@ def lower(graph: fx.Graph, errors: list[str] | None = None, mxfp8: bool = False)
             in_place = name in _IN_PLACE and node.args[0] is not None and memory.is_free_after(node, node.args[0])
             quantized = None
             with guard("an operator's result is not looked at for a quantization", errors):
-                quantized = _quantization(node, name) if mxfp8 else None
+                quantized = _quantization(node, name, memory) if mxfp8 else None
             mode = compat.fake_mode_of(compat.example(node.all_input_nodes[0]))
             with compat.without_guards(mode):
                 body = _body(node, name, bodies, in_place, quantized)
@@ -132,7 +132,7 @@ def spell_out(graph: fx.Graph) -> None:
         node.kwargs = integers | node.kwargs
 
 
-def _quantization(node: fx.Node, name: str) -> Quantization | None:
+def _quantization(node: fx.Node, name: str, memory: Memory) -> Quantization | None:
     """How an operator's layer input is quantized, if its kernel can do that. It has whole rows if there is a norm."""
     if name not in _LAYER_INPUTS or arguments(node)["input_norm_eps"] is None:
         return None
@@ -141,7 +141,7 @@ def _quantization(node: fx.Node, name: str) -> Quantization | None:
         return None
     from mhc_compile.kernels import gpus
 
-    return quantization(results[0]) if gpus.of(compat.example(results[0]).device).float8 else None
+    return quantization(results[0], memory) if gpus.of(compat.example(results[0]).device).float8 else None
 
 
 def _body(

@@ -75,7 +75,7 @@ def _call(graph: fx.Graph, target: Any, source: fx.Node, *args: Any) -> fx.Node:
     return node
 
 
-def quantization(layer_input: fx.Node) -> Quantization | None:
+def quantization(layer_input: fx.Node, memory: Memory) -> Quantization | None:
     """The quantization of an operator's result [..., C], if nothing else reads it."""
     value = compat.example(layer_input)
     width = value.shape[-1]
@@ -87,31 +87,21 @@ def quantization(layer_input: fx.Node) -> Quantization | None:
     nodes = [layer_input, *region]
     for scaling, places in _known(layer_input, region):
         results = tuple(nodes[place] for place in places)
-        if all(_sizes(node) is not None and contiguous(node) for node in results) and not _would_share(results, region):
+        fit = all(_sizes(node) is not None and contiguous(node) for node in results)
+        if fit and not _would_share(results, region, memory):
             return Quantization(layer_input, region, results, scaling)
     return None
 
 
-def _would_share(results: tuple[fx.Node, ...], region: Region) -> bool:
+def _would_share(results: tuple[fx.Node, ...], region: Region, memory: Memory) -> bool:
     """Whether two results, which would be one tensor, both leave the graph, or whether one of them is written to."""
     for kind in (True, False):
-        readers = [_readers(node) for node in results if region[node] == kind]
+        readers = [memory.readers(node) for node in results if region[node] == kind]
         written = any(compat.may_mutate(reader) for each in readers for reader in each)
         leaving = sum(any(reader.op == "output" for reader in each) for each in readers)
         if len(readers) > 1 and (written or leaving > 1):
             return True
     return False
-
-
-def _readers(node: fx.Node) -> set[fx.Node]:
-    """What reads a node or a view of it."""
-    found: set[fx.Node] = set()
-    pending = [node]
-    while pending:
-        new = set(pending.pop().users) - found
-        found |= new
-        pending += [user for user in new if user.op != "output" and compat.aliased(user)]
-    return found
 
 
 def _sizes_read(node: fx.Node) -> list[fx.Node]:
@@ -182,7 +172,7 @@ def _is_block(shape: torch.Size) -> bool:
 
 def _is_constant(node: fx.Node) -> bool:
     made = node.target in (aten.scalar_tensor.default, aten.full.default) and compat.example(node).dim() == 0
-    return made and isinstance(node.args[-1], (int, float))
+    return made and len(node.args) > 0 and isinstance(node.args[-1], (int, float))
 
 
 def _is_pointwise(node: fx.Node) -> bool:
@@ -193,7 +183,6 @@ def _is_pointwise(node: fx.Node) -> bool:
         return source.element_size() == int(compat.example(node).element_size())
     if _is_rounded_up(node):
         return True
-    # Numbers among the arguments may be symbolic sizes, which are nodes.
     return compat.is_pure(node) and torch.Tag.pointwise in node.target.tags  # type: ignore[union-attr]
 
 
@@ -208,11 +197,15 @@ _KNOWN: dict[str, list[tuple[str, list[int]]]] = {}
 def _known(layer_input: fx.Node, region: Region) -> list[tuple[str, list[int]]]:
     """The ways of scaling that a region may have, with the places of results in it; layers have equal ones."""
     places = {node: place for place, node in enumerate((layer_input, *region))}
-    readers = [[places.get(user, -1) for user in node.users if user not in _sizes_read(layer_input)] for node in places]
+    sizes = _sizes_read(layer_input)
+    readers = [[places.get(user, -1) for user in node.users if user not in sizes] for node in places]
     steps = [_step(node, places, region) for node in region]
     key = str((steps, readers))
     if key not in _KNOWN:
-        found = ((scaling, _results(layer_input, region, scaling)) for scaling in SCALINGS)
+        with compat.without_modes():
+            # Devices differ in the integer that they cast NaN and large numbers to. So nothing may depend on it.
+            runs = [_Values({layer_input: _blocks()}, undefined) for undefined in (0, 77)]
+            found = [(scaling, _results(layer_input, region, scaling, runs)) for scaling in SCALINGS]
         _KNOWN[key] = [(scaling, [places[node] for node in nodes]) for scaling, nodes in found if nodes is not None]
     return _KNOWN[key]
 
@@ -227,24 +220,20 @@ def _step(node: fx.Node, places: dict[fx.Node, int], region: Region) -> tuple[An
     return (str(node.target), fx.node.map_arg((args, kwargs), named), compat.example(node).dtype, region[node])
 
 
-def _results(layer_input: fx.Node, region: Region, scaling: str) -> list[fx.Node] | None:
+def _results(layer_input: fx.Node, region: Region, scaling: str, runs: list[_Values]) -> list[fx.Node] | None:
     """The first operations with the numbers and the exponents of MXFP8, if all that the input goes into is theirs."""
-    with compat.without_modes():
-        blocks = _blocks()
-        wanted = _mxfp8(blocks, scaling)
-        # Devices differ in what they cast NaN and large numbers to, if it is an integer. So nothing may depend on it.
-        runs = [_Values({layer_input: blocks}, undefined) for undefined in (0, 77)]
-        found, inside = [], {layer_input}
-        try:
-            for node in region:
-                # What reads results alone has the same numbers as before.
-                if any(source in inside for source in node.all_input_nodes):
-                    if all(_same_bits(run.of(node), wanted[0 if region[node] else 1]) for run in runs):
-                        found.append(node)
-                    else:
-                        inside.add(node)
-        except (RuntimeError, NotImplementedError):  # torch has not every operation for every dtype on a CPU
-            return None
+    wanted = _mxfp8(_blocks(), scaling)
+    found, inside = [], {layer_input}
+    try:
+        for node in region:
+            # What reads results alone has the same numbers as before.
+            if any(source in inside for source in node.all_input_nodes):
+                if all(_same_bits(run.of(node), wanted[0 if region[node] else 1]) for run in runs):
+                    found.append(node)
+                else:
+                    inside.add(node)
+    except (RuntimeError, NotImplementedError):  # torch has not every operation for every dtype on a CPU
+        return None
     readers = {user for node in inside for user in node.users} - set(_sizes_read(layer_input))
     return found if all(user in region for user in readers) else None
 
@@ -288,7 +277,7 @@ class _Values:
 
     def _cast(self, value: Tensor, dtype: torch.dtype) -> Tensor:
         if dtype == _NUMBERS:
-            return _cast(value)
+            return _to_numbers(value)
         if value.is_floating_point() and not (dtype.is_floating_point or dtype == torch.bool):
             limits = torch.iinfo(dtype)
             # Rounded towards zero. As a float, the largest integer may be one more.
@@ -297,7 +286,7 @@ class _Values:
         return value.to(dtype)
 
 
-def _cast(value: Tensor) -> Tensor:
+def _to_numbers(value: Tensor) -> Tensor:
     """As a GPU casts: the largest number in place of a larger one, which torch 2.11 makes NaN on a CPU."""
     return value.float().clamp(-_LARGEST, _LARGEST).to(_NUMBERS)
 
@@ -373,4 +362,4 @@ def _mxfp8(blocks: Tensor, scaling: str) -> tuple[Tensor, Tensor]:
         exponents = torch.where(largest.isnan(), 255, (largest.view(torch.int32) >> 23) - 8).clamp(min=0)
         factors = torch.exp2(127.0 - exponents.clamp(min=1))
         factors = torch.where(exponents == 255, 0.0, factors)
-    return _cast(blocks.float() * factors), exponents.to(torch.uint8)
+    return _to_numbers(blocks.float() * factors), exponents.to(torch.uint8)
