@@ -31,6 +31,7 @@ from mhc_compile.compat.distributed import (
     whole_for,
 )
 from mhc_compile.compat.driver import (
+    empty_on_gpu,
     load_kernel,
 )
 from mhc_compile.compat.dtensors import (
@@ -126,6 +127,7 @@ from mhc_compile.compat.operators import (
     autocast_like,
     autocast_state,
     below_autograd,
+    calls_are_watched,
     custom_op_autograd_kernel,
     forward_mode_is_active,
     functorch_is_active,
@@ -215,6 +217,7 @@ __all__ = [
     "call_in_worker",
     "call_regions",
     "called_operator",
+    "calls_are_watched",
     "calls_graphs",
     "carry_with_compiled_graphs",
     "changes_global_state",
@@ -235,6 +238,7 @@ __all__ = [
     "custom_op_autograd_kernel",
     "depends_on_data",
     "draws_random_numbers",
+    "empty_on_gpu",
     "example",
     "example_key",
     "fake_mode_of",

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-# What starts a kernel on the current stream, given how many programs, and of its arguments those that vary.
-Start = Callable[[int, Sequence[int]], None]
+# What starts a kernel on the current stream, given the numbers of programs, and of its arguments those that vary.
+Start = Callable[[tuple[int, int, int], Sequence[int]], None]
 
 # Triton's types, each in 8 bytes.
 _PACKED = {"i32": "i4x", "u32": "I4x", "i64": "q", "u64": "Q", "fp32": "f4x", "fp64": "d"}
@@ -61,12 +61,12 @@ def load_kernel(compiled: Any, device: torch.device, args: Sequence[Any], varyin
     write = struct.Struct("=" + "".join(layout[: len(varying)])).pack_into
     stream_of, no_more = torch._C._cuda_getCurrentRawStream, () if cooperative else (None,)
 
-    def start(programs: int, given: Sequence[int]) -> None:
-        if not programs:
+    def start(grid: tuple[int, int, int], given: Sequence[int]) -> None:
+        if 0 in grid:
             return
         write(arguments.memory, 0, *given)
         stream, addresses = stream_of(device.index), arguments.addresses
-        wanted = (function, programs, 1, 1, threads, 1, 1, shared, stream, addresses, *no_more)
+        wanted = (function, *grid, threads, 1, 1, shared, stream, addresses, *no_more)
         error = launch(*wanted)
         if error == _NO_CONTEXT:
             _enter(device.index)
@@ -92,6 +92,16 @@ def _load(compiled: Any, index: int) -> int | None:
         return None
     function: int | None = load(compiled.name, compiled.kernel, shared, index)[1] if shared <= most else None
     return function
+
+
+def empty_on_gpu() -> Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]:
+    """What makes memory on the current GPU: as Inductor's code does, in half the time of `torch.empty_strided`."""
+    found = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+    return _empty_by_torch if found is None else found
+
+
+def _empty_by_torch(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
 
 
 @functools.cache

@@ -36,6 +36,11 @@ def functorch_is_active() -> bool:
     return bool(torch._C._are_functorch_transforms_active())
 
 
+def calls_are_watched() -> bool:
+    """Whether something below autograd is to see calls of operators: a mode, or a transform of torch.func."""
+    return torch._C._len_torch_dispatch_stack() > 0 or functorch_is_active()
+
+
 # An autograd.Function that torch.func asks for no transforms. It serves the level at work, as torch's own rules do.
 # torch 2.11 to 2.14 have the class; in 2.14 the C++ of `apply` asks every other subclass.
 SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction

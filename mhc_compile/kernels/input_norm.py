@@ -91,7 +91,11 @@ def normed_rows(gates, i, x, weight, out, scales, tok, live, C, x_m, x_n, x_c, i
         block = tl.arange(0, BLOCK_C // MXFP8_BLOCK)[None, :]
         of_row = C // MXFP8_BLOCK
         tl.store(scales + tok[:, None] * of_row + block, exponents.to(tl.uint8), mask=live[:, None] & (block < of_row))
-    tl.store(out + tok[:, None] * C + c[None, :], normed.to(out.dtype.element_ty), mask=mask)
+    at = out + tok[:, None] * C + c[None, :]
+    if SCALING is not None:
+        # With 16 bytes in a thread, it would have 16 numbers of a stream, and add the squares in another order.
+        at = tl.max_contiguous(at, [1, 8])
+    tl.store(at, normed.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -78,8 +78,8 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return memory.clone().as_strided(tensor.shape, tensor.stride())
 
 
-# What starts a kernel on the current stream, given how many programs, and of its arguments those that vary.
-Start = Callable[[int, Sequence[int]], None]
+# What starts a kernel on the current stream, given the numbers of programs, and of its arguments those that vary.
+Start = Callable[[tuple[int, int, int], Sequence[int]], None]
 Load = Callable[[Any, torch.device, Sequence[Any], Sequence[int]], Start | None]
 
 
@@ -122,15 +122,15 @@ class Launch:
             start = self._starts.get(device)
             if start is None:
                 start = self._starts[device] = self._compile(device, sizes)
-            start(programs, values)
+            start((programs, 1, 1), values)
 
     def _compile(self, device: torch.device, sizes: Sequence[int]) -> Start:
         """What starts the kernel on a device."""
         kernel, compiled = self._kernel.kernel, self._compiled(sizes)
         constants = [self._options[name] for name in kernel.arg_names[len(self._args) :]]
 
-        def by_triton(programs: int, values: Sequence[int]) -> None:
-            compiled[programs, 1, 1](*self._filled(values), *constants)
+        def by_triton(grid: tuple[int, int, int], values: Sequence[int]) -> None:
+            compiled[grid](*self._filled(values), *constants)
 
         return self._load(compiled, device, self._args, self._places) or by_triton
 

@@ -23,8 +23,9 @@ from torch import Tensor
 from mhc_compile import compat
 from mhc_compile.encoding import in_one_line
 from mhc_compile.forms import Gates, Rms, Sinkhorn
+from mhc_compile.ops._again import Calls, tensors_of
 from mhc_compile.ops._checks import check_present
-from mhc_compile.ops._transforms import install
+from mhc_compile.ops._transforms import CALLS, install
 
 log = logging.getLogger(__name__)
 
@@ -159,13 +160,18 @@ def define(
 
     REFERENCES[name] = implementation
     if kernel is not None:
+        calls = CALLS[name] = Calls()
 
         def cuda_implementation(*given: Any, asked: Mapping[str, Any] | None = None, **given_scalars: Any) -> Any:
             # asked: what lowering asks of a kernel beyond its operator.
+            program = None if asked else calls.program(given, given_scalars)
+            if program is not None:
+                return program(tensors_of(given))
             args, grouped = prepare(given, given_scalars)
             if _runs_kernel(args):
+                function = functools.partial(_load_kernel(kernel), **grouped, **(asked or {}))
                 try:
-                    return _load_kernel(kernel)(*args, **grouped, **(asked or {}))
+                    return function(*args) if asked else calls.run(given, given_scalars, function, args)
                 except Exception as error:
                     # Ranks of one job have to compute with the same roundings.
                     if asked or not _is_of_compiler(error) or compat.job_store() is not None:

@@ -1,7 +1,9 @@
-"""The operators under torch.func: vmap, grad, and a refusal of forward mode.
+"""The operators under autograd and torch.func: vmap, grad, and a refusal of forward mode.
 
 torch.library gives a custom operator reverse mode only: forward mode would silently take every tangent for zero,
 torch.func.grad fails on the Function that torch.library generates, and vmap calls the operator once per element.
+
+What has a program (`ops._again`) needs nothing of torch.library either, which takes as long as two launches.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from mhc_compile import compat
+from mhc_compile.ops._again import Calls, tensors_of
 
 # More specific than the key that torch.library registers for, so nothing is overridden.
 _KEYS = ("AutogradCPU", "AutogradCUDA", "AutogradMeta")
@@ -27,6 +30,9 @@ def is_of_tokens(argument: str) -> bool:
     """Whether an argument of this name has the tokens' dims in front."""
     return argument in _TOKEN_ARGUMENTS or argument.startswith("d_")
 
+
+# The calls of those operators that have kernels, by name.
+CALLS: dict[str, Calls] = {}
 
 library = torch.library.Library("mhc", "FRAGMENT")  # type: ignore[no-untyped-call]
 
@@ -46,6 +52,17 @@ def _autograd_kernel(operator: Any, overload: Any) -> Callable[..., Any]:
     positional = tuple(argument for argument in overload._schema.arguments if not argument.kwarg_only)
     scalar_defaults = {a.name: a.default_value for a in overload._schema.arguments if a.kwarg_only}
 
+    calls = CALLS.get(overload._schema.name.split("::")[1])
+
+    def set_up(ctx: Any, args: list[Any], scalars: dict[str, Any], result: Any) -> None:
+        if operator._setup_context_fn is not None:
+            args += [argument.default_value for argument in positional[len(args) :]]
+            named = {"keyword_only_inputs": scalar_defaults | scalars} if scalar_defaults else {}
+            operator._setup_context_fn(ctx=ctx, inputs=tuple(args), output=result, **named)
+
+    def differentiated(ctx: Any, *gradients: Any) -> Any:
+        return (*operator._backward_fn(ctx, *gradients), None)
+
     class Level(compat.SingleLevelFunction):  # type: ignore[misc]
         """The gradient at one level of torch.func, where the level's own interpreter is already at work."""
 
@@ -55,16 +72,22 @@ def _autograd_kernel(operator: Any, overload: Any) -> Callable[..., Any]:
             # The levels below track gradients of their own, which this level's Function must not turn off.
             with torch.enable_grad():
                 result = compat.below_autograd(overload, keyset, args, scalars)
-            if operator._setup_context_fn is not None:
-                args += [argument.default_value for argument in positional[len(args) :]]
-                named = {"keyword_only_inputs": scalar_defaults | scalars} if scalar_defaults else {}
-                operator._setup_context_fn(ctx=ctx, inputs=tuple(args), output=result, **named)
+            set_up(ctx, args, scalars, result)
             return result
 
+        backward = staticmethod(differentiated)
+
+    class Again(torch.autograd.Function):
+        """The gradient of a call that has a program."""
+
         @staticmethod
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            results = operator._backward_fn(ctx, *gradients)
-            return (*results, None)
+        def forward(ctx: Any, *given: Any) -> Any:
+            *args, (program, scalars) = given
+            result = program(tensors_of(args))
+            set_up(ctx, args, scalars, result)
+            return result
+
+        backward = staticmethod(differentiated)
 
     def kernel(keyset: Any, *args: Any, **scalars: Any) -> Any:
         nonlocal plain
@@ -73,6 +96,11 @@ def _autograd_kernel(operator: Any, overload: Any) -> Callable[..., Any]:
         tracked = torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
         if tracked and operator._backward_fn is not None and compat.functorch_is_active():
             return compat.apply_at_this_level(Level, (*args, (keyset, scalars)))
+        program = calls.program(args, scalars) if calls is not None and not compat.calls_are_watched() else None
+        if program is not None:
+            if tracked:
+                return Again.apply(*args, (program, scalars))  # type: ignore[no-untyped-call]
+            return program(tensors_of(args))
         if plain is None:
             plain = compat.custom_op_autograd_kernel(operator, overload)
         return plain(keyset, *args, **scalars)

@@ -340,6 +340,13 @@ def _unrounded_sums(cubin: bytes) -> int:
     return found
 
 
+def _sums_of_rows(ttgir: str) -> list[str]:
+    """The layouts in which rows of 1,024 columns or more are added up, which decide the order."""
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE))
+    found = re.findall(r"\}\) : \(tensor<\d+x(\d+)xf32, (#\w+)>", ttgir)
+    return sorted({layouts[name] for columns, name in found if int(columns) >= 1024})
+
+
 def compile_cases(arch: int, names: list[str]) -> Iterator[dict[str, Any]]:
     # On a CPU no host function takes a Gluon kernel. The cases call these themselves.
     gpu = replace(gpus.TABLE[arch], streams_once=False, gradients_once=False)
@@ -365,6 +372,7 @@ def compile_cases(arch: int, names: list[str]) -> Iterator[dict[str, Any]]:
                 "shared": binary.metadata.shared,
                 "warps": options["num_warps"],
                 "unrounded": _unrounded_sums(binary.asm["cubin"]),
+                "sums": _sums_of_rows(binary.asm["ttgir"]),
                 "seconds": round(time.perf_counter() - start, 2),
                 "mma": sorted(set(re.findall(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma", binary.asm["ptx"]))),
             }

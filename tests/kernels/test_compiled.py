@@ -108,6 +108,16 @@ def test_threads_find_the_same_sums(compiled: tuple[int, list[dict[str, Any]]]) 
     assert not [kernel for kernel in compiled[1] if kernel["unrounded"]]
 
 
+def test_quantized_rows_are_added_up_in_the_same_order(compiled: tuple[int, list[dict[str, Any]]]) -> None:
+    """A norm has the same bits with MXFP8 and without."""
+    arch, kernels = compiled
+    if not gpus.TABLE[arch].float8:
+        pytest.skip("this GPU has no float8")
+    norm, *quantized = (k["sums"] for k in kernels if k["kernel"] == "mix_kernel" and k["case"] in ("norm", "mxfp8"))
+    assert len(norm) == 1
+    assert quantized == [norm, norm]
+
+
 def test_exponentials_are_of_what_is_left() -> None:
     """A GPU's exponential of a large number is inexact: kernels take that of a rest, and shift its exponent."""
     calls = []

@@ -178,27 +178,27 @@ def test_the_driver_gets_what_a_compiled_kernel_takes(
     compiled.metadata = compiled.metadata._replace(launch_cooperative_grid=cooperative)
     cuda = Cuda()
     start = _start(compiled, cuda, monkeypatch)
-    start(9, [1 << 60, 1 << 40, -5])
-    other = threading.Thread(target=start, args=(1, [32, 16, 1]))
+    start((9, 2, 3), [1 << 60, 1 << 40, -5])
+    other = threading.Thread(target=start, args=((1, 1, 1), [32, 16, 1]))
     other.start()
     other.join()
     shared = compiled.metadata.shared
     assert cuda.launches == [
-        ([77, 9, 1, 1, 128, 1, 1, shared, 1002], [1 << 40, 1 << 60, -5, 0.25, 0, 0]),
+        ([77, 9, 2, 3, 128, 1, 1, shared, 1002], [1 << 40, 1 << 60, -5, 0.25, 0, 0]),
         ([77, 1, 1, 1, 128, 1, 1, shared, 1002], [16, 32, 1, 0.25, 0, 0]),
     ]
 
 
 def test_a_thread_without_a_context_gets_that_of_the_device(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = Cuda(201)
-    _start(compiled, cuda, monkeypatch)(9, [32, 16, 1])
+    _start(compiled, cuda, monkeypatch)((9, 1, 1), [32, 16, 1])
     first, second = cuda.launches
     assert (first, cuda.entered) == (second, 1)
 
 
 def test_an_error_of_the_driver_is_raised(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="_scale was not launched: error 720"):
-        _start(compiled, Cuda(720), monkeypatch)(9, [32, 16, 1])
+        _start(compiled, Cuda(720), monkeypatch)((9, 1, 1), [32, 16, 1])
 
 
 def test_triton_launches_what_the_driver_does_not(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
