@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from mhc_compile.testing.float64 import Float64Reference
 ITERATIONS = 20
 FEW = 1000  # a gradient of fewer numbers is one of few
 WORDS = 512
+WEIGHTS = 100 << 20  # bytes; an H200 caches 50 MiB
 
 Values = dict[str, Tensor]
 Call = Callable[..., Tensor]
@@ -28,11 +30,11 @@ Call = Callable[..., Tensor]
 class Case:
     """One program at one size.
 
-    name: "sublayer", "chain" or "long" for `Chain`, "block" and "plain" for `Block`, "model" for `Model`, "normed" and
-    the names of `own_gates.KINDS` for `Layers`. modes:
+    name: "sublayer", "chain" or "long" for `Chain`, "block" and "plain" for `Block`, "model" for `Model`, and the names
+    of `MODULES`. modes:
     "forward" (no_grad), "step" (forward and backward), "graph" (forward inside a CUDA graph), "launches" (how many
-    kernels a forward is), or "first" alone (a first step in a fresh process). options are the backend's, for the
-    providers that take any. No providers: all.
+    kernels a forward is), or alone "first" (a first step in a fresh process) or "process" (a fresh process, from its
+    start to the end of that step). options are the backend's, for the providers that take any. No providers: all.
     """
 
     name: str
@@ -70,10 +72,14 @@ class Case:
 
 
 class Connection(nn.Module):
-    """A DeepSeek-V4 hyper-connection as its authors write it: reads [batch, tokens, n, C]."""
+    """A DeepSeek-V4 hyper-connection as its authors write it: reads [batch, tokens, n, C].
 
-    def __init__(self, streams: int, width: int) -> None:
+    norm: whether its gates are made of normalised streams.
+    """
+
+    def __init__(self, streams: int, width: int, norm: bool = True) -> None:
         super().__init__()
+        self.norm = norm
         rows = streams * streams + 2 * streams
         self.streams = streams
         # Logits of order 1, so that no gate is saturated and the mixing is far from uniform.
@@ -81,10 +87,12 @@ class Connection(nn.Module):
         self.base = nn.Parameter(torch.randn(rows) * 0.5)
         self.scale = nn.Parameter(torch.rand(3) + 0.5)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """h_pre [..., n], h_post [..., n] and h_res [..., n, n]."""
         n = self.streams
         flat = x.flatten(2).float()
-        flat = flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + EPS)
+        if self.norm:
+            flat = flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + EPS)
         pre_logits, post_logits, res_logits = torch.split(F.linear(flat, self.fn.float()), [n, n, n * n], dim=-1)
         pre_base, post_base, res_base = torch.split(self.base, [n, n, n * n])
         pre_scale, post_scale, res_scale = self.scale.unbind(0)
@@ -97,7 +105,11 @@ class Connection(nn.Module):
         for _ in range(ITERATIONS - 1):
             res = res / (res.sum(-1, keepdim=True) + EPS)
             res = res / (res.sum(-2, keepdim=True) + EPS)
-        return (pre.unsqueeze(-1) * x).sum(2).to(x.dtype), post, res
+        return pre, post, res
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        pre, post, res = self.gates(x)
+        return _read(pre, x), post, res
 
 
 class Chain(nn.Module):
@@ -130,6 +142,78 @@ class Normed(nn.Module):
         return _written(self.norm(layer_input), post, res, x)
 
 
+class Unnormed(nn.Module):
+    """A connection whose gates are made of the streams as they are."""
+
+    def __init__(self, streams: int, width: int) -> None:
+        super().__init__()
+        self.connection = Connection(streams, width, norm=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        f, post, res = self.connection(x)
+        return _written(f, post, res, x)
+
+
+class SinglePass(nn.Module):
+    """Each sublayer reads with the gates of the connection before, as in DeepSeek-V4.1. The first reads one stream."""
+
+    def __init__(self, case: Case, norm: bool) -> None:
+        super().__init__()
+        self.connections = nn.ModuleList(Connection(case.streams, case.width) for _ in range(case.depth))
+        self.norms = nn.ModuleList(nn.RMSNorm(case.width, EPS) if norm else nn.Identity() for _ in range(case.depth))
+        self.register_buffer("first", F.one_hot(torch.tensor(0), case.streams).float())
+
+    def forward(self, x: Tensor) -> Tensor:
+        pre: Any = self.first
+        for connection, norm in zip(self.connections, self.norms, strict=True):
+            following, post, res = connection.gates(x)  # type: ignore[operator]
+            x, pre = _written(norm(_read(pre, x)), post, res, x), following
+        return _read(pre, x)
+
+
+class Served(nn.Module):
+    """What a GPU does for a token of a large model: between two boundaries, it reads weights. Each has its own phi.
+
+    All sublayers multiply by one matrix. It is larger than the cache, so each of them reads it from memory.
+    """
+
+    def __init__(self, case: Case, connected: bool) -> None:
+        super().__init__()
+        width = case.width
+        self.connections = nn.ModuleList(Connection(case.streams, width) for _ in range(case.depth if connected else 0))
+        self.norm = nn.RMSNorm(width, EPS)
+        rows = max(WEIGHTS // (2 * width), width)
+        self.weight = nn.Parameter((torch.randn(rows, width) * width**-0.5).to(case.torch_dtype))
+        self.depth = case.depth
+
+    def forward(self, x: Tensor) -> Tensor:
+        for connection in self.connections:
+            u, post, res = connection(x)
+            x = _written(self.sublayer(u), post, res, x)
+        if len(self.connections):
+            return x.sum(2)
+        u = x[:, :, 0]
+        for _ in range(self.depth):
+            u = self.sublayer(u)
+        return u
+
+    def sublayer(self, u: Tensor) -> Tensor:
+        # Of each row of results the first C are handed on, and the others change one of them by nothing that shows.
+        made = F.linear(self.norm(u), self.weight)
+        return made[..., : u.shape[-1]] + made.mean(-1, keepdim=True)
+
+
+class Sine(nn.Module):
+    """What a compiler has the least to do for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(2 * x)
+
+
+def _read(pre: Tensor, x: Tensor) -> Tensor:
+    return (pre.unsqueeze(-1) * x).sum(2).to(x.dtype)
+
+
 def _written(f: Tensor, post: Tensor, res: Tensor, x: Tensor) -> Tensor:
     mixed = torch.matmul(res.to(x.dtype).transpose(-1, -2), x)
     return post.to(x.dtype).unsqueeze(-1) * f.unsqueeze(-2) + mixed
@@ -152,7 +236,7 @@ class Workload:
     def make(self) -> tuple[nn.Module, tuple[Tensor, ...]]:
         case = self.case
         x = torch.randn(1, case.tokens, case.streams, case.width).to(case.torch_dtype)
-        return Chain(case), (x.requires_grad_(),)
+        return MODULES.get(case.name, Chain)(case), (x.requires_grad_(),)
 
     @contextmanager
     def channels_first(self) -> Iterator[None]:
@@ -286,19 +370,22 @@ class _Layers(nn.Module):
         return x
 
 
-class Layers(Workload):
+def _layers(kind: Callable[[int, int], nn.Module], case: Case) -> nn.Module:
     """A chain of modules from streams to streams."""
-
-    def make(self) -> tuple[nn.Module, tuple[Tensor, ...]]:
-        case = self.case
-        _, arguments = super().make()
-        kind = LAYERS[case.name]
-        return nn.Sequential(*(kind(case.streams, case.width) for _ in range(case.depth))), arguments
+    return nn.Sequential(*(kind(case.streams, case.width) for _ in range(case.depth)))
 
 
-LAYERS = KINDS | {"normed": Normed}
+MODULES: dict[str, Callable[[Case], nn.Module]] = {
+    name: partial(_layers, kind) for name, kind in (KINDS | {"normed": Normed, "unnormed": Unnormed}).items()
+}
+MODULES |= {
+    "single-pass": partial(SinglePass, norm=False),
+    "single-pass-normed": partial(SinglePass, norm=True),
+    "served": partial(Served, connected=True),
+    "served-alone": partial(Served, connected=False),
+    "sine": lambda case: Sine(),
+}
 WORKLOADS: dict[str, type[Workload]] = {"model": Model, "block": Block, "plain": Block}
-WORKLOADS |= dict.fromkeys(LAYERS, Layers)
 
 
 def workload(case: Case, device: torch.device) -> Workload:

@@ -15,8 +15,10 @@ SWEEP = ("eager", "inductor", "mhc")
 PEERS = ("liger", "transformer_engine", "tile_kernels")
 COMPILERS = ("inductor", "mhc")
 BLOCK = ("block", "plain")
+SHIFTED = ("single-pass", "single-pass-normed")
 # Measured in processes of their own, so never together with anything else.
 FIRST = ("first",)
+PROCESS = ("process",)
 
 Plan = Mapping[str, Sequence[Case]]
 
@@ -29,8 +31,11 @@ PARTS = {
     "decode": "1, 8 and 64 tokens in a CUDA graph: everyone",
     "block": "a DeepSeek-V4 decoder layer of real width, and the same layer with plain residuals",
     "norm": "the same chain with an RMS norm as each sublayer, also for few tokens in a CUDA graph",
-    "gates": "chains whose gates are the program's own: Kronecker products, permutations, tanh, static",
-    "first": "a first step in a fresh process, with empty and with full caches",
+    "gates": "chains whose gates are the program's own: Kronecker products, permutations, tanh, static, softmax",
+    "unnormed": "a chain whose gates are made of the streams without a norm",
+    "single-pass": "chains that read by the gates of the boundary before, with and without a norm, also in a graph",
+    "serving": "1, 8 and 64 tokens in a CUDA graph through 60 layers, with 100 MB of weights between two boundaries",
+    "first": "a first step in a fresh process, with empty and with full caches; whole processes beside sin(2 * x)",
     "long": "32 sublayers, with and without recomputation",
     "sublayer": "a single sublayer: everyone",
     "peers": "other libraries at the sizes of the sweeps",
@@ -51,12 +56,14 @@ def _full(recompute: bool) -> Plan:
     sweep = replace(main, providers=SWEEP)
     block = Case("block", 2048, 4096, depth=2, providers=SWEEP)
     first = replace(main, modes=FIRST, providers=COMPILERS)
+    sine = replace(main, name="sine", providers=("inductor",))
     long = replace(main, name="long", tokens=2048, depth=32, modes=("step",))
     sizes = {
         "tokens": [replace(sweep, tokens=tokens) for tokens in (32768, 512, 64, 4096, 1, 8, 2048)],
         "width": [replace(sweep, width=width) for width in (7168, 2560, 1280)],
-        "streams": [replace(sweep, streams=n) for n in (8, 2)],
+        "streams": [replace(sweep, streams=n) for n in (8, 2, 16)],
     }
+    few = [replace(sweep, tokens=tokens, modes=("graph",)) for tokens in (1, 64, 8)]
     return {
         "main": [main],
         **sizes,
@@ -64,10 +71,19 @@ def _full(recompute: bool) -> Plan:
         "block": [replace(block, name=name) for name in BLOCK],
         "norm": [
             replace(sweep, name="normed"),
-            *(replace(sweep, name="normed", tokens=tokens, modes=("graph",)) for tokens in (1, 64, 8)),
+            *(replace(case, name="normed") for case in few),
         ],
         "gates": [replace(sweep, name=name) for name in KINDS],
+        "unnormed": [replace(sweep, name="unnormed")],
+        "single-pass": [replace(case, name=name) for name in SHIFTED for case in (sweep, *few)],
+        # Without a boundary, there is nothing for this backend.
+        "serving": [
+            replace(case, name=name, depth=60, providers=(provider,))
+            for name, provider in (("served", "mhc"), ("served-alone", "inductor"))
+            for case in few
+        ],
         "first": [
+            *(replace(case, modes=PROCESS) for case in (replace(main, providers=("mhc",)), sine)),
             first,
             replace(block, modes=FIRST, providers=COMPILERS),
             # 8 layers of the model.
@@ -109,6 +125,8 @@ def _on_cpu() -> Plan:
         "streams": [replace(main, tokens=64, streams=n) for n in (2, 8)],
         "norm": [replace(main, name="normed")],
         "gates": [replace(main, width=1024, name=name) for name in KINDS],
+        "unnormed": [replace(main, name="unnormed")],
+        "single-pass": [replace(main, name=name) for name in SHIFTED],
         # 8 layers of the model.
         "first": [first, replace(first, name="model", tokens=64, width=256, depth=16)],
     }
@@ -127,7 +145,13 @@ def _tiny(recompute: bool) -> Plan:
         "block": [replace(block, name=name) for name in BLOCK],
         "norm": [replace(main, name="normed", providers=SWEEP)],
         "gates": [replace(main, name=name, providers=SWEEP) for name in KINDS],
-        "first": [replace(main, providers=COMPILERS, modes=FIRST)],
+        "unnormed": [replace(main, name="unnormed", providers=SWEEP)],
+        "single-pass": [replace(main, name=name, providers=SWEEP) for name in SHIFTED],
+        "serving": [replace(main, name="served", providers=("mhc",))],
+        "first": [
+            replace(main, providers=COMPILERS, modes=FIRST),
+            replace(main, name="sine", providers=("inductor",), modes=PROCESS),
+        ],
         "long": _long(replace(main, name="long", depth=4, modes=("step",), providers=("mhc",)), recompute),
         "sublayer": [replace(ours, name="sublayer", depth=1)],
     }

@@ -99,7 +99,7 @@ def _row(result: dict[str, Any]) -> list[str]:
     def one(key: str) -> str:
         return f"{result[key]:.1f}" if key in result else "-"
 
-    first = result.get("first_step_seconds", {})
+    first, process = result.get("first_step_seconds", {}), result.get("process_seconds", {})
     launches = result.get("forward_launches")
     return [
         result["provider"],
@@ -115,12 +115,14 @@ def _row(result: dict[str, Any]) -> list[str]:
         result.get("graph_note") or _sample(result.get("graph_ms"), depth / 1000, 1),
         one("first_call_seconds"),
         f"{first['cold']:.1f} / {first['warm']:.1f}" if first else "-",
+        f"{process['cold']:.1f} / {process['warm']:.1f}" if process else "-",
     ]
 
 
 HEADER = [
     "provider", "forward ms", "x floor", "units moved", "step ms", "x floor", "units moved", "peak units", "host us",
     "launches", "in a graph us", "first call here s", "fresh process s cold / warm",
+    "with its start s",
 ]  # fmt: skip
 
 

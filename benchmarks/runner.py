@@ -18,9 +18,9 @@ from torch._dynamo.utils import counters
 
 from benchmarks import traffic, units
 from benchmarks.cases import Call, Case, Values, Workload, complaints, errors, workload
-from benchmarks.measure import Meter, OutOfTime, caches, first_step, in_process, release
+from benchmarks.measure import Meter, OutOfTime, caches, first_step, in_process, process, release
 from benchmarks.own_gates import KINDS
-from benchmarks.plan import BLOCK, FIRST, Plan
+from benchmarks.plan import BLOCK, FIRST, PROCESS, SHIFTED, Plan
 from benchmarks.providers import CHANNELS_FIRST, PROVIDERS, Unavailable, installed
 
 # Above this many tokens the device is what takes time.
@@ -136,7 +136,7 @@ def moved(work: Workload, provider: str, mode: str, counted: list[int]) -> Resul
     if case.name in WHOLE:
         return {}
     count = None
-    if case.name not in KINDS:  # what operators there are depends on the gates
+    if case.name not in (*KINDS, *SHIFTED):  # what operators there are depends on the gates
         count = traffic.by_design(provider, mode, case.streams, case.depth, case.tokens, case.width)
     if provider == "eager":
         run = work.step if mode == "step" else work.forward
@@ -146,8 +146,8 @@ def moved(work: Workload, provider: str, mode: str, counted: list[int]) -> Resul
     return {} if count is None else {f"{mode}_units": count / case.depth}
 
 
-# Attention and experts are part of these: a floor for the hyper-connections says nothing about them.
-WHOLE = (*BLOCK, "model")
+# Attention, experts or weights are part of these: a floor for the hyper-connections says nothing about them.
+WHOLE = (*BLOCK, "model", "served", "served-alone", "sine")
 
 
 def run_graph(work: Workload, judge: Judge, provider: str, meter: Meter) -> Result:
@@ -193,8 +193,9 @@ class Runner:
             self.keep(self.bandwidth, self.results)
             say(f"  {provider}: {about}")
 
-        measure: Callable[[Result, str], None] = partial(self.first_step, case)
-        if case.modes != FIRST and any(self.budget.allows(case.name, provider) for provider in providers):
+        measure: Callable[[Result, str], None] = partial(self.fresh_process, case)
+        allowed = any(self.budget.allows(case.name, provider) for provider in providers)
+        if case.modes not in (FIRST, PROCESS) and allowed:
             try:
                 work = workload(case, self.device)
                 measure = partial(self.measure, work, Judge(work))
@@ -231,10 +232,13 @@ class Runner:
             for mode in ("forward", "step")
         }
 
-    def first_step(self, case: Case, result: Result, provider: str) -> None:
+    def fresh_process(self, case: Case, result: Result, provider: str) -> None:
         """A first step in processes of their own, which check their results themselves."""
         say(f"  {provider}: first step in a fresh process, cold and warm")
-        result["first_step_seconds"] = first_step(case, provider, self.device, self.budget.left)
+        if case.modes == PROCESS:
+            result["process_seconds"] = process(case, provider, self.device, self.budget.left)
+        else:
+            result["first_step_seconds"] = first_step(case, provider, self.device, self.budget.left)
 
     def measure(self, work: Workload, judge: Judge, result: Result, provider: str) -> None:
         prepared = (request(work.case, provider, self.device), provider) in self.prepared
@@ -246,7 +250,7 @@ class Runner:
 
         It takes a minute for each; from a cache, a few seconds. What did not get done, the run itself compiles.
         """
-        wanted = [case for case, providers in cases if "inductor" in providers and case.modes != FIRST]
+        wanted = [case for case, names in cases if "inductor" in names and case.modes not in (FIRST, PROCESS)]
         if not wanted or processes < 1:
             return
         say(f"Inductor compiles {len(wanted)} cases in {processes} processes")
@@ -332,6 +336,8 @@ def summary(result: Result, case: Case) -> str:
         cells.append(f"peak {result['peak_units']:.1f} units a sublayer")
     if "first_step_seconds" in result:
         cells.append("first step {cold:.1f} s cold, {warm:.1f} s warm".format(**result["first_step_seconds"]))
+    if "process_seconds" in result:
+        cells.append("a process {cold:.1f} s cold, {warm:.1f} s warm".format(**result["process_seconds"]))
     if "forward_launches" in result:
         cells.append(f"{result['forward_launches']} launches in all")
     return ", ".join(cells)
@@ -377,10 +383,12 @@ def compile_here(asked: str) -> None:
 def first_step_here(asked: str) -> float:
     """Seconds to the end of one first step in this process, its results checked afterwards.
 
-    Imports, the start of CUDA and of Inductor's workers are not counted.
+    Imports, the start of CUDA and of Inductor's workers are counted only if the request says when the process began.
     """
     given = json.loads(asked)
     device = torch.device(given["device"])
+    if "begun" in given:  # the start of this process, by the clock of the one that started it
+        return _step_of_process(given, device)
     with tempfile.TemporaryDirectory() as elsewhere, caches(Path(elsewhere)):
         x = torch.ones(8, device=device, requires_grad=True)
         torch.compile(lambda x: (x.sin() * x).sum())(x).backward()
@@ -393,5 +401,14 @@ def first_step_here(asked: str) -> float:
         values = work.step(PROVIDERS[given["provider"]](work, None))
         meter.wait()
         seconds = time.perf_counter() - start
+    Judge(work).check_step(values)
+    return seconds
+
+
+def _step_of_process(given: Result, device: torch.device) -> float:
+    work = workload(Case.from_json(given["case"]), device)
+    values = work.step(PROVIDERS[given["provider"]](work, None))
+    Meter(device).wait()
+    seconds = time.time() - float(given["begun"])
     Judge(work).check_step(values)
     return seconds

@@ -13,7 +13,7 @@ import torch
 from benchmarks import __main__ as command
 from benchmarks import plots, report, units
 from benchmarks.cases import Case
-from benchmarks.plan import FIRST
+from benchmarks.plan import FIRST, PROCESS
 from mhc_compile.kernels import boundary_pass
 from mhc_compile.kernels.common import recorded
 from tests.kernels.count_units import count
@@ -45,6 +45,7 @@ def results(folder: Path) -> Path:
         entry(replace(TINY, name="block"), step_ms=one(5.0)),
         entry(replace(TINY, name="plain"), step_ms=one(4.0)),
         entry(replace(TINY, modes=FIRST), first_step_seconds={"cold": 3.0, "warm": 1.0}),
+        entry(replace(TINY, modes=PROCESS), process_seconds={"cold": 9.0, "warm": 7.0}),
     ]
     path = folder / "results.json"
     report.save(path, report.environment(CPU), 10.0, listed)
@@ -66,6 +67,7 @@ def test_table(tmp_path: Path) -> None:
     text = report.table(report.load(results(tmp_path)))
     assert "| mhc | 1.0000 (1.0000-1.0000) | 2.00 | 18.0 | 1.5000 (1.5000-1.5000) | 2.00 | 48.0 | 6.5 |" in text
     (token,) = re.findall(r"of 2: 1 tokens.*?\n\n.*\n.*\n(.*)", text)
+    assert "| 3.0 / 1.0 | 9.0 / 7.0 |" in text
     assert "| 4.00 |" in token
     assert "| 10.0 (10.0-10.0) |" in token
     assert "mhc: 20.0% of a block's training step is hyper-connections (5.00 ms with, 4.00 ms with plain" in text
@@ -74,7 +76,7 @@ def test_table(tmp_path: Path) -> None:
 def test_going_on_from_other_results(tmp_path: Path) -> None:
     path = results(tmp_path)
     about = report.environment(CPU)
-    assert len(report.continued(path, about)) == 10
+    assert len(report.continued(path, about)) == 11
     with pytest.raises(ValueError, match=r"its torch is .*, here it is 1\.0"):
         report.continued(path, about | {"torch": "1.0"})
     failed = [entry(TINY) | {"status": status} for status in ("failed", "unavailable", "refused", "skipped")]

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import measure, providers, runner, traffic
+from benchmarks import cases, measure, providers, runner, traffic
 from benchmarks.cases import FEW, Case, complaints, errors, workload
 from benchmarks.measure import Meter, OutOfTime, Sample, in_process
-from benchmarks.plan import FIRST, PARTS, plan
-from mhc_compile import ops
+from benchmarks.plan import FIRST, PARTS, PROCESS, SHIFTED, plan
+from mhc_compile import ops, records
 
 CPU = torch.device("cpu")
 TINY = Case("chain", 6, 32, depth=2, dtype="float32")
@@ -384,6 +384,33 @@ def test_errors_are_relative() -> None:
     assert errors(values, reference)["x"] == float("inf")
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize(
+    ("name", "operator"), [("unnormed", "boundary"), *((name, "shifted_boundary") for name in SHIFTED)]
+)
+def test_chains_of_other_orders(name: str, operator: str) -> None:
+    """They are measured with the operators that they have."""
+    (result,) = run(replace(TINY, name=name, depth=3), "mhc")
+    assert result["status"] == "ok", result
+    assert f"2 x {operator}" in str(records.last())
+
+
+def test_a_token_that_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights fill no cache here."""
+    monkeypatch.setattr(cases, "WEIGHTS", 1)
+    for result in (*run(replace(TINY, name="served"), "eager"), *run(replace(TINY, name="served-alone"), "eager")):
+        assert result["status"] == "ok", result
+        assert "forward_floor_ms" not in result
+
+
+@pytest.mark.slow
+def test_a_whole_process() -> None:
+    (result,) = run(replace(TINY, name="sine", modes=PROCESS), "inductor")
+    assert result["status"] == "ok", result
+    assert result["process_seconds"]["cold"] > result["process_seconds"]["warm"] > 1
+
+
 def test_plans() -> None:
     """Every size that results are published for is in the plan, what matters most first."""
     full = plan(torch.device("cuda"), quick=False, recompute=True)
@@ -393,14 +420,14 @@ def test_plans() -> None:
         mine = [case for case in chains if not case.providers or provider in case.providers]
         assert {1, 8, 64, 512, 4096, 8192, 32768} <= {case.tokens for case in mine}
         assert {1280, 2560, 4096, 7168} <= {case.width for case in mine}
-        assert {2, 4, 8} == {case.streams for case in mine}
+        assert {2, 4, 8, 16} == {case.streams for case in mine}
     assert {case.tokens for case in full["decode"]} == {1, 8, 64}
     for quick in (full, plan(torch.device("cuda"), quick=True, recompute=False), plan(CPU, quick=True, recompute=True)):
         assert [part for part in PARTS if part in quick] == list(quick)
-        for case in (case for cases in quick.values() for case in cases):
+        for case in (case for listed in quick.values() for case in listed):
             assert Case.from_json(json.loads(json.dumps(case.as_json()))) == case
             assert set(case.providers) <= providers.PROVIDERS.keys()
-            assert case.modes == FIRST or "first" not in case.modes
+            assert case.modes in (FIRST, PROCESS) or not {"first", "process"} & {*case.modes}
 
 
 def test_sample() -> None:
