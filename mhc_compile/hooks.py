@@ -209,6 +209,7 @@ class LowerPass(Configured):
         for settle in (
             compat.keep_arguments_of_calls,  # of regions that a user marked, too
             compat.keep_order_of_writes,
+            compat.keep_sums_in_their_memory,
             *((compat.tell_workers,) if self.options["mhc.lower"] else ()),
         ):
             with guard("Inductor is left as it is", report.errors):

@@ -33,6 +33,7 @@ HOOKS = (
     *("records:Ledger.current", "records:Compiled.digest", "compat.inductor:hash_files"),
     *("compat.inductor:tell_workers", "compat.graphs:trace_artifact"),
     *("compat.inductor:keep_order_of_writes", "compat.inductor:keep_arguments_of_calls", "compat.cpp:compile_beside"),
+    "compat.inductor:keep_sums_in_their_memory",
     *("compat.inductor:calls_graphs", "compat.inductor:compiles_ahead_of_time", "compat.graphs:compile_id"),
     *("compat.graphs:copy_graph", "compat.graphs:example"),
     *("compat.values:settle_sizes", "compat.values:FloatWatch.settle", "compat.values:FloatWatch.clear"),

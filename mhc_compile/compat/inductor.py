@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from mhc_compile.compat.versions import is_older_than
+
 
 def _guard(follows: str) -> Any:
     """Around what is ours within a function of Inductor's."""
@@ -103,6 +105,34 @@ def keep_order_of_writes() -> None:
             self.set_read_writes(self.read_writes.with_read(added).rename(self.mutation_renames))
 
     SchedulerNode._compute_attrs = compute_and_keep  # type: ignore[method-assign]
+
+
+def keep_sums_in_their_memory() -> None:
+    """Keep C++ kernels from storing sums beyond the end of their memory, in everything that this process compiles.
+
+    Where a loop is cut into vectors and a rest, and a loop further inside adds up, each of both parts has its own way
+    to store the sums. Inductor (torch 2.11 and 2.12) looks for a sum in the next loop alone. Where that is another one,
+    it stores whole vectors of the rest as well.
+    """
+    if not is_older_than("2.13"):
+        return
+    from torch._inductor.codegen.cpp import CppKernelProxy
+
+    aggregate = CppKernelProxy.aggregate_reduction_buffers
+    if hasattr(aggregate, "__wrapped__"):
+        return
+
+    @functools.wraps(aggregate)
+    def aggregate_of_all_loops(self: Any, sums_in_next_loop: bool, cut_loop: Any) -> None:
+        with _guard("a kernel's sums are stored as Inductor does"):
+            # Of a loop that is cut there are two kernels; of two such loops, more.
+            if cut_loop is not None and not cut_loop.is_reduction and len(self.kernels) == 2:
+                loops = self.loop_nest.loops
+                at = next(i for i, loop in enumerate(loops) if loop is cut_loop)
+                sums_in_next_loop = any(loop.is_reduction for loop in loops[at + 1 :])
+        aggregate(self, sums_in_next_loop, cut_loop)
+
+    CppKernelProxy.aggregate_reduction_buffers = aggregate_of_all_loops  # type: ignore[assignment,method-assign]
 
 
 def strides_to_keep(output: fx.Node) -> dict[str, Any]:

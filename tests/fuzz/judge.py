@@ -25,8 +25,9 @@ from tests.zoo.check import FEW, SLACK_FEW
 
 __all__ = ["LIMIT", "Verdict", "alone", "check"]
 
-# Luck of a few numbers makes a factor of 3; what is larger is tried again on this many inputs, where luck averages out.
-# Where gates are saturated, a few of many tokens carry all of a gradient: what is still larger is tried on more.
+# Luck of a few numbers makes a factor of 3. What is larger is tried again on this many inputs, each with parameters of
+# its own, where luck averages out. A program may write over its inputs, and then has only other parameters. Where gates
+# are saturated, a few of many tokens carry all of a gradient: what is still larger is tried on more.
 INPUTS = (12, 120, 1000)
 FIRST, AGAIN = 3.0, 2.0
 # Where a few of a thousand inputs still make all of the error, the ratio is that of a few numbers (tests.zoo.check). If
@@ -131,11 +132,12 @@ def _complaint(program: Program, verdict: Verdict, rewriting: bool) -> str | Non
         raise _Invalid(f"no model: {type(error).__name__}: {error}") from error
     reference = Float64Reference(model)
     compiled = _compiled(model, program, verdict, rewriting)
-    state = copy.deepcopy(model.state_dict())
+    first = copy.deepcopy(model.state_dict())
 
     def evaluated(
-        call: Any, module: nn.Module, given: Sequence[Tensor], flipped: bool, wide: bool = False
+        call: Any, module: nn.Module, given: Sequence[Tensor], number: int, flipped: bool, wide: bool = False
     ) -> Evaluation:
+        state = replace(program, seed=100 * program.seed + number).build()[0].state_dict() if number else first
         with torch.no_grad():
             module.load_state_dict(state)  # buffers as they were: a program may count in them
         return evaluate(call, module, given, program, wide, flipped)
@@ -145,14 +147,14 @@ def _complaint(program: Program, verdict: Verdict, rewriting: bool) -> str | Non
         given = program.inputs(call, torch.Generator().manual_seed(100 * program.seed + number))
         flipped = program.flips and call % 2 == 1
         try:
-            eager = evaluated(model, model, given, flipped)
-            exact = evaluated(reference, reference.module, given, flipped, wide=True).results
+            eager = evaluated(model, model, given, number, flipped)
+            exact = evaluated(reference, reference.module, given, number, flipped, wide=True).results
         except Exception as error:
             raise _Invalid(f"{type(error).__name__}: {error}") from error
         if not all(value.isfinite().all() for value in (*eager.results.values(), *exact.values())):
             raise _Invalid("eager's results are not finite")
         try:
-            ours = evaluated(compiled, model, given, flipped)
+            ours = evaluated(compiled, model, given, number, flipped)
         except Exception as error:
             raise _Wrong(f"raised {type(error).__name__}: {str(error)[:2000]}") from error
         other = verdict.complaint or difference(eager, ours)

@@ -239,3 +239,19 @@ def test_a_fault_of_few_inputs_shows_in_others_too(
     monkeypatch.setattr(judge, "INPUTS", (12,))
     monkeypatch.setattr(judge, "evaluate", evaluated)
     assert ("output 0" in (check(PLAIN).complaint or "")) == wrong
+
+
+def test_other_inputs_come_with_other_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program may write over its inputs: all of its numbers would be the same ones again."""
+    evaluate, seen = judge.evaluate, set[float]()
+
+    def evaluated(call: Any, module: Any, *rest: Any) -> Any:
+        if call is not module:  # the rewritten program, and float64
+            seen.add(float(module.phi.detach().float().sum()))
+        return evaluate(call, module, *rest)
+
+    monkeypatch.setattr(judge, "INPUTS", (12,))
+    monkeypatch.setattr(judge, "evaluate", evaluated)
+    monkeypatch.setattr(judge, "judged", lambda errors, results, slack: {"output 0": "too large"})
+    assert check(PLAIN).complaint == "too large"
+    assert len(seen) > 12
