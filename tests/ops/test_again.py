@@ -157,6 +157,16 @@ def test_a_profile_names_the_operator(programs: dict[str, Programs]) -> None:
     assert programs["aggregate"].runs == 1
 
 
+def test_nodes_of_the_graph_are_named_after_operators(request: pytest.FixtureRequest) -> None:
+    """As those of a call without a program: by this name anomaly detection says where a NaN came from."""
+    given = _leaves(arguments("aggregate", SIZES, torch.float32))
+    plain = call("aggregate", given)
+    programs = request.getfixturevalue("programs")
+    got = call("aggregate", given)
+    assert programs["aggregate"].runs == 1
+    assert got.grad_fn.name() == plain.grad_fn.name()
+
+
 def test_a_call_on_a_cpu_asks_nothing_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that was forked from one with programs cannot use CUDA, and says so when it is asked."""
 
