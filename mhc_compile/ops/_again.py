@@ -33,21 +33,28 @@ def tensors_of(args: Sequence[Any]) -> list[Tensor]:
 def _kind(args: Sequence[Any], scalars: dict[str, Any]) -> Kind | None:
     """What decides how an operator runs: two calls of a kind differ in the memory of their tensors alone.
 
-    None of a call with tensors that are not plain ones.
+    None of a call with tensors that are not plain ones on a GPU: of others a process may not even ask for its GPUs.
     """
     parts: list[Any] = []
     for value in args:
-        if type(value) in _PLAIN:
+        if type(value) in _PLAIN and value.is_cuda:
             parts += value.shape, value.stride(), value.dtype, value.device, value.data_ptr() % 16, value.is_neg()
         elif isinstance(value, Tensor):
             return None
         else:
             parts.append(tuple(value) if isinstance(value, list) else value)
-    # What kernels ask of the process.
+    return (*parts, *scalars.items(), *_asked_of_process())
+
+
+def _asked_of_process() -> tuple[Hashable, ...]:
+    """What kernels, and the host functions that launch them, ask of the process."""
     communicates = torch.distributed.is_available() and torch.distributed.is_initialized()
     capturing = torch.cuda.is_current_stream_capturing()
-    precision = torch.get_float32_matmul_precision()
-    return (*parts, *scalars.items(), torch.cuda.current_device(), precision, communicates, capturing)
+    try:
+        precision = torch.get_float32_matmul_precision()
+    except RuntimeError:  # it was set for some backends alone, and whose kernels ask for it will say so
+        precision = None
+    return torch.cuda.current_device(), precision, communicates, capturing
 
 
 def _can_be_recorded(args: Sequence[Any]) -> bool:

@@ -77,17 +77,19 @@ def _autograd_kernel(operator: Any, overload: Any) -> Callable[..., Any]:
 
         backward = staticmethod(differentiated)
 
-    class Again(torch.autograd.Function):
-        """The gradient of a call that has a program."""
+    def again(ctx: Any, *given: Any) -> Any:
+        *args, (program, scalars) = given
+        result = program(tensors_of(args))
+        set_up(ctx, args, scalars, result)
+        return result
 
-        @staticmethod
-        def forward(ctx: Any, *given: Any) -> Any:
-            *args, (program, scalars) = given
-            result = program(tensors_of(args))
-            set_up(ctx, args, scalars, result)
-            return result
-
-        backward = staticmethod(differentiated)
+    # The gradient of a call that has a program, by the name that torch.library gives to that of others: anomaly
+    # detection says by it where a NaN came from.
+    Again: Any = type(
+        f"GeneratedBackwardFor_{overload._namespace}_{overload._opname}_{overload._overloadname}",
+        (torch.autograd.Function,),
+        {"forward": staticmethod(again), "backward": staticmethod(differentiated)},
+    )
 
     def kernel(keyset: Any, *args: Any, **scalars: Any) -> Any:
         nonlocal plain
@@ -99,7 +101,7 @@ def _autograd_kernel(operator: Any, overload: Any) -> Callable[..., Any]:
         program = calls.program(args, scalars) if calls is not None and not compat.calls_are_watched() else None
         if program is not None:
             if tracked:
-                return Again.apply(*args, (program, scalars))  # type: ignore[no-untyped-call]
+                return Again.apply(*args, (program, scalars))
             return program(tensors_of(args))
         if plain is None:
             plain = compat.custom_op_autograd_kernel(operator, overload)

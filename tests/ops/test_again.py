@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mhc_compile.ops as ops
+from mhc_compile.ops import _again
 from mhc_compile.ops._again import Calls, tensors_of
 from mhc_compile.ops._register import KERNELS, REFERENCES
 from mhc_compile.ops._transforms import CALLS
@@ -156,10 +157,47 @@ def test_a_profile_names_the_operator(programs: dict[str, Programs]) -> None:
     assert programs["aggregate"].runs == 1
 
 
+def test_nodes_of_the_graph_are_named_after_operators(request: pytest.FixtureRequest) -> None:
+    """As those of a call without a program: by this name anomaly detection says where a NaN came from."""
+    given = _leaves(arguments("aggregate", SIZES, torch.float32))
+    plain = call("aggregate", given)
+    programs = request.getfixturevalue("programs")
+    got = call("aggregate", given)
+    assert programs["aggregate"].runs == 1
+    assert got.grad_fn.name() == plain.grad_fn.name()
+
+
+def test_a_call_on_a_cpu_asks_nothing_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that was forked from one with programs cannot use CUDA, and says so when it is asked."""
+
+    def bad_fork() -> int:
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+
+    monkeypatch.setattr(torch.cuda, "current_device", bad_fork)
+    monkeypatch.setattr(CALLS["aggregate"], "_programs", {"another kind": None})
+    x, h = arguments("aggregate", SIZES, torch.float32).values()
+    torch.testing.assert_close(ops.aggregate(x, h), torch.einsum("abnc,abn->abc", x, h))
+
+
+def test_kinds_where_precision_was_set_for_a_backend_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch then refuses to say what holds for all of them, which most kernels do not ask either."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    before, usual = _again._kind([None], {}), torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        with pytest.raises(RuntimeError, match="precision"):
+            torch.get_float32_matmul_precision()
+        kind = _again._kind([None], {})
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = usual
+    assert kind is not None
+    assert kind != before
+
+
 def test_kinds_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that sees ever new numbers of tokens keeps no more than some thousand of them."""
     from mhc_compile.kernels import replay
-    from mhc_compile.ops import _again
 
     def record(function: Any, args: Any, *rest: Any) -> Any:
         return function(*args), f"program {args[0]}"
