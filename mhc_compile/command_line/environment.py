@@ -112,9 +112,18 @@ def _settings() -> dict[str, str]:
     """What is set in the environment, and torch's own settings that change results or times."""
     names = [name for name in os.environ if name.startswith(_PREFIXES) or name in _NAMES]
     return {name: os.environ[name] for name in sorted(names)} | {
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "float32_matmul_precision": _matmul_precision(),
         "inductor_cache": str(compat.inductor_cache_dir()),
     }
+
+
+def _matmul_precision() -> str:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # it was set for backends, which differ
+        cpu: Any = torch.backends.mkldnn
+        cuda, cpu = torch.backends.cuda.matmul, cpu.matmul
+        return f"{cuda.fp32_precision} on CUDA, {cpu.fp32_precision} on a CPU"
 
 
 def table(found: dict[str, Any]) -> str:

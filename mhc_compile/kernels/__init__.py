@@ -17,6 +17,11 @@ from mhc_compile.kernels import gpus
 STREAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+def products_are_exact() -> bool:
+    """Whether products of float32 on a GPU keep its accuracy. A user may allow tf32, by either of torch's settings."""
+    return torch.backends.cuda.matmul.fp32_precision in ("none", "ieee")
+
+
 def communicates() -> bool:
     """Whether kernels of torch.distributed may run at the same time as ours."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from mhc_compile.forms import SymbolicLayout
-from mhc_compile.kernels import gpus
+from mhc_compile.kernels import gpus, products_are_exact
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -214,8 +214,8 @@ def empty_gradient(t: torch.Tensor | None, needed: bool, x: torch.Tensor) -> tor
 
 
 def dot_precision() -> str:
-    """How `dot_float32` multiplies, for what torch.get_float32_matmul_precision() allows."""
-    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "rounded"
+    """How `dot_float32` multiplies, for what the user allows."""
+    return "tf32x3" if products_are_exact() else "rounded"
 
 
 def group_scale(scale: torch.Tensor, bias: torch.Tensor) -> bool:

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mhc_compile.kernels import gpus
+from mhc_compile.kernels import gpus, products_are_exact
 from mhc_compile.kernels.common import (
     INTERPRETED,
     add_rounded,
@@ -98,7 +98,7 @@ def parts_of(x: torch.Tensor, phi: torch.Tensor, norm_weight: torch.Tensor | Non
         return 1
     if norm_weight is None and phi.dtype == torch.float16:
         return 2
-    return 3 if torch.get_float32_matmul_precision() == "highest" else 2
+    return 3 if products_are_exact() else 2
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mhc_compile import compat
+from mhc_compile import compat, kernels
 
 if TYPE_CHECKING:
     from mhc_compile.kernels.replay import Program
@@ -48,13 +48,8 @@ def _kind(args: Sequence[Any], scalars: dict[str, Any]) -> Kind | None:
 
 def _asked_of_process() -> tuple[Hashable, ...]:
     """What kernels, and the host functions that launch them, ask of the process."""
-    communicates = torch.distributed.is_available() and torch.distributed.is_initialized()
     capturing = torch.cuda.is_current_stream_capturing()
-    try:
-        precision = torch.get_float32_matmul_precision()
-    except RuntimeError:  # it was set for some backends alone, and whose kernels ask for it will say so
-        precision = None
-    return torch.cuda.current_device(), precision, communicates, capturing
+    return torch.cuda.current_device(), kernels.products_are_exact(), kernels.communicates(), capturing
 
 
 def _can_be_recorded(args: Sequence[Any]) -> bool:

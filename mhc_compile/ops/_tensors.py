@@ -112,9 +112,9 @@ def matmul_rows(rows: Tensor, weight: Tensor) -> Tensor:
 
 def _matmul_is_exact(value: Tensor) -> bool:
     """Whether a float32 matmul is one: tf32 (CUDA) and bf16 (CPU) stand in for it where the user allows."""
-    return value.dtype == torch.float64 or (
-        value.device.type == "cpu" and torch.get_float32_matmul_precision() == "highest"
-    )
+    cpu: Any = torch.backends.mkldnn
+    exact = value.device.type == "cpu" and cpu.matmul.fp32_precision in ("none", "ieee")
+    return value.dtype == torch.float64 or exact
 
 
 def _aligned(value: Tensor) -> Tensor:

@@ -15,6 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mhc_compile.ops as ops
+from mhc_compile import kernels
+from mhc_compile.command_line import environment
+from mhc_compile.kernels.projection import parts_of
 from mhc_compile.ops import _again
 from mhc_compile.ops._again import Calls, tensors_of
 from mhc_compile.ops._register import KERNELS, REFERENCES
@@ -179,8 +182,8 @@ def test_a_call_on_a_cpu_asks_nothing_of_cuda(monkeypatch: pytest.MonkeyPatch) -
     torch.testing.assert_close(ops.aggregate(x, h), torch.einsum("abnc,abn->abc", x, h))
 
 
-def test_kinds_where_precision_was_set_for_a_backend_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch then refuses to say what holds for all of them, which most kernels do not ask either."""
+def test_precision_that_was_set_for_a_backend_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch then refuses to say what holds for all of them."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     before, usual = _again._kind([None], {}), torch.backends.cuda.matmul.fp32_precision
@@ -189,10 +192,15 @@ def test_kinds_where_precision_was_set_for_a_backend_alone(monkeypatch: pytest.M
         with pytest.raises(RuntimeError, match="precision"):
             torch.get_float32_matmul_precision()
         kind = _again._kind([None], {})
+        assert not kernels.products_are_exact()
+        assert parts_of(torch.empty(3, 4, 16, dtype=torch.bfloat16), torch.empty(24, 64), None) == 2
+        assert environment._settings()["float32_matmul_precision"] == "tf32 on CUDA, none on a CPU"
+        assert ops.projection(torch.randn(3, 4, 16), torch.randn(24, 64))[0].shape == (3, 24)
     finally:
         torch.backends.cuda.matmul.fp32_precision = usual
     assert kind is not None
     assert kind != before
+    assert kernels.products_are_exact()
 
 
 def test_kinds_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
