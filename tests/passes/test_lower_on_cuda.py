@@ -101,7 +101,8 @@ def test_inputs_in_mxfp8(quantize: Quantize, tokens: int) -> None:
     results = []
     for on in (False, True):
         torch._dynamo.reset()
-        compiled = torch.compile(model, backend="mhc", options={"mhc.fuse.mxfp8": on}, dynamic=False)
+        options = {"mhc.fuse.mxfp8": on, "mhc.share_layers": False}
+        compiled = torch.compile(model, backend="mhc", options=options, dynamic=False)
         with torch.no_grad():
             results.append(compiled(x)[0])
         assert records.last().lowered["in MXFP8"] == (4 if on else 0)
