@@ -174,6 +174,8 @@ class _Recorder(TorchDispatchMode):
         self._launching = False
         try:
             places = {at: self.place(arg) for at, arg in enumerate(args) if isinstance(arg, Tensor)}
+            if isinstance(kernel, Opaque) and any(args[at].data_ptr() % 16 for at in places):
+                raise _Unknown("it was given a copy")
             self.steps.append(Launched(kernel, grid, args, options, places))
         except _Unknown as error:
             self.unknown = self.unknown or f"an argument of {kernel}: {error}"

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import mhc_compile.ops as ops
 from mhc_compile.kernels import replay
-from mhc_compile.kernels.common import FUSED
-from mhc_compile.kernels.opaque import Start
+from mhc_compile.kernels.common import FUSED, launch
+from mhc_compile.kernels.opaque import Opaque, Start
 from mhc_compile.ops._again import Calls, tensors_of
 from mhc_compile.ops._register import KERNELS
 from mhc_compile.ops._transforms import CALLS
@@ -146,6 +146,34 @@ def test_what_cannot_be_done_again(function: Callable[..., Any]) -> None:
     result, program = replay.record(function, [x], interpreted, _empty)
     assert program is None
     _assert_same(result, function(x))
+
+
+class _Doubled:
+    """A kernel that wants its tensors at multiples of 16 bytes."""
+
+    arg_names = ("x", "out")
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda x, out, **options: out.copy_(x + x)
+
+
+@interpreted_only
+@pytest.mark.parametrize("first", [0, 1, 4])
+def test_a_kernel_that_was_given_a_copy(first: int) -> None:
+    """A program would give it the original."""
+    kernel = Opaque(_Doubled(), ["out"])
+
+    def function(x: Tensor) -> Tensor:
+        out = torch.empty(8)
+        launch(kernel, (1,), x[first : first + 8], out)
+        return out
+
+    x, y = torch.randn(12), torch.randn(12)
+    result, program = replay.record(function, [x], interpreted, _empty)
+    assert torch.equal(result, 2 * x[first : first + 8])
+    assert (program is None) == (first == 1)
+    if program is not None:
+        assert torch.equal(program([y]), 2 * y[first : first + 8])
 
 
 @interpreted_only
