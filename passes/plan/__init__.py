@@ -55,7 +55,7 @@ from mhc_compile.passes.plan.sites import (
 )
 from mhc_compile.passes.plan.surroundings import check_site, check_surroundings
 from mhc_compile.passes.plan.unwritten import come_back, unwritten
-from mhc_compile.passes.recognise import Findings, Mixture, Weight
+from mhc_compile.passes.recognise import Findings
 from mhc_compile.passes.recognise.aggregate import Aggregate, Reading
 from mhc_compile.passes.recognise.combine import Combine
 from mhc_compile.passes.recognise.concatenation import TOGETHER
@@ -65,6 +65,7 @@ from mhc_compile.passes.recognise.input_norm import InputNorm, input_norm
 from mhc_compile.passes.recognise.layout import any_view, is_movement, origin
 from mhc_compile.passes.recognise.mixing import Mixing as StreamsMixing
 from mhc_compile.passes.recognise.mixing import mixed_alone, mixed_last
+from mhc_compile.passes.recognise.mixtures import Mixture, Weight
 from mhc_compile.passes.recognise.part_writes import PartWrite
 from mhc_compile.passes.recognise.projection import streams_by_rows
 from mhc_compile.passes.shadow import Shadow, Value

@@ -7,10 +7,11 @@ from dataclasses import replace
 from mhc_compile.forms import Gates, Sinkhorn
 from mhc_compile.passes.plan.roles import Roles
 from mhc_compile.passes.plan.sites import Decline, MixSite, Rows, Vector
-from mhc_compile.passes.recognise import Findings, Mixture, default_view
+from mhc_compile.passes.recognise import Findings, default_view
 from mhc_compile.passes.recognise.affine import Param, Term, token_indices
 from mhc_compile.passes.recognise.contraction import StreamsView
 from mhc_compile.passes.recognise.gates import Gate, Mixing, Sigmoid
+from mhc_compile.passes.recognise.mixtures import Mixture
 from mhc_compile.passes.recognise.projection import Projection
 
 

@@ -27,8 +27,9 @@ from mhc_compile.passes.plan.sites import (
     visible,
 )
 from mhc_compile.passes.plan.surroundings import check_site
-from mhc_compile.passes.recognise import Findings, default_view, normalised_before, weight_of
+from mhc_compile.passes.recognise import Findings, default_view
 from mhc_compile.passes.recognise.contraction import StreamsView
+from mhc_compile.passes.recognise.mixtures import normalised_before, weight_of
 from mhc_compile.passes.recognise.projection import Projection, token_factor, turned_projections
 from mhc_compile.passes.recognise.reader import Reader
 from mhc_compile.passes.recognise.rms import squares_of

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from mhc_compile.passes.plan.sites import Decline
-from mhc_compile.passes.recognise import Findings, Mixture
+from mhc_compile.passes.recognise import Findings
 from mhc_compile.passes.recognise.gates import Gate, Mixing, Sigmoid
+from mhc_compile.passes.recognise.mixtures import Mixture
 from mhc_compile.passes.shadow import Value
 
 

@@ -14,7 +14,7 @@ from torch import fx
 
 from mhc_compile.forms import Gates, Rms, Sinkhorn
 from mhc_compile.passes.plan.nested import CalledEnd
-from mhc_compile.passes.recognise import Matrices, Normed, Weight
+from mhc_compile.passes.recognise import Matrices
 from mhc_compile.passes.recognise.aggregate import Aggregate
 from mhc_compile.passes.recognise.combine import Combine
 from mhc_compile.passes.recognise.contraction import StreamsView
@@ -22,6 +22,7 @@ from mhc_compile.passes.recognise.gates import Gate
 from mhc_compile.passes.recognise.input_norm import InputNorm
 from mhc_compile.passes.recognise.layout import Layout, broadcasts, keeps_order, origin
 from mhc_compile.passes.recognise.mixing import Mixing
+from mhc_compile.passes.recognise.mixtures import Normed, Weight
 from mhc_compile.passes.recognise.projection import Projection
 from mhc_compile.passes.shadow import Op, Value
 

@@ -10,9 +10,9 @@ from torch import fx
 
 from mhc_compile import compat
 from mhc_compile.passes.plan import Decline, MixSite, Rows, Vector
-from mhc_compile.passes.recognise import Weight
 from mhc_compile.passes.recognise.contraction import StreamsView
 from mhc_compile.passes.recognise.layout import Layout, Steps, tiles
+from mhc_compile.passes.recognise.mixtures import Weight
 from mhc_compile.passes.recognise.projection import Projection
 from mhc_compile.passes.rewrite.views import Views
 from mhc_compile.passes.shadow import Value

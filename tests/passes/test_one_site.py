@@ -131,7 +131,7 @@ def test_a_graph_in_which_nothing_works_is_left_as_it_was(monkeypatch: pytest.Mo
 
 CANDIDATES = {
     "_read_wide": recognising,
-    "_understand": recognising,
+    "understand": recognising,
     "mix_site": planning,
     "check_surroundings": surroundings,
     "check_gradients": surroundings,
