@@ -58,9 +58,8 @@ def _can_be_recorded(args: Sequence[Any]) -> bool:
     Of a graph, the host has nothing to do later.
     """
     here = torch.device("cuda", torch.cuda.current_device())
-    tensors = tensors_of(args)
-    fit = all(t.device == here and t.data_ptr() % 16 == 0 and not t.is_neg() for t in tensors)
-    return fit and len(tensors) > 0 and not torch.cuda.is_current_stream_capturing()
+    fit = all(t.device == here and t.data_ptr() % 16 == 0 and not t.is_neg() for t in tensors_of(args))
+    return fit and not torch.cuda.is_current_stream_capturing()
 
 
 class Calls:
@@ -80,7 +79,7 @@ class Calls:
         self, given: Sequence[Any], scalars: dict[str, Any], function: Callable[..., Any], args: Sequence[Any]
     ) -> Any:
         """function(*args) for a call that has no program; args are what was given, and defaults."""
-        kind = _kind(given, scalars) if tensors_of(given)[0].is_cuda else None
+        kind = _kind(given, scalars)
         if kind is None or kind in self._programs:
             return function(*args)
         if kind not in self._seen:

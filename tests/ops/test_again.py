@@ -6,7 +6,6 @@ On a CPU, where no call is recorded, a program of the reference stands for one o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -212,7 +211,6 @@ def test_kinds_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(_again, "_kind", lambda args, scalars: args[0])
     monkeypatch.setattr(_again, "_can_be_recorded", lambda args: True)
-    monkeypatch.setattr(_again, "tensors_of", lambda args: [SimpleNamespace(is_cuda=True)])
     monkeypatch.setattr(replay, "record", record)
     calls = Calls()
     for size in range(5000):
