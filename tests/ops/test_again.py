@@ -151,6 +151,7 @@ def test_a_trace_has_the_operator() -> None:
     assert "mhc::aggregate" in str(torch.jit.trace(ops.aggregate, (x, h)).graph)  # type: ignore[no-untyped-call]
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")
 def test_a_profile_names_the_operator(programs: dict[str, Programs]) -> None:
     x, h = arguments("aggregate", SIZES, torch.float32).values()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
