@@ -71,10 +71,15 @@ class Opaque:
         torch.ops.mhc._launch(launch, tensors, ints, written=results)
 
 
+def span(tensor: torch.Tensor) -> int:
+    """How many elements a tensor lies across."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(last + 1) if tensor.numel() else 0
+
+
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     """A copy with the strides of the original, for which a kernel was compiled; a clone of parts of rows has others."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    memory = tensor.as_strided((last + 1 if tensor.numel() else 0,), (1,))
+    memory = tensor.as_strided((span(tensor),), (1,))
     return memory.clone().as_strided(tensor.shape, tensor.stride())
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from mhc_compile.kernels.common import FUSED, recorded
-from mhc_compile.kernels.opaque import Load, Opaque, Start
+from mhc_compile.kernels.common import FUSED, cdiv, recorded
+from mhc_compile.kernels.opaque import Load, Opaque, Start, span
 
 log = logging.getLogger(__name__)
 
@@ -226,7 +226,7 @@ def _program(recorder: _Recorder, given: int, result: Any, start_of: StartOf, em
     for slot in range(given, len(whole)):
         if slot not in tensors:
             scratch[slot] = size
-            size += -(-_span(whole[slot]) // _APART) * _APART
+            size += cdiv(span(whole[slot]) * whole[slot].element_size(), _APART) * _APART
     steps: list[Step] = []
     for step in recorder.steps:
         if isinstance(step, Launched):
@@ -248,14 +248,6 @@ def _program(recorder: _Recorder, given: int, result: Any, start_of: StartOf, em
 def _of_whole(views: Sequence[_View], whole: Sequence[Tensor]) -> list[_View | int]:
     """The slots of those that are all that their slots hold."""
     return [view.slot if view.of(whole) is whole[view.slot] else view for view in views]
-
-
-def _span(tensor: Tensor) -> int:
-    """How many bytes a tensor lies across."""
-    if not tensor.numel():
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return int(last + 1) * tensor.element_size()
 
 
 def _started(launched: Launched, places: Sequence[Place], start: Start | None) -> Step:

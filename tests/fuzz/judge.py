@@ -135,9 +135,8 @@ def _complaint(program: Program, verdict: Verdict, rewriting: bool) -> str | Non
     first = copy.deepcopy(model.state_dict())
 
     def evaluated(
-        call: Any, module: nn.Module, given: Sequence[Tensor], number: int, flipped: bool, wide: bool = False
+        call: Any, module: nn.Module, given: Sequence[Tensor], state: Any, flipped: bool, wide: bool = False
     ) -> Evaluation:
-        state = replace(program, seed=100 * program.seed + number).build()[0].state_dict() if number else first
         with torch.no_grad():
             module.load_state_dict(state)  # buffers as they were: a program may count in them
         return evaluate(call, module, given, program, wide, flipped)
@@ -147,14 +146,15 @@ def _complaint(program: Program, verdict: Verdict, rewriting: bool) -> str | Non
         given = program.inputs(call, torch.Generator().manual_seed(100 * program.seed + number))
         flipped = program.flips and call % 2 == 1
         try:
-            eager = evaluated(model, model, given, number, flipped)
-            exact = evaluated(reference, reference.module, given, number, flipped, wide=True).results
+            state = replace(program, seed=100 * program.seed + number).build()[0].state_dict() if number else first
+            eager = evaluated(model, model, given, state, flipped)
+            exact = evaluated(reference, reference.module, given, state, flipped, wide=True).results
         except Exception as error:
             raise _Invalid(f"{type(error).__name__}: {error}") from error
         if not all(value.isfinite().all() for value in (*eager.results.values(), *exact.values())):
             raise _Invalid("eager's results are not finite")
         try:
-            ours = evaluated(compiled, model, given, number, flipped)
+            ours = evaluated(compiled, model, given, state, flipped)
         except Exception as error:
             raise _Wrong(f"raised {type(error).__name__}: {str(error)[:2000]}") from error
         other = verdict.complaint or difference(eager, ours)

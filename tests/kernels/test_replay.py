@@ -16,7 +16,7 @@ from torch import Tensor
 import mhc_compile.ops as ops
 from mhc_compile.kernels import replay
 from mhc_compile.kernels.common import FUSED, launch
-from mhc_compile.kernels.opaque import Opaque, Start
+from mhc_compile.kernels.opaque import Opaque, Start, span
 from mhc_compile.ops._again import Calls, tensors_of
 from mhc_compile.ops._register import KERNELS
 from mhc_compile.ops._transforms import CALLS
@@ -34,8 +34,7 @@ def _at(address: int, like: Tensor) -> Tensor:
     """The tensor that begins at an address."""
     if not like.numel():
         return like
-    last = sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
-    memory = (ctypes.c_uint8 * ((last + 1) * like.element_size())).from_address(address)
+    memory = (ctypes.c_uint8 * (span(like) * like.element_size())).from_address(address)
     return torch.frombuffer(memory, dtype=torch.uint8).view(like.dtype).as_strided(like.shape, like.stride())
 
 
