@@ -21,6 +21,9 @@ _UNITS: dict[str, Callable[[int], int]] = {
     "projection_backward": lambda n: n + n,
     "aggregate": lambda n: n + 1,
     "aggregate_backward": lambda n: n + 1 + n,
+    "aggregate_and_norm": lambda n: n + 1,
+    # The gradient of what the norm reads.
+    "aggregate_and_norm_backward": lambda n: n + 1 + 1,
     # As many rows as there are streams.
     "mix_streams": lambda n: n + n,
     "mix_streams_backward": lambda n: n + n + n,

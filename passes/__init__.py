@@ -36,6 +36,7 @@ from mhc_compile.passes.lists import Lists
 from mhc_compile.passes.named import named
 from mhc_compile.passes.plan import (
     INTERNAL,
+    AggregateSite,
     Decline,
     Declined,
     MixSite,
@@ -479,7 +480,7 @@ def _decline(plan: Plan, failures: dict[int, Exception], errors: list[str]) -> N
         expected = isinstance(error, Decline)
         reason = str(error) if expected else f"{INTERNAL}: {told(error, 'a site is left as it is', errors)}"
         plan.sites.remove(site)
-        if isinstance(site, MixSite) and site.norm is not None:
+        if isinstance(site, (AggregateSite, MixSite)) and site.norm is not None:
             plan.sites.append(replace(site, norm=None, norm_apart=reason))
         else:
             plan.declined.append(Declined(site.op, reason, _node(site)))
@@ -518,7 +519,7 @@ def _torn(node: fx.Node, op: str) -> SiteReport:
 
 def _node(site: Site) -> fx.Node:
     # A norm is often in a module of its own, which says less about where a site is.
-    return outputs(replace(site, norm=None) if isinstance(site, MixSite) else site)[0].nodes[0]
+    return outputs(replace(site, norm=None) if isinstance(site, (AggregateSite, MixSite)) else site)[0].nodes[0]
 
 
 __all__ = ["Location", "Report", "SiteReport", "fuse", "lower", "run", "run_recursively", "share"]

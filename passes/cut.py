@@ -28,7 +28,7 @@ _ADVICE = {
 
 # The gates among the results of an operator, and among its arguments.
 _MADE = {"generate_mix": (0, 1, 2), "generate_mix_and_aggregate": (1, 2)}
-_READ = {"expand_combine": (2, 4), "aggregate": (1,), "mix_streams": (1,)}
+_READ = {"expand_combine": (2, 4), "aggregate": (1,), "aggregate_and_norm": (1,), "mix_streams": (1,)}
 # Calls that change nothing but the form of a tensor, or its sign.
 _FORMS = {"getitem", "view", "reshape", "unsqueeze", "squeeze", "transpose", "permute", "contiguous", "flatten"}
 _FORMS |= {"_unsafe_view", "clone", "unflatten", "to", "float", "type", "expand", "mT", "view_as", "type_as", "neg"}

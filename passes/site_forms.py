@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from mhc_compile.forms import Sinkhorn
-from mhc_compile.passes.plan import AggregateSite, CombineSite, MixingSite, ProjectionSite, SinkhornSite, Site
+from mhc_compile.passes.plan import AggregateSite, CombineSite, MixingSite, MixSite, ProjectionSite, SinkhornSite, Site
 from mhc_compile.passes.plan.sites import visible
 from mhc_compile.passes.recognise.combine import Mix
 from mhc_compile.passes.shadow import Value
@@ -20,7 +22,7 @@ def form_of(site: Site) -> str:
         n, m, channels = site.mixing.sizes
         return f"n = {n}, {m} rows, C = {channels}"
     if isinstance(site, AggregateSite):
-        return f"n = {site.aggregate.streams.n}, C = {site.aggregate.streams.channels}"
+        return ", ".join([f"n = {site.aggregate.streams.n}, C = {site.aggregate.streams.channels}", *_norm(site)])
     if isinstance(site, SinkhornSite):
         return _half_steps(site.matrices.kind.form)
     if isinstance(site, ProjectionSite):
@@ -35,11 +37,15 @@ def form_of(site: Site) -> str:
         parts.append(_half_steps(site.sinkhorn))
     if site.logits is not None and site.logits.rows_read:
         parts.append(f"{site.logits.rows_read} logit{'s' * (site.logits.rows_read > 1)} more")
+    return ", ".join([*parts, *_norm(site)])
+
+
+def _norm(site: AggregateSite | MixSite) -> Iterator[str]:
+    """What there is to say of the norm that reads the layer input."""
     if site.norm is not None:
-        parts.append(f"input norm eps {site.norm.eps:g}")
+        yield f"input norm eps {site.norm.eps:g}"
     if site.norm_apart:
-        parts.append(f"the RMS norm after it stays apart: {site.norm_apart}")
-    return ", ".join(parts)
+        yield f"the RMS norm after it stays apart: {site.norm_apart}"
 
 
 def _dtype(streams: Value) -> str:

@@ -110,11 +110,11 @@ def _add_four(a0, a1, a2, a3, b0, b1, b2, b3):
 
 @triton.jit(do_not_specialize=["M"])
 def input_norm_backward_kernel(x, d_out, weight, h, ms, scale, bias, du, d_pre, weight_part, M, C, x_m,
-                               x_n, x_c, d_m, d_c, inverse_width, eps, rms_eps, pre_eps, N: tl.constexpr,
-                               K: tl.constexpr, RMS_MODE: tl.constexpr, GROUPED: tl.constexpr,
+                               x_n, x_c, d_m, d_c, h_m, h_i, pre_m, pre_i, inverse_width, eps, rms_eps, pre_eps,
+                               N: tl.constexpr, GIVEN: tl.constexpr, RMS_MODE: tl.constexpr, GROUPED: tl.constexpr,
                                HAS_WEIGHT: tl.constexpr, NEED_DWEIGHT: tl.constexpr, BLOCK_M: tl.constexpr,
                                BLOCK_C: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """du [M, C], d_pre [n, M] = <du, x[i]>, and weight_part [programs, C]."""
+    """du [M, C], d_pre [M, n] = <du, x[i]>, and weight_part [programs, C]. GIVEN: h holds gates, and not logits."""
     c = tl.arange(0, BLOCK_C)
     inside = c < C
     if HAS_WEIGHT:
@@ -132,12 +132,15 @@ def input_norm_backward_kernel(x, d_out, weight, h, ms, scale, bias, du, d_pre, 
         for i in tl.static_range(N):
             at = x + tok[:, None] * x_m + i * x_n + c[None, :] * x_c
             streams = streams + (tl.load(at, mask=mask, other=0.0),)
-        r = rms_factor(tl.load(ms + tok, mask=live, other=1.0), rms_eps, RMS_MODE)
+        if not GIVEN:
+            r = rms_factor(tl.load(ms + tok, mask=live, other=1.0), rms_eps, RMS_MODE)
         u = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
         for i in tl.static_range(N):
-            s, b = affine(scale, bias, i + tok * 0, live, 0, GROUPED)
-            logit = r * tl.load(h + tok * K + i, mask=live, other=0.0) * s + b
-            u += (sigmoid(logit) + pre_eps)[:, None] * streams[i].to(tl.float32)
+            gate = tl.load(h + tok * h_m + i * h_i, mask=live, other=0.0).to(tl.float32)
+            if not GIVEN:
+                s, b = affine(scale, bias, i + tok * 0, live, 0, GROUPED)
+                gate = sigmoid(r * gate * s + b) + pre_eps
+            u += gate[:, None] * streams[i].to(tl.float32)
         out = out.to(tl.float32)
         g = out
         if HAS_WEIGHT:
@@ -158,43 +161,58 @@ def input_norm_backward_kernel(x, d_out, weight, h, ms, scale, bias, du, d_pre, 
             sums = tl.reduce(terms, 1, _add_four)
             for j in tl.static_range(i, i + 4):
                 if j < N:
-                    tl.store(d_pre + tl.full([], j, tl.int64) * M + tok, sums[j - i], mask=live)
+                    at = d_pre + tok * pre_m + tl.full([], j, tl.int64) * pre_i
+                    tl.store(at, sums[j - i].to(d_pre.dtype.element_ty), mask=live)
     if NEED_DWEIGHT:
         part_at = weight_part + tl.program_id(0).to(tl.int64) * C + c
         tl.store(part_at, tl.sum(d_weight, axis=0), mask=inside)
+
+
+@dataclass(frozen=True)
+class Logits:
+    """What an operator makes the gates of a read of: the first n columns of h [M, K], and ms [M]."""
+
+    h: torch.Tensor
+    ms: torch.Tensor
+    scale: torch.Tensor
+    bias: torch.Tensor
+    rms: Rms
+    gates: Gates
 
 
 def norm_backward(
     d_out: torch.Tensor,
     x: torch.Tensor,
     norm: InputNorm,
-    h: torch.Tensor,
-    ms: torch.Tensor,
-    scale: torch.Tensor,
-    bias: torch.Tensor,
+    read_with: Logits | torch.Tensor,
+    d_pre: torch.Tensor,
+    strides: tuple[int, int],
     need_weight: bool,
-    *,
-    rms: Rms,
-    gates: Gates,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """du [M, C], d h_pre [1, n, M] and, where wanted, partial sums [programs, C] of d weight.
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """du [M, C] and, where wanted, partial sums [programs, C] of d weight, for x [M, n, C] (M > 0) and d_out [M, C].
 
-    For x [M, n, C] (M > 0) and d_out [M, C].
+    read_with: the gates of the read [M, n], or what they are made of. d_pre is filled: the gradient of these gates,
+    with the strides of a token and of a gate.
     """
     tokens, n, width = x.shape
     tile = backward_tile(n, width, x.element_size())
     # As many programs as run at once, since each brings a row of d weight to be added up.
     programs = min(WAVES * gpus.processors(x.device), cdiv(expected(tokens), tile.tokens))
     du = torch.empty(tokens, width, dtype=d_out.dtype, device=x.device)
-    d_pre = torch.empty(1, n, tokens, dtype=torch.float32, device=x.device)
     need_weight = need_weight and norm.weight is not None
     weight_part = torch.empty(programs, width, dtype=torch.float32, device=x.device) if need_weight else None
+    if isinstance(read_with, Logits):
+        h, ms, scale, bias = read_with.h, read_with.ms, read_with.scale, read_with.bias
+        rms, pre_eps, grouped = read_with.rms, read_with.gates.pre_eps, group_scale(scale, bias)
+    else:
+        h, ms, scale, bias, rms, pre_eps, grouped = read_with, None, None, None, Rms(), 0.0, False
     with on_device(x):
         launch(
             input_norm_backward_kernel, (programs,),
             x, d_out, norm.weight, h, ms, scale, bias, du, d_pre, weight_part, tokens, width, *x.stride(),
-            *d_out.stride(), 1.0 / width, norm.eps, rms.eps, gates.pre_eps, N=n, K=h.shape[-1], RMS_MODE=rms.mode,
-            GROUPED=group_scale(scale, bias), HAS_WEIGHT=norm.weight is not None, NEED_DWEIGHT=need_weight,
-            BLOCK_M=tile.tokens, BLOCK_C=tile.columns, STAGES=tile.stages, num_warps=tile.warps,
+            *d_out.stride(), h.stride(0), h.stride(1), *strides, 1.0 / width, norm.eps, rms.eps, pre_eps, N=n,
+            GIVEN=ms is None, RMS_MODE=rms.mode, GROUPED=grouped, HAS_WEIGHT=norm.weight is not None,
+            NEED_DWEIGHT=need_weight, BLOCK_M=tile.tokens, BLOCK_C=tile.columns, STAGES=tile.stages,
+            num_warps=tile.warps,
         )  # fmt: skip
-    return du, d_pre, weight_part
+    return du, weight_part

@@ -45,6 +45,7 @@ from mhc_compile.kernels.gates import (
     sinkhorn_backward,
 )
 from mhc_compile.kernels.input_norm import InputNorm, norm_backward, normed_rows, row_tile
+from mhc_compile.kernels.input_norm import Logits as GateLogits
 from mhc_compile.kernels.products import Affine, backward_products, dh_parts, no_tokens, store_gradient
 from mhc_compile.kernels.projection import Partials, partial_sum, project, store_sums, tokens_to_add
 
@@ -466,9 +467,10 @@ def backward_gates(
             if norm is None:
                 pre = pre_gradient(d_out, x)
             else:
-                d_out, pre, weight_part = norm_backward(
-                    d_out, x, norm, h, ms, scale, bias, need_weight, rms=rms, gates=gates
-                )
+                made_of = GateLogits(h, ms, scale, bias, rms, gates)
+                pre = scratch(1, n, tokens)
+                strides = pre.stride(2), pre.stride(1)
+                d_out, weight_part = norm_backward(d_out, x, norm, made_of, pre, strides, need_weight)
             pre_parts, pre_strides = pre.shape[0], (pre.stride(0), pre.stride(1), 1)
         elif d_pre is not None:
             pre = token_view(d_pre, 1)

@@ -8,6 +8,7 @@ from mhc_compile import compat
 from mhc_compile.ops import _launch, _loops  # noqa: F401  (registers them)
 from mhc_compile.ops._checks import typed
 from mhc_compile.ops.aggregate import aggregate
+from mhc_compile.ops.aggregate_and_norm import aggregate_and_norm
 from mhc_compile.ops.boundary import boundary
 from mhc_compile.ops.contract import contract
 from mhc_compile.ops.expand import expand
@@ -24,6 +25,7 @@ from mhc_compile.ops.sinkhorn import sinkhorn
 
 __all__ = [
     "aggregate",
+    "aggregate_and_norm",
     "boundary",
     "contract",
     "expand",

@@ -88,7 +88,7 @@ def run(overload: Any, given: Given, scalars: Mapping[str, Any], columns: Column
 def has_gates_inside(operator: str) -> bool:
     """Whether an operator makes gates, or their gradients, from streams."""
     name = operator.removeprefix("mhc::")
-    return name in _PROGRAMS and not name.startswith(("projection", "expand_combine"))
+    return name in _PROGRAMS and not name.startswith(("projection", "expand_combine", "aggregate"))
 
 
 @functools.cache
@@ -239,6 +239,23 @@ def _head_backward(on: _Operators, given: Given) -> Results:
     return tuple(on.read_backward(given["d_out"], None, None, given["d_x"], given["x"], given, given["needs"])[:5])
 
 
+def _aggregate_and_norm(on: _Operators, given: Given) -> Results:
+    return (on.read(given["x"], given["h_pre"], given["input_norm_weight"]),)
+
+
+def _aggregate_and_norm_backward(on: _Operators, given: Given) -> Results:
+    d_out, x, h_pre, weight = (given[name] for name in ("d_out", "x", "h_pre", "input_norm_weight"))
+    du, d_weight = on.before_norm(d_out, x, h_pre, weight)
+    du = du.to(d_out.dtype)
+    d_pre = torch.ops.mhc.aggregate_backward(du, x, h_pre, [False, given["needs"][1]])[1]
+    nothing = x.new_empty(0)
+    return (
+        du if given["needs"][0] else nothing,
+        d_pre,
+        d_weight.to(weight.dtype) if weight is not None and given["needs"][2] else nothing,
+    )
+
+
 def _write(on: _Operators, given: Given) -> Tensor:
     tensors = (given[name] for name in ("f", "layer_bias", "h_post", "x", "h_res"))
     result: Tensor = torch.ops.mhc.expand_combine(*tensors, out_dtype=on.scalars.get("streams_dtype"))
@@ -298,6 +315,8 @@ def _expand_combine_and_read_backward(on: _Operators, given: Given) -> Results:
 
 
 _PROGRAMS: dict[str, Callable[[_Operators, Given], Results]] = {
+    "aggregate_and_norm": _aggregate_and_norm,
+    "aggregate_and_norm_backward": _aggregate_and_norm_backward,
     "projection": _projection,
     "projection_backward": _projection_backward,
     "generate_mix": _generate_mix,

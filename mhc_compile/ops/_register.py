@@ -195,6 +195,7 @@ def differentiate(
     drop: Sequence[str] = (),
     last: str | None = None,
     with_needs: bool = True,
+    finish: Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[bool]], Sequence[Tensor | None]] | None = None,
     reaches: Mapping[int, Sequence[int]] = MappingProxyType({}),
 ) -> None:
     """Register `backward_operator(*gradients, *keep, *rest, needs, **scalars)` as the backward of `operator`.
@@ -202,6 +203,7 @@ def differentiate(
     tensors: how many leading arguments are differentiable; keep: the tensors saved, from (inputs, output);
     rest: further positional arguments of the backward, from the inputs; drop: scalars that it does not take;
     last: the name of the last tensor saved, where the backward takes it after `needs`, if there is one;
+    finish: makes the gradients of the backward's results, the other tensors saved, and needs, if they are not the same;
     reaches: the outputs that an argument has a part in, where these are not all. Without a gradient of one of them it
     has none, and not zeros, which an optimizer with weight decay would take for a reason to change it.
     """
@@ -240,6 +242,8 @@ def differentiate(
         arguments = (*gradients, *saved, *ctx.rest, *([needs] if with_needs else []))
         results = backward_operator(*arguments, **named, **ctx.scalars)
         results = results if isinstance(results, (tuple, list)) else (results,)
+        if finish is not None:
+            results = finish(results, saved, needs)
         wanted = [result if need else None for result, need in zip(results, needs, strict=True)]
         wanted += [None] * (ctx.inputs - tensors)
         return tuple(wanted)

@@ -57,13 +57,25 @@ def generate_mix_and_aggregate(
     h_pre, *rest = generate_mix(x, phi, scale, bias, norm_weight, **scalars)
     if input_norm_eps is None:
         return aggregate(x, h_pre, out_dtype=out_dtype), *rest
-    u = aggregate(x, h_pre, out_dtype=h_pre.dtype)
+    return aggregate_and_norm(x, h_pre, input_norm_weight, input_norm_eps=input_norm_eps, out_dtype=out_dtype), *rest
+
+
+def aggregate_and_norm(
+    x: Tensor,
+    h_pre: Tensor,
+    input_norm_weight: Tensor | None = None,
+    *,
+    input_norm_eps: float,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The aggregate, and its norm."""
+    u = aggregate(x, h_pre, out_dtype=accumulation_dtype(x))
     row = u[..., None, :]
     mean = _loops.products(row, row, x.shape[-2])[..., 0] / x.shape[-1]
     normed = u * (1.0 / torch.sqrt(mean + input_norm_eps))
     if input_norm_weight is not None:
         normed = normed * input_norm_weight.to(normed.dtype)
-    return normed.to(out_dtype or x.dtype), *rest
+    return normed.to(out_dtype or x.dtype)
 
 
 def sinkhorn(logits: Tensor, **form: Any) -> Tensor:
@@ -320,6 +332,7 @@ def expand_combine_and_read_backward(
 _PARTS: dict[str, Callable[..., Any]] = {
     "aggregate": aggregate,
     "aggregate_backward": aggregate_backward,
+    "aggregate_and_norm": aggregate_and_norm,
     "mix_streams": mix_streams,
     "mix_streams_backward": mix_streams_backward,
     "expand_combine": expand_combine,

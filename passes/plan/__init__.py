@@ -340,13 +340,19 @@ def _derivatives_beyond(shadow: Shadow) -> str:
 
 
 def _with_norm(shadow: Shadow, findings: Findings, site: Site, wanted: bool | None, errors: list[str]) -> Site:
-    """A site with the norm of its layer input, if the operator can include it and should; else the site as it is."""
-    if not isinstance(site, MixSite) or site.aggregate is None or site.op != "generate_mix_and_aggregate":
+    """A site with the norm of its layer input, if the operator can include it and should; else the site as it is.
+
+    What reads with gates that are there before the streams are is rather part of the write of these streams.
+    """
+    if not isinstance(site, (AggregateSite, MixSite)) or site.aggregate is None or site.op == "head":
         return site
-    if wanted is None and site.x.meta.device.type == "cpu":
+    a = site.aggregate
+    if wanted is None and a.x.meta.device.type == "cpu":
         return site
     try:
-        norm = input_norm(findings.reader, site.aggregate)
+        if isinstance(site, AggregateSite) and a.x not in findings.connections.between(a.x, a.gate):
+            return site
+        norm = input_norm(findings.reader, a)
         if not isinstance(norm, InputNorm):
             return replace(site, norm_apart=norm)
         larger = replace(site, norm=norm)

@@ -145,20 +145,35 @@ class CombineSite:
 
 @dataclass
 class AggregateSite:
-    """aggregate, with a gate that comes from elsewhere; own says why, if it is the program's."""
+    """aggregate, with a gate that comes from elsewhere; own says why, if it is the program's.
+
+    norm is the RMS norm that reads it, and norm_apart says why such a norm is not part of the operator.
+    """
 
     aggregate: Aggregate
     own: str = ""
-    op: str = "aggregate"
+    norm: InputNorm | None = None
+    norm_apart: str | None = None
+
+    @property
+    def op(self) -> str:
+        return "aggregate" if self.norm is None else "aggregate_and_norm"
+
+    @property
+    def layer_input(self) -> Value:
+        """The value that the operator's result stands for."""
+        return self.aggregate.out if self.norm is None else self.norm.out
 
     def targets(self) -> Iterator[Value]:
-        yield self.aggregate.out
+        yield self.layer_input
 
     def gates(self) -> Iterator[Value]:
         yield self.aggregate.gate
 
     def sources(self) -> Iterator[Value]:
         yield from (self.aggregate.x, self.aggregate.gate)
+        if self.norm is not None and self.norm.weight is not None:
+            yield self.norm.weight
 
 
 @dataclass

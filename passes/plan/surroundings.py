@@ -88,7 +88,7 @@ def _wide(site: Site) -> Iterator[tuple[str, Value, Layout]]:
         yield "its result", c.out, c.out_view.layout
     elif isinstance(site, AggregateSite) and site.aggregate.streams.holds_tokens:
         yield "the streams", site.aggregate.x, site.aggregate.streams.layout
-        yield "its result", site.aggregate.out, site.aggregate.out_layout
+        yield "its result", site.layer_input, site.aggregate.out_layout
     elif isinstance(site, MixingSite) and site.mixing.streams is not None and site.mixing.streams.holds_tokens:
         yield "the streams", site.mixing.x, site.mixing.x_layout
         yield "its result", site.mixing.out, site.mixing.out_layout

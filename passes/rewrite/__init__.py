@@ -212,11 +212,17 @@ class Rewriter(Vectors):
         return node if const == 1.0 else self._call("mul", self._call("float", node), const)
 
     def _aggregate(self, site: AggregateSite) -> None:
-        a, target = site.aggregate, surface(site.aggregate.out)
+        a, target = site.aggregate, surface(site.layer_input)
         self.anchor = self.copies[self._node(target)]
         x, dims = self._streams(a.x, a.streams)
         gate = self._gates(a.gate, a.gate_layout, a.rows, dims, (*compat.example(x).shape[:-2], a.streams.n))
-        new = self._operator(site.op, x, self._times(gate, a.const), **self._out_dtype(target, x))
+        tensors = [self._times(gate, a.const)]
+        kwargs: dict[str, Any] = self._out_dtype(target, x)
+        if site.norm is not None:
+            kwargs["input_norm_eps"] = site.norm.eps
+            if site.norm.weight is not None:
+                tensors.append(self._shaped(self._visible(site.norm.weight), (a.streams.channels,)))
+        new = self._operator(site.op, x, *tensors, **kwargs)
         self.calls.append((new, site))
         self._replace(target, self._laid_out(new, dims, a.out_layout))
 

@@ -28,6 +28,7 @@ from triton.runtime.jit import JITFunction
 from mhc_compile.forms import Gates, Rms, Sinkhorn
 from mhc_compile.kernels import (
     aggregate,
+    aggregate_and_norm,
     boundary_gradients,
     boundary_pass,
     combine_gradients,
@@ -201,6 +202,8 @@ def _norm(n: int, width: int, tokens: int, dtype: torch.dtype) -> None:
     out, post, res, h, ms = generate_mix_and_aggregate.forward(x, phi, alpha, bias, None, weight, **forms)
     saved = x, phi, alpha, bias, None, h, ms, [True, True, True, True, False, True], x, weight
     generate_mix_and_aggregate.backward(out, post, res, None, None, *saved, **forms)
+    aggregate_and_norm.forward(x, post, weight, input_norm_eps=1e-6)
+    aggregate_and_norm.backward(out, x, post, [True] * 3, weight, input_norm_eps=1e-6)
 
 
 def _mxfp8(n: int, width: int, tokens: int) -> None:
@@ -221,7 +224,9 @@ def _narrow(n: int, width: int, tokens: int) -> None:
     x, d_out = torch.empty(tokens, n, width), torch.empty(tokens, width)
     logits = torch.empty(tokens, rows), torch.empty(tokens), torch.empty(3), torch.empty(rows)
     norm = input_norm.InputNorm(torch.empty(width), 1e-6)
-    input_norm.norm_backward(d_out, x, norm, *logits, True, rms=Rms(), gates=Gates())
+    aggregate_and_norm.forward(x, logits[0][:, :n], norm.weight, input_norm_eps=1e-6)
+    made_of = input_norm.Logits(*logits, Rms(), Gates())
+    input_norm.norm_backward(d_out, x, norm, made_of, torch.empty(tokens, n), (n, 1), True)
 
 
 def _turned(n: int, width: int, tokens: int) -> None:

@@ -15,6 +15,7 @@ import torch
 from mhc_compile.forms import Gates, Rms, Sinkhorn
 from mhc_compile.kernels import (
     aggregate,
+    aggregate_and_norm,
     boundary,
     boundary_pass,
     expand_combine,
@@ -76,6 +77,10 @@ def _calls(n: int) -> dict[str, Callable[[], object]]:
         "projection_backward": lambda: projection.backward(h, ms, x, mix[0], None, [True, True, False]),
         "aggregate": lambda: aggregate.forward(x, pre),
         "aggregate_backward": lambda: aggregate.backward(d_input, x, pre, [True, True]),
+        "aggregate_and_norm": lambda: aggregate_and_norm.forward(x, pre, input_norm_eps=1e-6),
+        "aggregate_and_norm_backward": lambda: aggregate_and_norm.backward(
+            d_input, x, pre, [True, True, False], input_norm_eps=1e-6
+        ),
         "mix_streams": lambda: mix_streams.forward(x, res),
         "mix_streams_backward": lambda: mix_streams.backward(new, x, res, [True, True]),
         "generate_mix_and_aggregate": lambda: generate_mix_and_aggregate.forward(x, *mix, **forms),

@@ -78,7 +78,7 @@ def test_every_kernel_is_there(compiled: tuple[int, list[dict[str, Any]]]) -> No
         "collect_kernel", "spread_kernel", "scale_kernel", "scale_backward_kernel", "affine_sum_kernel",
         "sinkhorn_kernel", "sinkhorn_backward_kernel", "aggregate_kernel", "gate_sum_kernel",
         "boundary_gradients_kernel", "combine_gradients_kernel", "input_norm_backward_kernel",
-        "mix_streams_kernel", "mix_streams_backward_kernel",
+        "mix_streams_kernel", "mix_streams_backward_kernel", "aggregate_and_norm_kernel",
     } | (set(STREAMS_ONCE) if gpus.TABLE[compiled[0]].streams_once else set())  # fmt: skip
 
 

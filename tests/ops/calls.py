@@ -29,6 +29,8 @@ OTHER_SHAPES = {
     "scale": {"h": "t L"},
     "mix_streams": {"h": "t n m"},
 }
+# Results of a backward that are not the gradient of the argument at the same place.
+OTHER_RESULTS = {("aggregate_and_norm_backward", "d_x"): "d_u"}
 PARAMETERS = frozenset(name for name, letters in SHAPES.items() if not letters.startswith("t"))
 # Optional arguments that models seldom give: some kernels run only without them.
 RARE = frozenset({"norm_weight", "input_norm_weight", "d_h", "d_ms", "d_x"})
@@ -80,7 +82,7 @@ def result_names(operator: str) -> list[str]:
     """What each result is: an output, named by its gradient in the backward, or the gradient d_name of an input."""
     if operator in BACKWARD:
         forward = operator.removesuffix("_backward")
-        return [f"d_{name}" for name in tensor_names(forward)]
+        return [OTHER_RESULTS.get((operator, f"d_{name}"), f"d_{name}") for name in tensor_names(forward)]
     gradients = tensor_names(f"{operator}_backward")[: len(schema(operator).returns)]
     return [name.removeprefix("d_") for name in gradients]
 

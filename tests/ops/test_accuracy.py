@@ -84,6 +84,12 @@ def _aggregate(x: Tensor, h_pre: Tensor) -> Tensor:
     return (h_pre.unsqueeze(-1) * x).sum(-2).to(x.dtype)
 
 
+def _aggregate_and_norm(x: Tensor, h_pre: Tensor, input_norm_weight: Tensor) -> Tensor:
+    u = _aggregate(x, h_pre)
+    normed = _wide(u) * torch.rsqrt(_wide(u).square().mean(-1, keepdim=True) + 1e-6)
+    return (normed * input_norm_weight).to(u.dtype)
+
+
 def _mixed_streams(x: Tensor, h: Tensor) -> Tensor:
     return torch.einsum("...io,...ic->...oc", h, _wide(x)).to(x.dtype)
 
@@ -186,6 +192,17 @@ CASES = {
     ),
     "aggregate": Case(
         ops.aggregate, _aggregate, lambda: {"x": _random(N, C), "h_pre": _random(N).sigmoid()}, ("out",), ("h_pre",)
+    ),
+    "aggregate_and_norm": Case(
+        ops.aggregate_and_norm,
+        _aggregate_and_norm,
+        lambda: {
+            "x": _random(N, C),
+            "h_pre": _random(N).sigmoid(),
+            "input_norm_weight": 0.5 + torch.rand(C, dtype=torch.float64),
+        },
+        ("out",),
+        ("h_pre", "input_norm_weight"),
     ),
     "mix_streams": Case(
         ops.mix_streams,

@@ -553,6 +553,8 @@ def test_second_derivative_names_the_operator(name: str) -> None:
     gradients = torch.autograd.grad(first, leaves, create_graph=True, allow_unused=True)
     made = [gradient for gradient in gradients if gradient is not None]
     assert made
+    # The gradient of x is made by another operator's backward.
+    either = "aggregate(_and_norm)?" if name == "aggregate_and_norm" else name
     for gradient in made:
-        with pytest.raises(RuntimeError, match=f"mhc::{name}_backward cannot be differentiated again"):
+        with pytest.raises(RuntimeError, match=f"mhc::{either}_backward cannot be differentiated again"):
             gradient.sum().backward(retain_graph=True)

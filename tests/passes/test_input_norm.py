@@ -171,11 +171,15 @@ class Sublayer(nn.Module):
         self.norm = nn.RMSNorm(WIDTH, eps=1e-5, dtype=dtype)
         self.weight = nn.Parameter(random_parameter(WIDTH, WIDTH, std=WIDTH**-0.5).detach().to(dtype))
 
+    def reads_with(self, logits: Tensor) -> Tensor:
+        """The gates of the read."""
+        return torch.sigmoid(logits)
+
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(-2).float()
         mixes = F.linear(flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + 1e-6), self.phi)
         pre, post, res = mixes.split([N, N, N * N], -1)
-        h_pre = torch.sigmoid(pre * self.scale[0] + self.bias[:N])
+        h_pre = self.reads_with(pre * self.scale[0] + self.bias[:N])
         h_post = 2 * torch.sigmoid(post * self.scale[1] + self.bias[N : 2 * N])
         m = (res * self.scale[2] + self.bias[2 * N :]).unflatten(-1, (N, N)).softmax(-1) + 1e-6
         m = m / (m.sum(-2, keepdim=True) + 1e-6)
@@ -184,10 +188,24 @@ class Sublayer(nn.Module):
         return (h_post.unsqueeze(-1) * f.unsqueeze(-2) + m.transpose(-1, -2) @ x.float()).to(x.dtype)
 
 
+class Softmax(Sublayer):
+    """The gates of the read are the program's own."""
+
+    def reads_with(self, logits: Tensor) -> Tensor:
+        return logits.softmax(-1)
+
+
+class Parameters(Sublayer):
+    """The gates of the read are there before the streams are."""
+
+    def reads_with(self, logits: Tensor) -> Tensor:
+        return self.bias[:N].sin().expand_as(logits)
+
+
 class Chain(nn.Module):
-    def __init__(self, *norms: Norm) -> None:
+    def __init__(self, *norms: Norm, kind: type[Sublayer] = Sublayer) -> None:
         super().__init__()
-        self.sublayers = nn.ModuleList(Sublayer(norm) for norm in norms)
+        self.sublayers = nn.ModuleList(kind(norm) for norm in norms)
 
     def forward(self, x: Tensor) -> Tensor:
         for sublayer in self.sublayers:
@@ -195,29 +213,45 @@ class Chain(nn.Module):
         return x
 
 
+_READS = ("generate_mix_and_aggregate", "aggregate", "aggregate_and_norm")
+
+
 def _details(outcome: check.Outcome) -> list[str]:
-    return [site.detail for site in outcome.report.rewritten if site.op == "generate_mix_and_aggregate"]
+    return [site.detail for site in outcome.report.rewritten if site.op in _READS]
 
 
+@pytest.mark.parametrize("kind", [Sublayer, Softmax])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", SPELLINGS)
-def test_taken_into_the_operator(name: str, dtype: torch.dtype) -> None:
+def test_taken_into_the_operator(name: str, dtype: torch.dtype, kind: type[Sublayer]) -> None:
     torch.manual_seed(0)
-    outcome = check.run(Sublayer(SPELLINGS[name], dtype), [torch.randn(2, 5, N, WIDTH, dtype=dtype)])
+    outcome = check.run(kind(SPELLINGS[name], dtype), [torch.randn(2, 5, N, WIDTH, dtype=dtype)])
     assert "input norm eps" in "".join(_details(outcome)), outcome.report
+    assert ("aggregate_and_norm" in outcome.operators) == (kind is Softmax)
     check.assert_as_accurate(outcome)
 
 
+@pytest.mark.parametrize("kind", [Sublayer, Softmax])
 @pytest.mark.parametrize("name", [*NEAR, *WITHOUT_WEIGHT])
-def test_left_alone(name: str) -> None:
+def test_left_alone(name: str, kind: type[Sublayer]) -> None:
     torch.manual_seed(0)
-    outcome = check.run(Sublayer((NEAR | WITHOUT_WEIGHT)[name]), [torch.randn(2, 5, N, WIDTH)])
+    outcome = check.run(kind((NEAR | WITHOUT_WEIGHT)[name]), [torch.randn(2, 5, N, WIDTH)])
     (detail,) = _details(outcome)
     # The norm in front of a weight of tokens is one.
     assert ("input norm" in detail) == (name in WITHOUT_WEIGHT)
     assert ("stays apart: something else reads the layer input" in detail) == name.endswith("is read again")
-    assert outcome.operators == ["expand_combine", "generate_mix_and_aggregate"]
+    apart = ["aggregate" if name in NEAR else "aggregate_and_norm", "expand_combine", "projection", "sinkhorn"]
+    assert outcome.operators == (["expand_combine", "generate_mix_and_aggregate"] if kind is Sublayer else apart)
     check.assert_as_accurate(outcome)
+
+
+def test_gates_that_are_there_before_the_streams() -> None:
+    """Such a read becomes a part of the write, which leaves a norm of its result to the program."""
+    torch.manual_seed(0)
+    model = Chain(_llama, _llama, kind=Parameters)
+    program = fused.judge(model, [torch.randn(2, 5, N, WIDTH)])
+    assert program.counts["shifted_boundary"] == 1
+    assert "aggregate_and_norm" not in graph_text(program.graphs[0])
 
 
 def test_returned_layer_input_stays() -> None:
@@ -272,6 +306,24 @@ def _captured(model: nn.Module) -> tuple[str, fused.Program]:
     return graph_text(program.graphs[0]), program
 
 
+def test_gradients_of_own_reads_are_fused() -> None:
+    """The gradient of the streams comes from what the norm reads, as if the norm were apart."""
+    torch.manual_seed(0)
+    model = Chain(_llama, _functional, _plain, kind=Softmax)
+    program = fused.judge(model, [torch.randn(2, 5, N, WIDTH)])
+    assert program.counts["combine_and_read"] == program.counts["combine_and_read_backward"] == 2
+    text = graph_text(program.graphs[0])
+    # The norm's backward is alone in all sublayers, and only the first one has streams that no write has made.
+    assert text.count("aggregate_and_norm_backward(") == 3
+    assert text.count("= aggregate_backward(") == 1
+
+
+def test_own_reads_with_streams_computed_again() -> None:
+    model = Chain(_llama, _functional, _llama, kind=Softmax)
+    program = fused.program(model, layers=2)
+    check.assert_as_accurate(check.compare(model, program.call, program.report, [torch.randn(2, 5, N, WIDTH)]))
+
+
 def test_boundaries_take_the_norm_along() -> None:
     torch.manual_seed(0)
     model = Chain(_llama, _functional, _plain)
@@ -297,9 +349,10 @@ def _shape_given(self: Sublayer, u: Tensor) -> Tensor:
     return F.rms_norm(u.reshape(-1, WIDTH), (WIDTH,), self.gain, 1e-5).view(u.size()) + torch.ones(u.shape)
 
 
+@pytest.mark.parametrize("kind", [Sublayer, Softmax])
 @pytest.mark.parametrize("norm", [_llama, _flattened, _shape_unpacked, _shape_given])
-def test_any_number_of_tokens(norm: Norm) -> None:
-    model = Sublayer(norm)
+def test_any_number_of_tokens(norm: Norm, kind: type[Sublayer]) -> None:
+    model = kind(norm)
     outcome = check.run(model, [torch.randn(3, 5, N, WIDTH)], dynamic=True)
     assert "input norm" in _details(outcome)[0]
     check.assert_as_accurate(outcome)
@@ -317,9 +370,10 @@ def test_option() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_where_nobody_says_so(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [Sublayer, Softmax])
+def test_where_nobody_says_so(device: str, kind: type[Sublayer], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes, "INPUT_NORMS", None)
-    model = Chain(_llama, _functional).to(device)
+    model = Chain(_llama, _functional, kind=kind).to(device)
     outcome = check.run(model, [torch.randn(2, 5, N, WIDTH, device=device)])
     assert ("input norm" in "".join(_details(outcome))) == (device == "cuda")
 
