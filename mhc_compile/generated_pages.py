@@ -177,6 +177,13 @@ def _section(name: str) -> str:
     return "\n".join(lines)
 
 
+# What a backward returns in place of a gradient of its operator.
+_INSTEAD = {
+    "aggregate_and_norm_backward": " The first is not that of x, but that of u, with the shape and dtype of d_out. "
+    "`aggregate_backward` makes that of x of it."
+}
+
+
 def _backward_section(name: str) -> str:
     own = schema(name)
     forward = {argument.name for argument in schema(name.removesuffix("_backward")).arguments}
@@ -197,7 +204,7 @@ def _backward_section(name: str) -> str:
         lines.append(f"| `{argument.name}` | {_type(argument)} | {meaning} |")
     many = "the gradients of the differentiable arguments, in their order, with the shapes and dtypes of these"
     one = "the gradient of the differentiable argument, with its shape and dtype"
-    lines.append(f"\nReturns {many if len(own.returns) > 1 else one}.\n")
+    lines.append(f"\nReturns {many if len(own.returns) > 1 else one}.{_INSTEAD.get(name, '')}\n")
     return "\n".join(lines)
 
 
