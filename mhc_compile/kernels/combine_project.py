@@ -29,7 +29,8 @@ from mhc_compile.kernels.common import cdiv, expected, launch, on_device
 from mhc_compile.kernels.config import Tile
 from mhc_compile.kernels.one_pass import ROWS, barrier, combined, copy_rows, load_to_shared, split_phi
 from mhc_compile.kernels.opaque import opaque
-from mhc_compile.kernels.projection import GROUPS, SPLIT_AHEAD_TILES, Partials, parts_of, split_ahead
+from mhc_compile.kernels.phi_parts import split_ahead
+from mhc_compile.kernels.projection import GROUPS, SPLIT_AHEAD_TILES, Partials, parts_of
 
 MANY = Tile(64, 64, 8, 2)
 # For programs of a single block, where processors are left over. Tensor cores multiply as many rows as before, but it

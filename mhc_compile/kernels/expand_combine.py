@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mhc_compile.kernels import combine_gradients
+from mhc_compile.kernels import combine_gradients, combine_many
 from mhc_compile.kernels.common import (
     blocks_each,
     cdiv,
@@ -406,6 +406,9 @@ def forward(
     tokens = x.shape[0]
     if tokens == 0:
         return whole
+    if res is not None and combine_many.fits(x):
+        combine_many.forward(f, layer_bias, h_post, x, res, pre, layer_input, out)
+        return put_back(whole, out)
     tile = tile_for("combine" if read is None else "combine_read", n, x.element_size())
     block_m, block_c = tile.tokens, tile.columns
     tiles = cdiv(tokens, block_m)
@@ -468,7 +471,9 @@ def backward_with_read(
     n, width = x.shape[-2:]
     df, df_rows, df_strides = gradient_like(f, 1, need_df)
     unroll = n <= MAX_UNROLLED
-    takes_over = in_place and need_dx and unroll and d_x_new is not None
+    alone = h_res is not None and read is None and layer_bias is None
+    many = alone and d_x_new is not None and combine_many.fits(x, d_x_new)
+    takes_over = in_place and need_dx and (unroll or many) and d_x_new is not None
     if takes_over and d_x_new is not None and d_x_new.stride() == x.stride() and d_x_new.dtype == x.dtype:
         # A program reads a block of all streams before it writes any of it.
         dx, dx_rows = d_x_new, token_view(d_x_new, 2)
@@ -494,6 +499,13 @@ def backward_with_read(
     if whole and res is not None and d_out is not None and combine_gradients.fits((d_out, f, df_rows, dx_rows, x)):
         sums = combine_gradients.backward(dx_rows, df_rows, d_out, f, post.contiguous(), x, res.contiguous())
         reduce_partial_sums(sums, nothing(x), 0, dpost, dres, dbias, x)
+        put_back(df, df_rows)
+        put_back(dx, dx_rows)
+        return results
+    if many and res is not None and d_out is not None:
+        given = laid_out_as(d_x, dx_rows)
+        needed = need_df, need_dpost, need_dx, need_dres
+        combine_many.backward(d_out, f, post, x, res, given, (df_rows, dpost, dx_rows, dres), needed)
         put_back(df, df_rows)
         put_back(dx, dx_rows)
         return results

@@ -169,7 +169,7 @@ def input_norm_backward_kernel(x, d_out, weight, h, ms, scale, bias, du, d_pre, 
 
 
 @dataclass(frozen=True)
-class Logits:
+class GateLogits:
     """What an operator makes the gates of a read of: the first n columns of h [M, K], and ms [M]."""
 
     h: torch.Tensor
@@ -184,7 +184,7 @@ def norm_backward(
     d_out: torch.Tensor,
     x: torch.Tensor,
     norm: InputNorm,
-    read_with: Logits | torch.Tensor,
+    read_with: GateLogits | torch.Tensor,
     d_pre: torch.Tensor,
     strides: tuple[int, int],
     need_weight: bool,
@@ -201,7 +201,7 @@ def norm_backward(
     du = torch.empty(tokens, width, dtype=d_out.dtype, device=x.device)
     need_weight = need_weight and norm.weight is not None
     weight_part = torch.empty(programs, width, dtype=torch.float32, device=x.device) if need_weight else None
-    if isinstance(read_with, Logits):
+    if isinstance(read_with, GateLogits):
         h, ms, scale, bias = read_with.h, read_with.ms, read_with.scale, read_with.bias
         rms, pre_eps, grouped = read_with.rms, read_with.gates.pre_eps, group_scale(scale, bias)
     else:

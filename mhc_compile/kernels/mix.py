@@ -8,14 +8,15 @@ the gates (Sinkhorn in registers). The others need h_pre alone: they compute it 
 # (A tuple that a kernel builds up one by one changes its type each time.)
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 
 from mhc_compile.forms import Gates, Rms, Sinkhorn
-from mhc_compile.kernels import mxfp8
+from mhc_compile.kernels import aggregate_and_norm, mxfp8
+from mhc_compile.kernels.aggregate import forward as aggregate_forward
 from mhc_compile.kernels.aggregate import pre_gradient, weigh_streams
 from mhc_compile.kernels.common import (
     blocks_each,
@@ -44,13 +45,14 @@ from mhc_compile.kernels.gates import (
     sinkhorn,
     sinkhorn_backward,
 )
-from mhc_compile.kernels.input_norm import InputNorm, norm_backward, normed_rows, row_tile
-from mhc_compile.kernels.input_norm import Logits as GateLogits
+from mhc_compile.kernels.input_norm import GateLogits, InputNorm, norm_backward, normed_rows, row_tile
 from mhc_compile.kernels.products import Affine, backward_products, dh_parts, no_tokens, store_gradient
 from mhc_compile.kernels.projection import Partials, partial_sum, project, store_sums, tokens_to_add
 
 # Several threads share a larger matrix (`gate_tokens`).
 _MOST_JOINED = tl.constexpr(4)
+# Of more streams, the gates take so many registers that a read in the same kernel would wait for memory.
+_MOST_READ_BESIDE = 8
 
 
 @triton.jit
@@ -368,6 +370,16 @@ def forward_mix(
     one of `kernels.mxfp8`, if this is to be in MXFP8.
     """
     n, width = x.shape[-2:]
+    if aggregate and n > _MOST_READ_BESIDE and scaling is None:
+        mix = forward_mix(
+            x, phi, scale, bias, norm_weight, rms=rms, gates=gates, sinkhorn=sinkhorn, aggregate=False,
+            partials=partials,
+        )  # fmt: skip
+        if norm is None:
+            read = aggregate_forward(x, mix.h_pre, out_dtype=out_dtype)
+        else:
+            read = aggregate_and_norm.forward(x, mix.h_pre, norm.weight, input_norm_eps=norm.eps, out_dtype=out_dtype)
+        return replace(mix, layer_input=read, h_pre=nothing(x))
     rows = phi.shape[0]
     lead = x.shape[:-2]
     flat = token_view(x, 2)

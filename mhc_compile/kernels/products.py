@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mhc_compile.kernels import gpus, streamed_products
+from mhc_compile.kernels import gpus, many_rows, streamed_products
 from mhc_compile.kernels.common import (
     INTERPRETED,
     add_rounded,
@@ -82,13 +82,17 @@ def products_kernel(x, d_out, d_x, phi, norm_weight, dh, coefficient, h_pre, dx,
     by side, so that d_out comes from L2. dh is float32, or the three bf16 parts of it.
     """
     pid = tl.program_id(0)
+    k_own = tl.arange(0, BLOCK_K)
+    if NEED_DPHI:
+        # Side by side as well, so that x comes from L2 for all but the first block of rows.
+        k_own += pid % BLOCKS_K * BLOCK_K
+        pid = pid // BLOCKS_K
     stream = pid % N
     blocks = tl.cdiv(C, BLOCK_C)
     c = (pid // N) % blocks * BLOCK_C + tl.arange(0, BLOCK_C)
     split = pid // (N * blocks)
     inside = c < C
     flat = stream * C + c
-    k_own = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     k_first = tl.arange(0, BLOCK_K)
     if HAS_NORM:
         norm = tl.load(norm_weight + flat, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -300,7 +304,8 @@ def backward_products(
     # All rows at once need one launch and read x once.
     kb = block_k(rows, most_rows(x) if rows <= most_rows(x) else MAX_BLOCK_K)
     blocks_k = cdiv(rows, kb)
-    tile = tile_for("products", n, x.element_size())
+    many = blocks_k > 1 and x.dtype == torch.bfloat16
+    tile = tile_for("products_of_many_rows" if many else "products", n, x.element_size())
     block_m, block_c = tile.tokens, tile.columns
     column_blocks = n * cdiv(width, block_c)
     # Enough programs to fill the device, each with enough tokens to pay for its share of dphi's partial sums.
@@ -312,7 +317,7 @@ def backward_products(
 
     def multiply(dx_too: bool, dphi_too: bool) -> None:
         launch(
-            products_kernel, (column_blocks * splits, blocks_k if dphi_too else 1),
+            products_kernel, (column_blocks * splits * (blocks_k if dphi_too else 1),),
             x, d_out, d_x, phi, norm_weight, dh, coefficient, h_pre, dx, part, tokens, tokens_each, dh.stride(0),
             width, x.stride(0), x.stride(1), x.stride(2), *(d_out.stride() if d_out is not None else (0, 0)),
             phi.stride(0), phi.stride(1), *dx_strides, N=n, K=rows, ROW=dh.shape[-1],
@@ -326,7 +331,9 @@ def backward_products(
         if blocks_k == 1 and (need_dx or need_sum):
             multiply(need_dx, need_sum)
         else:
-            if need_dx:
+            if need_dx and many:
+                many_rows.multiply(x, d_out, d_x, phi, norm_weight, dh, coefficient, h_pre, dx)
+            elif need_dx:
                 multiply(True, False)
             if need_sum:
                 multiply(False, True)

@@ -36,6 +36,7 @@ from mhc_compile.kernels.common import (
     wanted,
 )
 from mhc_compile.kernels.config import TILES, Tile, tile_for
+from mhc_compile.kernels.phi_parts import split_ahead
 from mhc_compile.kernels.products import backward_products, block_k, dh_parts, most_rows, no_tokens, store_gradient
 
 # Groups of chunks that the partial sums are stored in when there are many tokens.
@@ -99,25 +100,6 @@ def parts_of(x: torch.Tensor, phi: torch.Tensor, norm_weight: torch.Tensor | Non
     if norm_weight is None and phi.dtype == torch.float16:
         return 2
     return 3 if products_are_exact() else 2
-
-
-@triton.jit
-def split_kernel(phi, norm_weight, parts, stride_k, stride_c, columns, K: tl.constexpr,
-                 PADDED_K: tl.constexpr, PARTS: tl.constexpr, HAS_NORM: tl.constexpr,
-                 BLOCK: tl.constexpr):  # fmt: skip
-    """parts[p, k, c] [PARTS, PADDED_K, columns]: the bf16 parts of phi * norm_weight, rows beyond K zero."""
-    k = tl.program_id(1)
-    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = c < columns
-    w = tl.load(phi + k * stride_k + c * stride_c, mask=live & (k < K), other=0.0).to(tl.float32)
-    if HAS_NORM:
-        w = w * tl.load(norm_weight + c, mask=live, other=0.0).to(tl.float32)
-    high, middle, low = split_bf16(w)
-    at = parts + k * columns + c
-    tl.store(at, high, mask=live)
-    tl.store(at + PADDED_K * columns, middle, mask=live)
-    if PARTS == 3:
-        tl.store(at + 2 * PADDED_K * columns, low, mask=live)
 
 
 @triton.jit
@@ -292,19 +274,6 @@ def more_rows(rows: int, block: int) -> int:
     """Rows of phi for a second product: the 80 rows of 8 streams are 64 and 16, instead of 128 in one product."""
     rest = max(16, next_power_of_2(rows - block)) if rows > block else 0
     return rest if rest < block else 0
-
-
-def split_ahead(phi: torch.Tensor, norm_weight: torch.Tensor | None, parts: int, rows: int) -> torch.Tensor:
-    """The bf16 parts of phi * norm_weight [parts, rows, n*C], two or three, the largest first; rows beyond K are 0."""
-    columns = phi.shape[1]
-    weight = torch.empty(parts, rows, columns, dtype=torch.bfloat16, device=phi.device)
-    with on_device(phi):
-        launch(
-            split_kernel, (cdiv(columns, 1024), rows),
-            phi, norm_weight, weight, phi.stride(0), phi.stride(1), columns, K=phi.shape[0], PADDED_K=rows,
-            PARTS=parts, HAS_NORM=norm_weight is not None, BLOCK=1024, num_warps=4,
-        )  # fmt: skip
-    return weight
 
 
 def _share(x: torch.Tensor, rows: int, cut: Cut) -> tuple[Tile, int]:

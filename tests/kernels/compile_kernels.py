@@ -193,6 +193,15 @@ def _eight(width: int, tokens: int) -> None:
     streamed_products.multiply(x, f, x, phi, None, dh, ms, pre, x, True)
 
 
+def _sixteen(width: int, tokens: int) -> None:
+    """A write of 16 streams, and what a read with given gates adds to it."""
+    x, f = torch.empty(tokens, 16, width, dtype=torch.bfloat16), torch.empty(tokens, width, dtype=torch.bfloat16)
+    post, res = torch.empty(tokens, 16), torch.empty(tokens, 16, 16)
+    expand_combine.forward(f, None, post, x, res)
+    expand_combine.forward(f, None, post, x, res, read=(post, f))
+    expand_combine.backward(x, f, None, post, x, res, [True, False, True, True, True], x)
+
+
 def _norm(n: int, width: int, tokens: int, dtype: torch.dtype) -> None:
     """The kernels that take in the norm after the aggregate."""
     rows = n * n + 2 * n
@@ -225,7 +234,7 @@ def _narrow(n: int, width: int, tokens: int) -> None:
     logits = torch.empty(tokens, rows), torch.empty(tokens), torch.empty(3), torch.empty(rows)
     norm = input_norm.InputNorm(torch.empty(width), 1e-6)
     aggregate_and_norm.forward(x, logits[0][:, :n], norm.weight, input_norm_eps=1e-6)
-    made_of = input_norm.Logits(*logits, Rms(), Gates())
+    made_of = input_norm.GateLogits(*logits, Rms(), Gates())
     input_norm.norm_backward(d_out, x, norm, made_of, torch.empty(tokens, n), (n, 1), True)
 
 
@@ -255,6 +264,7 @@ CASES: dict[str, Callable[[], None]] = {
     "starts": _starts,
     "gates": lambda: _bf16_gates(4, 4096, 512),
     "eight": lambda: _eight(4096, 512),
+    "sixteen": lambda: _sixteen(4096, 512),
     "norm": lambda: _norm(4, 4096, 512, torch.bfloat16),
     "mxfp8": lambda: _mxfp8(4, 4096, 512),
     "narrow": lambda: _narrow(2, 7, 512),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mhc_compile.kernels import expand_combine
+from mhc_compile.kernels import combine_many, expand_combine
 from tests.kernels.cases import DEVICE, MARKS, assert_all_near, assert_near, combine, draw
 
 pytestmark = MARKS
@@ -58,6 +58,8 @@ def check(args: Arguments, noise: float = 4e-6) -> None:
         (2, 16, 7, torch.float16),
         (1, 2, 1100, torch.bfloat16),
         (5, 4, 1, torch.bfloat16),
+        (3, 16, 300, torch.bfloat16),
+        (2, 31, 40, torch.bfloat16),
     ],
 )
 def test_shapes(tokens: int, n: int, width: int, dtype: torch.dtype) -> None:
@@ -85,14 +87,35 @@ def test_out_dtype() -> None:
     assert_all_near(got, gradients(args, d_new), "df dbias dpost dx dres")
 
 
+@pytest.mark.parametrize("gates", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("n", [9, 16, 17])
+def test_many_streams_on_tensor_cores(n: int, gates: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a bias of the layer; the gradient of others is added."""
+    args = arguments(3, n, 520, torch.bfloat16, bias=False, gates=gates)
+    check(args)
+    d_new, d_x = draw(3, n, 520, dtype=torch.bfloat16), draw(3, n, 520, dtype=torch.bfloat16)
+    needs = [True, False, True, True, True]
+    alone, added = (expand_combine.backward(d_new, *args, needs, given)[3] for given in (None, d_x))
+    assert_near(added, gradients(args, d_new)[3] + d_x.double(), "dx")
+    calls = []
+    plain = combine_many.backward
+    monkeypatch.setattr(combine_many, "backward", lambda *given: calls.append(given) or plain(*given))
+    grad = d_new.clone()
+    own = expand_combine.backward(grad, *args, needs, in_place=True)[3]
+    assert own.data_ptr() == grad.data_ptr()
+    assert torch.equal(own, alone)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("n", [4, 9])
 @pytest.mark.parametrize("needed", range(5))
-def test_only_what_is_needed(needed: int, n: int) -> None:
-    args = arguments(5, n, 40, torch.bfloat16)
+def test_only_what_is_needed(needed: int, n: int, bias: bool) -> None:
+    args = arguments(5, n, 40, torch.bfloat16, bias=bias)
     d_new = draw(5, n, 40, dtype=torch.bfloat16)
     got = expand_combine.backward(d_new, *args, [i == needed for i in range(5)])
     for i, (gradient, expected) in enumerate(zip(got, gradients(args, d_new), strict=True)):
-        if i == needed:
+        if i == needed and args[i] is not None:
             assert_near(gradient, expected)
         else:
             assert gradient.shape == (0,)

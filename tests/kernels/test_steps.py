@@ -86,6 +86,7 @@ def check_projection(x: Tensor, phi: Tensor, norm: Tensor | None) -> None:
         (130, 4, 129, 24, torch.bfloat16, torch.float32),
         (3, 3, 40, 70, torch.float16, torch.bfloat16),
         (5, 2, 33, 130, torch.bfloat16, torch.float16),
+        (140, 2, 200, 290, torch.bfloat16, torch.float32),
         (5, 2, 33, 2, torch.bfloat16, torch.bfloat16),
     ],
 )
