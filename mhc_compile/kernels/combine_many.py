@@ -29,8 +29,10 @@ from mhc_compile.kernels.common import (
     split_bf16,
 )
 
-# Columns of a program's tile, and its warps.
-COLUMNS, WARPS = 256, 4
+# Columns of a program's tile.
+COLUMNS = 256
+# Each warp makes all products of a token's sums over columns, so that few of them are better.
+WARPS, BACKWARD_WARPS = 4, 2
 # The fewest streams that fill a tile of tensor cores by more than half.
 FEWEST = 9
 
@@ -174,5 +176,5 @@ def backward(
             *h_post.stride(), *x.stride(), *h_res.stride(), *(df.stride() if need_df else (0, 0)),
             *(dx.stride() if need_dx else (0, 0, 0)), N=n, NP=_rows(n), HAS_DX=d_x is not None, NEED_DF=need_df,
             NEED_DPOST=need_dpost, NEED_DX=need_dx, NEED_DRES=need_dres, BLOCK_C=COLUMNS, INTERPRET=INTERPRETED,
-            num_warps=WARPS,
+            num_warps=BACKWARD_WARPS,
         )  # fmt: skip

@@ -28,7 +28,7 @@ TILES = {
     # Together with dx, 16 tokens would spill on sm_90.
     "aggregate_backward": Tile(8, 256, 4),
     "products": Tile(64, 64, 4, 1),
-    "products_of_many_rows": Tile(64, 128, 8, 3),
+    "products_of_many_rows": Tile(64, 128, 4, 3),
     "combine": Tile(8, 256, 8),
     "combine_backward": Tile(32, 128, 8),
     # Not timed, as those below. Gradients of streams are float32 in registers. On sm_90, that of 8 streams spills.

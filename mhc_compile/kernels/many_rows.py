@@ -10,7 +10,7 @@ from mhc_compile.kernels.common import INTERPRETED, cdiv, dot_bf16, launch, on_d
 from mhc_compile.kernels.phi_parts import split_ahead
 
 # A program's tokens, columns and rows of phi at a time; its warps and the depth of its load pipeline.
-TOKENS, COLUMNS, ROWS, WARPS, STAGES = 128, 128, 32, 8, 3
+TOKENS, COLUMNS, ROWS, WARPS, STAGES = 64, 128, 32, 4, 3
 
 
 @triton.jit(do_not_specialize=["M", "token_tiles", "part_stride"])
@@ -31,6 +31,14 @@ def many_rows_kernel(x, d_out, d_x, weight, dh, coefficient, h_pre, dx, M, part_
     live = tok < M
     inside = c < C
     flat = stream * C + c
+    mask = live[:, None] & inside[None, :]
+    at = tok[:, None] * dx_m + stream * dx_n + c[None, :] * dx_c
+    # What is added to the product is on its way meanwhile.
+    v = tl.load(x + tok[:, None] * x_m + stream * x_n + c[None, :] * x_c, mask=mask, other=0.0)
+    if HAS_OUT:
+        grad = tl.load(d_out + tok[:, None] * d_m + c[None, :] * d_c, mask=mask, other=0.0)
+    if HAS_DX:
+        before = tl.load(d_x + at, mask=mask, other=0.0)
     d = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
     for first in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         k = first + tl.arange(0, BLOCK_K)
@@ -46,16 +54,12 @@ def many_rows_kernel(x, d_out, d_x, weight, dh, coefficient, h_pre, dx, M, part_
         d = dot_bf16(g_middle, w_high, d, INTERPRET)
         d = dot_bf16(g_high, w_middle, d, INTERPRET)
         d = dot_bf16(g_high, w_high, d, INTERPRET)
-    mask = live[:, None] & inside[None, :]
-    v = tl.load(x + tok[:, None] * x_m + stream * x_n + c[None, :] * x_c, mask=mask, other=0.0)
     d += tl.load(coefficient + tok, mask=live, other=0.0)[:, None] * v.to(tl.float32)
     if HAS_OUT:
         pre = tl.load(h_pre + stream.to(tl.int64) * M + tok, mask=live, other=0.0)
-        grad = tl.load(d_out + tok[:, None] * d_m + c[None, :] * d_c, mask=mask, other=0.0)
         d += pre[:, None] * grad.to(tl.float32)
-    at = tok[:, None] * dx_m + stream * dx_n + c[None, :] * dx_c
     if HAS_DX:
-        d += tl.load(d_x + at, mask=mask, other=0.0).to(tl.float32)
+        d += before.to(tl.float32)
     tl.store(dx + at, d.to(dx.dtype.element_ty), mask=mask)
 
 

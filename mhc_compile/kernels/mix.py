@@ -113,10 +113,10 @@ def _mix_tile(h_part, squares_part, scale, bias, h_pre, h_post, h_res, h, ms, fi
               N: tl.constexpr, NP: tl.constexpr, K: tl.constexpr, GATES: tl.constexpr, RMS_MODE: tl.constexpr,
               START: tl.constexpr, FIRST: tl.constexpr, CLAMP: tl.constexpr, ODD: tl.constexpr,
               GROUPED: tl.constexpr, STORE_PRE: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
-              KP: tl.constexpr, LIVE: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
+              KP: tl.constexpr, ADDED: tl.constexpr, LIVE: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
     """h, ms and the gates of LIVE tokens, of a tile that holds BLOCK_T (last axis); first, tokens = M as int64.
 
-    The first GATES of the K rows of h make gates.
+    The first GATES of the K rows of h make gates. h is added up for ADDED tokens at a time.
     """
     tok = first + tl.arange(0, BLOCK_T)
     live = (tok < tokens) & (tl.arange(0, BLOCK_T) < LIVE)
@@ -124,7 +124,11 @@ def _mix_tile(h_part, squares_part, scale, bias, h_pre, h_post, h_res, h, ms, fi
     i3 = tl.arange(0, NP)[:, None, None]
     o3 = tl.arange(0, NP)[None, :, None]
     # Every thread adds up some rows of h, and reads those of its own token when all are there.
-    store_sums(h_part, h, first + tl.arange(0, LIVE), tokens, stored, K, KP, GROUP, CHUNK)
+    if ADDED == LIVE:
+        store_sums(h_part, h, first + tl.arange(0, LIVE), tokens, stored, K, KP, GROUP, CHUNK)
+    else:
+        for some in tl.range(0, tl.minimum(LIVE, tokens - first), ADDED):
+            store_sums(h_part, h, first + some + tl.arange(0, ADDED), tokens, stored, K, KP, GROUP, CHUNK)
     mean = partial_sum(squares_part + tok, live, stored, tokens, GROUP, CHUNK) * inverse_columns
     r = rms_factor(mean, rms_eps, RMS_MODE)
     tl.store(ms + tok, mean, mask=live)
@@ -180,8 +184,8 @@ def mix_kernel(h_part, squares_part, scale, bias, x, out, scales, h_pre, h_post,
                NP: tl.constexpr, K: tl.constexpr, GATES: tl.constexpr, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr,
                SCALING: tl.constexpr, RMS_MODE: tl.constexpr, START: tl.constexpr, FIRST: tl.constexpr,
                CLAMP: tl.constexpr, ODD: tl.constexpr, GROUPED: tl.constexpr, AGGREGATE: tl.constexpr,
-               GROUP: tl.constexpr, CHUNK: tl.constexpr, KP: tl.constexpr, LIVE: tl.constexpr, BLOCK_T: tl.constexpr,
-               BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr):  # fmt: skip
+               GROUP: tl.constexpr, CHUNK: tl.constexpr, KP: tl.constexpr, ADDED: tl.constexpr, LIVE: tl.constexpr,
+               BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr):  # fmt: skip
     """Programs below mix_programs compute the gates of LIVE tokens, the others aggregate."""
     pid = tl.program_id(0)
     tokens = M.to(tl.int64)
@@ -189,8 +193,8 @@ def mix_kernel(h_part, squares_part, scale, bias, x, out, scales, h_pre, h_post,
         first = pid.to(tl.int64) * LIVE
         _mix_tile(h_part, squares_part, scale, bias, h_pre, h_post, h_res, h, ms, first, tokens, stored,
                   inverse_columns, rms_eps, pre_eps, post_mult, post_eps, sinkhorn_eps, start_eps, pairs, N,
-                  NP, K, GATES, RMS_MODE, START, FIRST, CLAMP, ODD, GROUPED, not AGGREGATE, GROUP, CHUNK, KP, LIVE,
-                  BLOCK_T)  # fmt: skip
+                  NP, K, GATES, RMS_MODE, START, FIRST, CLAMP, ODD, GROUPED, not AGGREGATE, GROUP, CHUNK, KP, ADDED,
+                  LIVE, BLOCK_T)  # fmt: skip
     elif AGGREGATE:
         _aggregate_tile(h_part, squares_part, scale, bias, x, out, scales, input_weight, pid - mix_programs, tokens, C,
                         x_m, x_n, x_c, stored, column_parts, blocks_each, inverse_columns, inverse_width, rms_eps,
@@ -399,7 +403,9 @@ def forward_mix(
     form = (sinkhorn or Sinkhorn()).iterated
     tile = tile_for("aggregate", n, x.element_size()) if norm is None else row_tile(width)
     block_t, block_m, block_c = gate_tokens(n), tile.tokens, tile.columns
-    live = min(block_t, tokens_to_add(partials, rows))
+    added = min(block_t, tokens_to_add(partials, rows))
+    # The rows of many streams are so many that most of a tile would have no token.
+    live = added if n <= _MOST_READ_BESIDE else block_t
     mix_programs = cdiv(tokens, live)
     blocks = blocks_each(width, block_c, tokens, block_m, 4, x.device)
     column_parts = cdiv(width, blocks * block_c)
@@ -415,8 +421,8 @@ def forward_mix(
             HAS_WEIGHT=norm is not None and norm.weight is not None, SCALING=scaling, N=n, NP=next_power_of_2(n),
             K=rows, GATES=bias.shape[0], RMS_MODE=rms.mode, START=form.start, FIRST=form.first, CLAMP=form.clamp,
             ODD=form.steps % 2 == 1, GROUPED=group_scale(scale, bias), AGGREGATE=aggregate,
-            GROUP=partials.group, CHUNK=partials.chunk, KP=next_power_of_2(rows), LIVE=live, BLOCK_T=block_t,
-            BLOCK_M=block_m, BLOCK_C=block_c, num_warps=tile.warps,
+            GROUP=partials.group, CHUNK=partials.chunk, KP=next_power_of_2(rows), ADDED=added, LIVE=live,
+            BLOCK_T=block_t, BLOCK_M=block_m, BLOCK_C=block_c, num_warps=tile.warps,
         )  # fmt: skip
     return result
 
