@@ -30,7 +30,7 @@ from mhc_compile.kernels.common import (
 )
 
 # Columns of a program's tile.
-COLUMNS = 256
+COLUMNS = 128
 # Each warp makes all products of a token's sums over columns, so that few of them are better.
 WARPS, BACKWARD_WARPS = 4, 2
 # The fewest streams that fill a tile of tensor cores by more than half.

@@ -10,7 +10,7 @@ from mhc_compile.kernels.common import INTERPRETED, cdiv, dot_bf16, launch, on_d
 from mhc_compile.kernels.phi_parts import split_ahead
 
 # A program's tokens, columns and rows of phi at a time; its warps and the depth of its load pipeline.
-TOKENS, COLUMNS, ROWS, WARPS, STAGES = 64, 128, 32, 4, 3
+TOKENS, COLUMNS, ROWS, WARPS, STAGES = 64, 128, 64, 4, 2
 
 
 @triton.jit(do_not_specialize=["M", "token_tiles", "part_stride"])
@@ -37,8 +37,6 @@ def many_rows_kernel(x, d_out, d_x, weight, dh, coefficient, h_pre, dx, M, part_
     v = tl.load(x + tok[:, None] * x_m + stream * x_n + c[None, :] * x_c, mask=mask, other=0.0)
     if HAS_OUT:
         grad = tl.load(d_out + tok[:, None] * d_m + c[None, :] * d_c, mask=mask, other=0.0)
-    if HAS_DX:
-        before = tl.load(d_x + at, mask=mask, other=0.0)
     d = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
     for first in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         k = first + tl.arange(0, BLOCK_K)
@@ -59,7 +57,7 @@ def many_rows_kernel(x, d_out, d_x, weight, dh, coefficient, h_pre, dx, M, part_
         pre = tl.load(h_pre + stream.to(tl.int64) * M + tok, mask=live, other=0.0)
         d += pre[:, None] * grad.to(tl.float32)
     if HAS_DX:
-        d += before.to(tl.float32)
+        d += tl.load(d_x + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(dx + at, d.to(dx.dtype.element_ty), mask=mask)
 
 

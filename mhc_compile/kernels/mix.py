@@ -53,6 +53,7 @@ from mhc_compile.kernels.projection import Partials, partial_sum, project, store
 _MOST_JOINED = tl.constexpr(4)
 # Of more streams, the gates take so many registers that a read in the same kernel would wait for memory.
 _MOST_READ_BESIDE = 8
+_TOKENS_OF_MANY = 4
 
 
 @triton.jit
@@ -402,10 +403,12 @@ def forward_mix(
     partials = partials or project(flat, phi, norm_weight)
     form = (sinkhorn or Sinkhorn()).iterated
     tile = tile_for("aggregate", n, x.element_size()) if norm is None else row_tile(width)
-    block_t, block_m, block_c = gate_tokens(n), tile.tokens, tile.columns
+    many = n > _MOST_READ_BESIDE
+    # With more tokens of so many streams, Triton 3.7 spills.
+    block_t, block_m, block_c = _TOKENS_OF_MANY if many else gate_tokens(n), tile.tokens, tile.columns
     added = min(block_t, tokens_to_add(partials, rows))
     # The rows of many streams are so many that most of a tile would have no token.
-    live = added if n <= _MOST_READ_BESIDE else block_t
+    live = block_t if many else added
     mix_programs = cdiv(tokens, live)
     blocks = blocks_each(width, block_c, tokens, block_m, 4, x.device)
     column_parts = cdiv(width, blocks * block_c)

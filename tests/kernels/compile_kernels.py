@@ -194,12 +194,18 @@ def _eight(width: int, tokens: int) -> None:
 
 
 def _sixteen(width: int, tokens: int) -> None:
-    """A write of 16 streams, and what a read with given gates adds to it."""
+    """What more than 8 streams, and more than 128 rows of phi, have kernels of their own for, and their gates."""
+    rows = 16 * 18
     x, f = torch.empty(tokens, 16, width, dtype=torch.bfloat16), torch.empty(tokens, width, dtype=torch.bfloat16)
     post, res = torch.empty(tokens, 16), torch.empty(tokens, 16, 16)
     expand_combine.forward(f, None, post, x, res)
     expand_combine.forward(f, None, post, x, res, read=(post, f))
     expand_combine.backward(x, f, None, post, x, res, [True, False, True, True, True], x)
+    dh, ms, pre = products.dh_parts(x, rows), torch.empty(tokens), torch.empty(16, tokens)
+    phi = torch.empty(rows, 16 * width)
+    products.backward_products(x, f, phi, None, dh, ms, pre, None, (True, True, False, False, False), x, x)
+    forms: dict[str, Any] = {"rms": Rms(), "gates": Gates(), "sinkhorn": Sinkhorn()}
+    mix.forward_mix(x, phi, torch.empty(3), torch.empty(rows), None, **forms, aggregate=True)
 
 
 def _norm(n: int, width: int, tokens: int, dtype: torch.dtype) -> None:

@@ -48,7 +48,10 @@ SPILLS: dict[str, dict[int, dict[str, int]]] = {
     },
 }
 # float32 and more streams take minutes.
-CASES = ("bf16", "few", "some", "pass", "more", "tf32", "starts", "gates", "eight", "norm", "mxfp8", "narrow", "turned")
+CASES = (
+    "bf16", "few", "some", "pass", "more", "tf32", "starts", "gates", "eight", "sixteen", "norm", "mxfp8", "narrow",
+    "turned",
+)  # fmt: skip
 
 
 # The GPUs that are measured, and the others.
@@ -79,6 +82,7 @@ def test_every_kernel_is_there(compiled: tuple[int, list[dict[str, Any]]]) -> No
         "sinkhorn_kernel", "sinkhorn_backward_kernel", "aggregate_kernel", "gate_sum_kernel",
         "boundary_gradients_kernel", "combine_gradients_kernel", "input_norm_backward_kernel",
         "mix_streams_kernel", "mix_streams_backward_kernel", "aggregate_and_norm_kernel",
+        "combine_many_kernel", "combine_many_backward_kernel", "many_rows_kernel",
     } | (set(STREAMS_ONCE) if gpus.TABLE[compiled[0]].streams_once else set())  # fmt: skip
 
 
