@@ -16,7 +16,8 @@ from mhc_compile.kernels import (
 )
 from mhc_compile.kernels.common import empty_gradient, nothing, token_view, wanted
 from mhc_compile.kernels.input_norm import input_norm
-from mhc_compile.kernels.mix import Logits, backward_gates, empty_gates
+from mhc_compile.kernels.mix import empty_gates
+from mhc_compile.kernels.mix_backward import Logits, backward_gates
 from mhc_compile.kernels.products import reduce_parameters
 
 

@@ -10,7 +10,7 @@ from mhc_compile.forms import as_projected, is_alone
 from mhc_compile.kernels import aggregate, combine_project, expand_combine, projection
 from mhc_compile.kernels.boundary import backward_in_one_pass, go_in_one_pass, rows_to_combine
 from mhc_compile.kernels.common import empty_gradient, gradient_onto, nothing, put_back, token_view, wanted
-from mhc_compile.kernels.mix import Logits
+from mhc_compile.kernels.mix_backward import Logits
 from mhc_compile.kernels.one_pass import ROWS
 from mhc_compile.kernels.products import backward_products
 

@@ -8,7 +8,8 @@ import torch
 
 from mhc_compile.forms import Gates, Rms, Sinkhorn
 from mhc_compile.kernels.common import wanted
-from mhc_compile.kernels.mix import backward_mix, forward_mix
+from mhc_compile.kernels.mix import forward_mix
+from mhc_compile.kernels.mix_backward import backward_mix
 
 
 def forward(

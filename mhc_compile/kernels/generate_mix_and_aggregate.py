@@ -10,7 +10,8 @@ from mhc_compile.forms import Gates, Rms, Sinkhorn
 from mhc_compile.kernels import boundary_pass, combine_project, gpus, one_pass
 from mhc_compile.kernels.common import token_view
 from mhc_compile.kernels.input_norm import input_norm
-from mhc_compile.kernels.mix import backward_mix, empty_gates, forward_mix
+from mhc_compile.kernels.mix import empty_gates, forward_mix
+from mhc_compile.kernels.mix_backward import backward_mix
 from mhc_compile.kernels.projection import Partials
 
 

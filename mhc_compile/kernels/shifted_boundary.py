@@ -10,7 +10,8 @@ from mhc_compile.forms import Gates, Rms, Sinkhorn
 from mhc_compile.kernels import aggregate, combine_project, expand_combine
 from mhc_compile.kernels.boundary import backward_in_one_pass, go_in_one_pass, rows_to_combine
 from mhc_compile.kernels.common import empty_gradient, nothing, token_view, wanted
-from mhc_compile.kernels.mix import backward_gates, backward_mix, forward_mix
+from mhc_compile.kernels.mix import forward_mix
+from mhc_compile.kernels.mix_backward import backward_gates, backward_mix
 
 
 def forward(

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mhc_compile.forms import Gates, Rms, Sinkhorn
-from mhc_compile.kernels import mix, scale, sinkhorn
+from mhc_compile.kernels import mix_backward, scale, sinkhorn
 from mhc_compile.kernels.gates import exponential, sigmoid_and_slope, sum_of_halves
 from tests.kernels.cases import DEVICE, INTERPRETED, MARKS
 from tests.ops import gates as of_gates
@@ -51,7 +51,7 @@ def test_gates_of_a_mix(gates: Gates) -> None:
         h, ms, alpha, bias = inputs
         x = torch.zeros(len(h), of_gates.N, 8, device=DEVICE)
         forms = {"rms": Rms(), "gates": gates, "sinkhorn": None}
-        found = mix.backward_gates(None, *arriving, None, None, None, x, alpha, bias, h, ms, **forms)
+        found = mix_backward.backward_gates(None, *arriving, None, None, None, x, alpha, bias, h, ms, **forms)
         return {"h": found.dh[0, :, : h.shape[1]]}
 
     assert of_gates.complaints(gates, evaluate, DEVICE) == []
