@@ -14,7 +14,8 @@ def split_kernel(phi, norm_weight, parts, stride_k, stride_c, columns, K: tl.con
                  PADDED_K: tl.constexpr, PARTS: tl.constexpr, HAS_NORM: tl.constexpr,
                  BLOCK: tl.constexpr):  # fmt: skip
     """parts[p, k, c] [PARTS, PADDED_K, columns]: the bf16 parts of phi * norm_weight, rows beyond K zero."""
-    k = tl.program_id(1)
+    k = tl.program_id(1).to(tl.int64)
+    part = tl.full([], PADDED_K, tl.int64) * columns
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = c < columns
     w = tl.load(phi + k * stride_k + c * stride_c, mask=live & (k < K), other=0.0).to(tl.float32)
@@ -23,9 +24,9 @@ def split_kernel(phi, norm_weight, parts, stride_k, stride_c, columns, K: tl.con
     high, middle, low = split_bf16(w)
     at = parts + k * columns + c
     tl.store(at, high, mask=live)
-    tl.store(at + PADDED_K * columns, middle, mask=live)
+    tl.store(at + part, middle, mask=live)
     if PARTS == 3:
-        tl.store(at + 2 * PADDED_K * columns, low, mask=live)
+        tl.store(at + 2 * part, low, mask=live)
 
 
 def split_ahead(phi: torch.Tensor, norm_weight: torch.Tensor | None, parts: int, rows: int) -> torch.Tensor:
