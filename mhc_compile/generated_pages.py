@@ -179,8 +179,8 @@ def _section(name: str) -> str:
 
 # What a backward returns in place of a gradient of its operator.
 _INSTEAD = {
-    "aggregate_and_norm_backward": " The first is not that of x, but that of u, with the shape and dtype of d_out. "
-    "`aggregate_backward` makes that of x of it."
+    "aggregate_and_norm_backward": " In place of x it is u, with the shape and dtype of d_out. From the gradient of u, "
+    "`aggregate_backward` makes that of x."
 }
 
 

@@ -7,6 +7,8 @@
 So many streams do not fit into registers. Without tensor cores each stream is read n times from cache. A product of
 bf16 numbers is exact, and a float32 matrix is three bf16 parts. So results are those of float32, but for infinite
 streams and gates: a sum of parts may be NaN where that of the whole is infinite.
+
+The backward is for a matrix h_res, no layer bias, and no read with given gates. `expand_combine` has one for others.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from mhc_compile.kernels.common import (
 
 # Columns of a program's tile.
 COLUMNS = 128
-# Each warp makes all products of a token's sums over columns, so that few of them are better.
+# Each warp of the backward computes all of dh_res, so that fewer warps do less in total.
 WARPS, BACKWARD_WARPS = 4, 2
 # The fewest streams that fill a tile of tensor cores by more than half.
 FEWEST = 9
@@ -74,7 +76,8 @@ def combine_many_kernel(f, layer_bias, h_post, x, h_res, h_pre, out, layer_input
         new = add_rounded(_times(turned, v, INTERPRET), post[:, None] * fb[None, :]).to(out.dtype.element_ty)
         tl.store(out + tok * out_m + o[:, None] * out_n + c[None, :] * out_c, new, mask=mask)
         if READ:
-            read = tl.sum(pre[:, None] * new.to(tl.float32), axis=0)
+            # Rows beyond the last stream are NaN where f is infinite.
+            read = tl.sum(tl.where((o < N)[:, None], pre[:, None] * new.to(tl.float32), 0.0), axis=0)
             tl.store(layer_input + tok * C + c, read.to(layer_input.dtype.element_ty), mask=c < C)
 
 

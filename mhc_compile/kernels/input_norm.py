@@ -81,7 +81,9 @@ def normed_rows(gates, i, x, weight, out, scales, tok, live, C, x_m, x_n, x_c, i
         gate = tl.sum(tl.where(i == stream, gates, 0.0), axis=0)[:, None]
         v = tl.load(x + tok[:, None] * x_m + stream * x_n + c[None, :] * x_c, mask=mask, other=0.0)
         u += gate * v.to(tl.float32)
-    normed = u / tl.sqrt(tl.sum(_product(u, u, BLOCK_C), axis=1) * inverse_width + eps)[:, None]
+    # Rows of no token would be divided by 0 where eps is 0.
+    mean = tl.where(live, tl.sum(_product(u, u, BLOCK_C), axis=1) * inverse_width, 1.0)
+    normed = u / tl.sqrt(mean + eps)[:, None]
     if HAS_WEIGHT:
         normed = normed * tl.load(weight + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
     if SCALING is not None:
@@ -147,7 +149,7 @@ def input_norm_backward_kernel(x, d_out, weight, h, ms, scale, bias, du, d_pre, 
             g = g * w
         # Sums that are taken together cost the threads of a row one exchange.
         squares, with_u = tl.reduce((_product(u, u, BLOCK_C), _product(g, u, BLOCK_C)), 1, _add_two)
-        factor = (1.0 / tl.sqrt(squares * inverse_width + eps))[:, None]
+        factor = (1.0 / tl.sqrt(tl.where(live, squares * inverse_width, 1.0) + eps))[:, None]
         if NEED_DWEIGHT:
             d_weight += out * (u * factor)
         # In this order, since the factor's cube alone overflows where u is small.

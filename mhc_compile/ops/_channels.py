@@ -246,11 +246,10 @@ def _aggregate_and_norm(on: _Operators, given: Given) -> Results:
 def _aggregate_and_norm_backward(on: _Operators, given: Given) -> Results:
     d_out, x, h_pre, weight = (given[name] for name in ("d_out", "x", "h_pre", "input_norm_weight"))
     du, d_weight = on.before_norm(d_out, x, h_pre, weight)
-    du = du.to(d_out.dtype)
     d_pre = torch.ops.mhc.aggregate_backward(du, x, h_pre, [False, given["needs"][1]])[1]
     nothing = x.new_empty(0)
     return (
-        du if given["needs"][0] else nothing,
+        du.to(d_out.dtype) if given["needs"][0] else nothing,
         d_pre,
         d_weight.to(weight.dtype) if weight is not None and given["needs"][2] else nothing,
     )

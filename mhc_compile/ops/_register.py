@@ -203,7 +203,8 @@ def differentiate(
     tensors: how many leading arguments are differentiable; keep: the tensors saved, from (inputs, output);
     rest: further positional arguments of the backward, from the inputs; drop: scalars that it does not take;
     last: the name of the last tensor saved, where the backward takes it after `needs`, if there is one;
-    finish: makes the gradients of the backward's results, the other tensors saved, and needs, if they are not the same;
+    finish: makes the gradients, where the backward's results are not these, of its results, the tensors saved but for
+    the last one, and needs;
     reaches: the outputs that an argument has a part in, where these are not all. Without a gradient of one of them it
     has none, and not zeros, which an optimizer with weight decay would take for a reason to change it.
     """

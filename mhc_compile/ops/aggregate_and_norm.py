@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -19,14 +20,14 @@ def aggregate_and_norm(
     h_pre: Tensor,
     input_norm_weight: Tensor | None = None,
     *,
-    input_norm_eps: float = 1e-6,
+    input_norm_eps: float,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`aggregate`, and the RMS norm of its result, in float32 (float64 for float64 x).
 
         out = input_norm_weight * u / sqrt(mean(u^2) + input_norm_eps),  u = sum_i h_pre[i] * x[i]
 
-    It is for gates that no operator makes. Of others, `generate_mix_and_aggregate` does the same.
+    `generate_mix_and_aggregate` does the same with gates that it makes itself.
 
     Args:
         x: [..., n, C], any floating dtype.
@@ -60,7 +61,9 @@ def _check(
     """Returns the shape of the result."""
     tokens, n, width = check_x(x)
     check_tensor("h_pre", h_pre, (*tokens, n), "[..., n]", x)
-    _input_norm.check_input_norm(input_norm_weight, input_norm_eps, x)
+    check_tensor("input_norm_weight", input_norm_weight, (width,), "[C]", x)
+    if not (input_norm_eps >= 0 and math.isfinite(input_norm_eps)):
+        raise ValueError(f"input_norm_eps is {input_norm_eps}; expected a finite number >= 0")
     check_out_dtype(out_dtype)
     return (*tokens, width)
 
@@ -130,7 +133,7 @@ def _fake_backward(
 def _with_streams(
     results: Sequence[Tensor], saved: Sequence[Tensor], needs: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    """The gradient of x in the place of that of u. It is that of `aggregate`, which others are fused with."""
+    """The gradient of x in the place of that of u, by `aggregate_backward`: fusions know that operator."""
     du, *rest = results
     dx = torch.ops.mhc.aggregate_backward(du, *saved, [True, False])[0] if needs[0] else None
     return dx, *rest
@@ -139,7 +142,7 @@ def _with_streams(
 differentiate(
     define(
         "aggregate_and_norm",
-        "(Tensor x, Tensor h_pre, Tensor? input_norm_weight=None, *, float input_norm_eps=1e-06,"
+        "(Tensor x, Tensor h_pre, Tensor? input_norm_weight=None, *, float input_norm_eps,"
         " ScalarType? out_dtype=None) -> Tensor",
         check=_check,
         reference=_reference,
@@ -149,7 +152,7 @@ differentiate(
     define(
         "aggregate_and_norm_backward",
         "(Tensor d_out, Tensor x, Tensor h_pre, bool[] needs, Tensor? input_norm_weight=None, *,"
-        " float input_norm_eps=1e-06) -> (Tensor, Tensor, Tensor)",
+        " float input_norm_eps) -> (Tensor, Tensor, Tensor)",
         check=_check_backward,
         reference=_reference_backward,
         fake=_fake_backward,

@@ -278,8 +278,38 @@ class _Planner:
                 ends = told_of_ends(self.shadow, self.findings, self.sites, self.declined)
         sites = self.sites
         if input_norms is not False:
-            sites = [_with_norm(self.shadow, self.findings, site, input_norms, self.errors) for site in sites]
+            written = {origin(site.combine.out, any_view)[0] for site in sites if isinstance(site, CombineSite)}
+            sites = [self._with_norm(site, written, input_norms) for site in sites]
         return Plan(sites, self.declined, untold, torn, ends)
+
+    def _with_norm(self, site: Site, written: set[Value], wanted: bool | None) -> Site:
+        """A site with the norm of its layer input, if the operator can include it and should; else the site as it is.
+
+        A read of streams just written, with gates that are not made of them, becomes a part of the write instead.
+        """
+        if not isinstance(site, (AggregateSite, MixSite)) or site.aggregate is None or site.op == "head":
+            return site
+        a = site.aggregate
+        if wanted is None and a.x.meta.device.type == "cpu":
+            return site
+        try:
+            norm = input_norm(self.findings.reader, a)
+            if isinstance(norm, InputNorm) and isinstance(site, AggregateSite) and self._joins_write(a, written):
+                norm = "h_pre is not made of these streams, so that the read is fused with the write before it"
+            if not isinstance(norm, InputNorm):
+                return replace(site, norm_apart=norm)
+            larger = replace(site, norm=norm)
+            check_surroundings(self.shadow, larger)
+        except Decline as reason:
+            return replace(site, norm_apart=str(reason))
+        except Exception as error:  # whatever is strange about a norm, the site without it was accepted
+            told(error, "a norm is not looked into", self.errors)
+            return site
+        return larger
+
+    def _joins_write(self, read: Aggregate, written: set[Value]) -> bool:
+        waits = read.x in self.findings.connections.between(read.x, read.gate)
+        return not waits and origin(read.x, any_view)[0] in written
 
 
 def _whole(mixing: StreamsMixing) -> tuple[Value, int]:
@@ -337,32 +367,6 @@ def _derivatives_beyond(shadow: Shadow) -> str:
             "results, and the operators have first derivatives only: detach the results or what is not trained"
         )
     return ""
-
-
-def _with_norm(shadow: Shadow, findings: Findings, site: Site, wanted: bool | None, errors: list[str]) -> Site:
-    """A site with the norm of its layer input, if the operator can include it and should; else the site as it is.
-
-    What reads with gates that are there before the streams are is rather part of the write of these streams.
-    """
-    if not isinstance(site, (AggregateSite, MixSite)) or site.aggregate is None or site.op == "head":
-        return site
-    a = site.aggregate
-    if wanted is None and a.x.meta.device.type == "cpu":
-        return site
-    try:
-        if isinstance(site, AggregateSite) and a.x not in findings.connections.between(a.x, a.gate):
-            return site
-        norm = input_norm(findings.reader, a)
-        if not isinstance(norm, InputNorm):
-            return replace(site, norm_apart=norm)
-        larger = replace(site, norm=norm)
-        check_surroundings(shadow, larger)
-    except Decline as reason:
-        return replace(site, norm_apart=str(reason))
-    except Exception as error:  # whatever is strange about a norm, the site without it was accepted
-        told(error, "a norm is not looked into", errors)
-        return site
-    return larger
 
 
 def _single_operators(

@@ -89,6 +89,18 @@ def test_layouts() -> None:
     assert_all_near(flat, _exact(d_out, x, h_pre, weight), "du dh_pre dweight")
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 9])
+def test_without_eps(tokens: int) -> None:
+    """Tiles have room for more tokens than there are; of these, the norm would divide by 0."""
+    x, h_pre, weight, d_out = draw(tokens, 4, 8), draw(tokens, 4), draw(8), draw(tokens, 8)
+    out = aggregate_and_norm.forward(x, h_pre, weight, input_norm_eps=0.0)
+    u = torch.einsum("mn,mnc->mc", h_pre.double(), x.double())
+    normed = u * torch.rsqrt(u.square().mean(-1, keepdim=True))
+    assert_near(out, normed * weight.double())
+    got = aggregate_and_norm.backward(d_out, x, h_pre, [True] * 3, weight, input_norm_eps=0.0)
+    assert_near(got[2], (normed * d_out.double()).sum(0))
+
+
 def test_no_tokens() -> None:
     x, h_pre, weight, d_out = draw(0, 3, 40), draw(0, 3), draw(40), draw(0, 40)
     assert aggregate_and_norm.forward(x, h_pre, weight, input_norm_eps=EPS).shape == (0, 40)

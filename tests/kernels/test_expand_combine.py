@@ -107,6 +107,19 @@ def test_many_streams_on_tensor_cores(n: int, gates: torch.dtype, monkeypatch: p
     assert len(calls) == 1
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize("n", [4, 8, 9, 16, 17])
+def test_an_infinite_output_is_read_as_eager_reads_it(n: int) -> None:
+    """Streams that are only room in a tile have no part in a sum."""
+    f, _, post, x, res = arguments(3, n, 40, torch.bfloat16, bias=False)
+    f[1, 7] = torch.inf
+    pre, read = post.abs() + 0.1, torch.empty_like(f)
+    new = expand_combine.forward(f, None, post.abs() + 0.1, x, res, read=(pre, read))
+    assert torch.equal(new.isinf().all(1), f.isinf())
+    assert torch.equal(read, torch.where(f.isinf(), f, read))
+    assert read.isinf().sum() == 1
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("n", [4, 9])
 @pytest.mark.parametrize("needed", range(5))

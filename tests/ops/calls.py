@@ -36,6 +36,8 @@ PARAMETERS = frozenset(name for name, letters in SHAPES.items() if not letters.s
 RARE = frozenset({"norm_weight", "input_norm_weight", "d_h", "d_ms", "d_x"})
 # Scalars without a default, by the tensor that needs them.
 SCALARS_BESIDE: dict[str, dict[str, Any]] = {"input_norm_weight": {"input_norm_eps": 1e-3}}
+# And those by the operator that needs them.
+SCALARS_OF: dict[str, dict[str, Any]] = {"aggregate_and_norm": {"input_norm_eps": 1e-3}}
 
 OPERATORS = sorted(compat.registered_operators("mhc"))
 FORWARD = [name for name in OPERATORS if not name.endswith("_backward")]
@@ -144,6 +146,7 @@ def call(operator: str, given: Given, scalars: dict[str, Any] | None = None) -> 
 def keywords(operator: str, given: Given, scalars: dict[str, Any] | None = None) -> dict[str, Any]:
     """The scalars that `call` passes on: those given, and those that a tensor needs."""
     beside = {k: v for name, more in SCALARS_BESIDE.items() if given.get(name) is not None for k, v in more.items()}
+    beside |= SCALARS_OF.get(operator.removesuffix("_backward"), {})
     return scalars_of(operator, beside | (scalars or {}))
 
 

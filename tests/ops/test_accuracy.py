@@ -13,6 +13,7 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +195,7 @@ CASES = {
         ops.aggregate, _aggregate, lambda: {"x": _random(N, C), "h_pre": _random(N).sigmoid()}, ("out",), ("h_pre",)
     ),
     "aggregate_and_norm": Case(
-        ops.aggregate_and_norm,
+        partial(ops.aggregate_and_norm, input_norm_eps=1e-6),
         _aggregate_and_norm,
         lambda: {
             "x": _random(N, C),

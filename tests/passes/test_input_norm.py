@@ -246,12 +246,25 @@ def test_left_alone(name: str, kind: type[Sublayer]) -> None:
 
 
 def test_gates_that_are_there_before_the_streams() -> None:
-    """Such a read becomes a part of the write, which leaves a norm of its result to the program."""
+    """Such a read becomes a part of the write, which leaves a norm of its result to the program. The first has none."""
     torch.manual_seed(0)
     model = Chain(_llama, _llama, kind=Parameters)
     program = fused.judge(model, [torch.randn(2, 5, N, WIDTH)])
     assert program.counts["shifted_boundary"] == 1
-    assert "aggregate_and_norm" not in graph_text(program.graphs[0])
+    first, second = (site for site in program.report.rewritten if site.op.startswith("aggregate"))
+    assert (first.op, second.op) == ("aggregate_and_norm", "aggregate")
+    assert "stays apart: h_pre is not made of these streams" in second.detail
+
+
+@pytest.mark.parametrize("eps", [1e-6, 1e-5])
+def test_own_reads_are_lowered(eps: float, caplog: pytest.LogCaptureFixture) -> None:
+    """An eps that may be a default is handed on as any other."""
+    model = Softmax(lambda self, u: F.rms_norm(u, (WIDTH,), self.gain, eps))
+    compiled = torch.compile(model, backend="mhc", options={"mhc.fuse.input_norm": True})
+    with torch.no_grad(), caplog.at_level("WARNING"):
+        x = torch.randn(2, 5, N, WIDTH)
+        torch.testing.assert_close(compiled(x), model(x))
+    assert "not lowered" not in caplog.text
 
 
 def test_returned_layer_input_stays() -> None:
