@@ -101,7 +101,7 @@ def test_ops_of_a_gradient_and_of_none(capsys: pytest.CaptureFixture[str]) -> No
     assert run("ops", "head_backward") == 0
     assert "the gradient of head." in capsys.readouterr().out
     assert run("ops", "hed") == 2
-    assert "got 'hed'; expected one of aggregate, aggregate_backward, boundary," in capsys.readouterr().err
+    assert "got 'hed'; expected one of aggregate, aggregate_backward, aggregate_and_norm," in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("inductor", [True, False])

@@ -23,6 +23,7 @@ class Gpu:
     gradients_once: those of its backward: `boundary_gradients`, `combine_gradients`. They need asynchronous copies and
         160 KiB of shared memory in a block.
     rows_of_phi: how many of them a program multiplies with bfloat16 streams. 128 need Hopper's shared memory.
+    many_rows: whether the gradients of more of them have kernels and tiles of their own. Elsewhere these spill.
     same_bits_in_small_tiles: whether tensor cores were seen to give tiles of 16 and 64 tokens the bits of 128. They use
         another instruction for them.
     float8: casts to float8_e4m3fn.
@@ -31,6 +32,7 @@ class Gpu:
     streams_once: bool = False
     gradients_once: bool = False
     rows_of_phi: int = 64
+    many_rows: bool = False
     same_bits_in_small_tiles: bool = False
     float8: bool = False
 
@@ -38,7 +40,14 @@ class Gpu:
 TABLE = {
     80: Gpu(gradients_once=True),  # A100
     # H100, H200
-    90: Gpu(streams_once=True, gradients_once=True, rows_of_phi=128, same_bits_in_small_tiles=True, float8=True),
+    90: Gpu(
+        streams_once=True,
+        gradients_once=True,
+        rows_of_phi=128,
+        many_rows=True,
+        same_bits_in_small_tiles=True,
+        float8=True,
+    ),
     100: Gpu(gradients_once=True, rows_of_phi=128, float8=True),  # B200
 }
 # Triton's interpreter computes as the measured GPU. It has no Gluon.

@@ -172,7 +172,7 @@ def input_norm_backward_kernel(x, d_out, weight, h, ms, scale, bias, du, d_pre, 
 
 @dataclass(frozen=True)
 class GateLogits:
-    """What an operator makes the gates of a read of: the first n columns of h [M, K], and ms [M]."""
+    """What an operator makes the gates of a read of: the first n columns of h [..., K], and ms [...], contiguous."""
 
     h: torch.Tensor
     ms: torch.Tensor
@@ -204,15 +204,17 @@ def norm_backward(
     need_weight = need_weight and norm.weight is not None
     weight_part = torch.empty(programs, width, dtype=torch.float32, device=x.device) if need_weight else None
     if isinstance(read_with, GateLogits):
+        of_gates = read_with.h.shape[-1], 1
         h, ms, scale, bias = read_with.h, read_with.ms, read_with.scale, read_with.bias
         rms, pre_eps, grouped = read_with.rms, read_with.gates.pre_eps, group_scale(scale, bias)
     else:
+        of_gates = read_with.stride(0), read_with.stride(1)
         h, ms, scale, bias, rms, pre_eps, grouped = read_with, None, None, None, Rms(), 0.0, False
     with on_device(x):
         launch(
             input_norm_backward_kernel, (programs,),
             x, d_out, norm.weight, h, ms, scale, bias, du, d_pre, weight_part, tokens, width, *x.stride(),
-            *d_out.stride(), h.stride(0), h.stride(1), *strides, 1.0 / width, norm.eps, rms.eps, pre_eps, N=n,
+            *d_out.stride(), *of_gates, *strides, 1.0 / width, norm.eps, rms.eps, pre_eps, N=n,
             GIVEN=ms is None, RMS_MODE=rms.mode, GROUPED=grouped, HAS_WEIGHT=norm.weight is not None,
             NEED_DWEIGHT=need_weight, BLOCK_M=tile.tokens, BLOCK_C=tile.columns, STAGES=tile.stages,
             num_warps=tile.warps,

@@ -65,6 +65,23 @@ def test_mix(tokens: int, n: int, width: int, dtype: torch.dtype, weighted: bool
         _compare(got, _exact("generate_mix_and_aggregate_backward", *saved), noise)
 
 
+def test_two_dims_of_tokens() -> None:
+    """The same bits as in one."""
+    case, weight = mix_case(6, 4, 40, dtype=BF16), draw(40) + 2
+    form = keywords(FORM) | {"input_norm_eps": EPS}
+    out = generate_mix_and_aggregate.forward(*case.parameters, weight, **form)
+    needs = [True] * 4 + [False, True]
+
+    def gradients(*tokens: int) -> tuple[Tensor, ...]:
+        grads = [g.unflatten(0, tokens) for g in case.grads]
+        x, *parameters = case.parameters
+        saved = (x.unflatten(0, tokens), *parameters, *(s.unflatten(0, tokens) for s in out[3:]), needs, None, weight)
+        return generate_mix_and_aggregate.backward(*grads, *saved, **form)
+
+    for one, two in zip(gradients(6), gradients(2, 3), strict=True):
+        assert torch.equal(one.flatten(), two.flatten())
+
+
 def test_without_a_gradient_of_the_layer_input() -> None:
     case, weight = mix_case(5, 2, 24), draw(24)
     form = keywords(FORM) | {"input_norm_eps": EPS}

@@ -55,6 +55,7 @@ SUMS = {
     **dict.fromkeys(("generate_mix", "generate_mix_backward", "head", "head_backward"), 1),
     **dict.fromkeys(("shifted_boundary", "shifted_boundary_backward"), 1),
     **dict.fromkeys(("generate_mix_and_aggregate", "generate_mix_and_aggregate_backward"), 2),
+    **dict.fromkeys(("aggregate_and_norm", "aggregate_and_norm_backward"), 1),
     **dict.fromkeys(("boundary", "boundary_backward"), 2),
 }
 
