@@ -23,7 +23,7 @@ class Gpu:
     gradients_once: those of its backward: `boundary_gradients`, `combine_gradients`. They need asynchronous copies and
         160 KiB of shared memory in a block.
     rows_of_phi: how many of them a program multiplies with bfloat16 streams. 128 need Hopper's shared memory.
-    many_rows: whether the gradients of more of them have kernels and tiles of their own. Elsewhere these spill.
+    many_rows: whether the gradients of more of them take large tiles, which spill elsewhere.
     same_bits_in_small_tiles: whether tensor cores were seen to give tiles of 16 and 64 tokens the bits of 128. They use
         another instruction for them.
     float8: casts to float8_e4m3fn.

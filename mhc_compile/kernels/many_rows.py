@@ -6,11 +6,15 @@ import torch
 import triton
 import triton.language as tl
 
+from mhc_compile.kernels import gpus
 from mhc_compile.kernels.common import INTERPRETED, cdiv, dot_bf16, launch, on_device
+from mhc_compile.kernels.config import Tile
 from mhc_compile.kernels.phi_parts import split_ahead
 
-# A program's tokens, columns and rows of phi at a time; its warps and the depth of its load pipeline.
-TOKENS, COLUMNS, ROWS, WARPS, STAGES = 64, 128, 64, 4, 2
+# Rows of phi that a program multiplies at a time.
+ROWS = 64
+# Of 64 x 128, a thread of an A100 would have more than its registers hold.
+LARGE, SMALL = Tile(64, 128, 4, 2), Tile(64, 64, 8, 2)
 
 
 @triton.jit(do_not_specialize=["M", "token_tiles", "part_stride"])
@@ -76,12 +80,13 @@ def multiply(
     tokens, n, width = x.shape
     rows = phi.shape[0]
     weight = split_ahead(phi, norm_weight, 2, cdiv(rows, ROWS) * ROWS)
-    tiles = cdiv(tokens, TOKENS)
+    tile = LARGE if gpus.of(x.device).many_rows else SMALL
+    tiles = cdiv(tokens, tile.tokens)
     with on_device(x):
         launch(
-            many_rows_kernel, (tiles * n * cdiv(width, COLUMNS),),
+            many_rows_kernel, (tiles * n * cdiv(width, tile.columns),),
             x, d_out, d_x, weight, dh, coefficient, h_pre, dx, tokens, dh.stride(0), weight.stride(0), tiles, width,
             *x.stride(), *((0, 0) if d_out is None else d_out.stride()), *dx.stride(), N=n, K=rows, ROW=dh.shape[-1],
-            HAS_OUT=d_out is not None, HAS_DX=d_x is not None, BLOCK_M=TOKENS, BLOCK_C=COLUMNS, BLOCK_K=ROWS,
-            STAGES=STAGES, INTERPRET=INTERPRETED, num_warps=WARPS,
+            HAS_OUT=d_out is not None, HAS_DX=d_x is not None, BLOCK_M=tile.tokens, BLOCK_C=tile.columns,
+            BLOCK_K=ROWS, STAGES=tile.stages, INTERPRET=INTERPRETED, num_warps=tile.warps,
         )  # fmt: skip

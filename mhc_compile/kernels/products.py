@@ -304,8 +304,9 @@ def backward_products(
     # All rows at once need one launch and read x once.
     kb = block_k(rows, most_rows(x) if rows <= most_rows(x) else MAX_BLOCK_K)
     blocks_k = cdiv(rows, kb)
-    many = blocks_k > 1 and x.dtype == torch.bfloat16 and gpus.of(x.device).many_rows
-    tile = tile_for("products_of_many_rows" if many else "products", n, x.element_size())
+    many = blocks_k > 1 and x.dtype == torch.bfloat16
+    large = many and gpus.of(x.device).many_rows
+    tile = tile_for("products_of_many_rows" if large else "products", n, x.element_size())
     block_m, block_c = tile.tokens, tile.columns
     column_blocks = n * cdiv(width, block_c)
     # Enough programs to fill the device, each with enough tokens to pay for its share of dphi's partial sums.
