@@ -11,11 +11,12 @@ import re
 from typing import Any
 
 _LONGEST = 300
-_ADDRESS = re.compile(r"( object)? at 0x[0-9a-fA-F]+")
+# Patterns are compiled when they are first used: for that, an import has no time.
+_ADDRESS = r"( object)? at 0x[0-9a-fA-F]+"
 # What torch quotes of a compiler before what the compiler says.
-_COMMAND = re.compile(r"Command:\n.*?\nOutput:\n", re.DOTALL)
+_COMMAND = r"(?s)Command:\n.*?\nOutput:\n"
 # What moves a terminal's cursor, colours its text or turns the direction of it, and bytes that are no text.
-_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_UNPRINTABLE = "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 
 
 def to_text(value: Any) -> str:
@@ -40,7 +41,7 @@ def printable(text: str) -> str:
 
     A name may hold bytes that are no text, and what a terminal obeys. Both are shown by their codes.
     """
-    return _UNPRINTABLE.sub(lambda found: _code(found[0]), text)
+    return re.sub(_UNPRINTABLE, lambda found: _code(found[0]), text)
 
 
 def printable_line(text: str) -> str:
@@ -54,13 +55,13 @@ def _code(character: str) -> str:
 
 def without_addresses(text: str) -> str:
     """The text of an object as it is in every process."""
-    return _ADDRESS.sub("", text)
+    return re.sub(_ADDRESS, "", text)
 
 
 def in_one_line(error: BaseException) -> str:
     """The type of an error and what it says."""
     try:
-        words = without_addresses(" ".join(_COMMAND.sub("", str(error)).split()))
+        words = without_addresses(" ".join(re.sub(_COMMAND, "", str(error)).split()))
     except Exception:  # what raises may not even be able to say why
         words = ""
     if len(words) > _LONGEST:

@@ -18,7 +18,7 @@ import torch
 
 from mhc_compile import compat
 from mhc_compile.encoding import from_text
-from mhc_compile.ops._transforms import library
+from mhc_compile.ops._transforms import library, register_fake
 
 log = logging.getLogger(__name__)
 
@@ -85,4 +85,4 @@ library.define(  # type: ignore[no-untyped-call]
     tags=(torch.Tag.needs_exact_strides,),
 )
 library.impl("_launch", launch, "CUDA")  # type: ignore[no-untyped-call]
-torch.library.register_fake("mhc::_launch", lambda launch, read, sizes, *, written: None, lib=library)
+register_fake("_launch", lambda launch, read, sizes, *, written: None)

@@ -33,7 +33,7 @@ from mhc_compile.ops._checks import accumulation_dtype
 from mhc_compile.ops._mix import fake_forward, narrow_backward, narrow_forward
 from mhc_compile.ops._register import autocast_off, group
 from mhc_compile.ops._tensors import matmul_rows, rows_of, stream_products, tokens_of, upcast, weighted_sums
-from mhc_compile.ops._transforms import library
+from mhc_compile.ops._transforms import library, register_fake
 from mhc_compile.ops.projection import reference as projection_reference
 from mhc_compile.ops.projection import weighted_phi
 from mhc_compile.ops.sinkhorn import gradient as sinkhorn_gradient
@@ -281,11 +281,9 @@ library.define(  # type: ignore[no-untyped-call]
     tags=(torch.Tag.needs_exact_strides,),
 )
 library.impl("_loop", run, "CPU")  # type: ignore[no-untyped-call]
-torch.library.register_fake("mhc::_loop", lambda loop, read, sizes, *, written: None, lib=library)
+register_fake("_loop", lambda loop, read, sizes, *, written: None)
 library.define("_mixed(Tensor d_new, Tensor h_res, Tensor? d_x, ScalarType dtype) -> Tensor")  # type: ignore[no-untyped-call]
-torch.library.register_fake(
-    "mhc::_mixed", lambda d_new, h_res, d_x, dtype: d_new.new_empty(d_new.shape, dtype=dtype), lib=library
-)
+register_fake("_mixed", lambda d_new, h_res, d_x, dtype: d_new.new_empty(d_new.shape, dtype=dtype))
 
 
 def _call(

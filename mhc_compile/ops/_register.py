@@ -98,13 +98,13 @@ def _runs_kernel(args: Sequence[Any]) -> bool:
 
 
 # What of Triton compiles kernels and keeps them, and launches none.
-_COMPILER = re.compile(r"triton[/\\](compiler[/\\]|backends[/\\]\w+[/\\]compiler\.py|runtime[/\\](build|cache)\.py)")
+_COMPILER = r"triton[/\\](compiler[/\\]|backends[/\\]\w+[/\\]compiler\.py|runtime[/\\](build|cache)\.py)"
 
 
 def _is_of_compiler(error: Exception) -> bool:
     """Whether Triton did not compile a kernel, or could not keep it, so that nothing was launched."""
     files = (frame.filename for frame in traceback.extract_tb(error.__traceback__))
-    return type(error).__module__.partition(".")[0] == "triton" or any(map(_COMPILER.search, files))
+    return type(error).__module__.partition(".")[0] == "triton" or any(re.search(_COMPILER, file) for file in files)
 
 
 @functools.cache
