@@ -154,14 +154,8 @@ def products_kernel(x, d_out, d_x, phi, norm_weight, dh, coefficient, h_pre, dx,
                     ).to(tl.float32)
                     if HAS_NORM:
                         w_k = w_k * norm
-                    if PARTS:
-                        w_high, w_middle, _ = split_bf16(w_k)
-                        g_k_middle = tl.load(k_at + part_stride, mask=k_mask, other=0.0)
-                        d = dot_bf16(g_k_middle, w_high, d, INTERPRET)
-                        d = dot_bf16(g_k, w_middle, d, INTERPRET)
-                        d = dot_bf16(g_k, w_high, d, INTERPRET)
-                    else:
-                        d = dot_float32(g_k, w_k, d, PRECISION)
+                    # Of bf16 parts, `many_rows` takes so many rows.
+                    d = dot_float32(g_k, w_k, d, PRECISION)
             d += tl.load(coefficient + tok, mask=live, other=0.0)[:, None] * v.to(tl.float32)
             if HAS_OUT:
                 pre = tl.load(h_pre + stream.to(tl.int64) * M + tok, mask=live, other=0.0)
