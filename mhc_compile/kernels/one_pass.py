@@ -19,6 +19,13 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # triton 3.7 and 3.
 load_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # 3.8 and 3.6
 
 
+@gluon.constexpr_function
+def copied(columns: int, warps: int) -> gl.BlockedLayout:
+    """16 bytes to a thread."""
+    lanes = columns // 8
+    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [warps, 1], [1, 0])
+
+
 @gluon.jit
 def copy_rows(x_s, f_s, stage, f_stage, x, f, tok, c, mask, C, N: gl.constexpr, TOKENS: gl.constexpr):
     """Start copying columns c of the tokens, of x one stream after the other, and of f, if there is one."""

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mhc_compile.kernels import gpus, many_rows, streamed_products
+from mhc_compile.kernels import gpus, many_rows, streamed_products, streamed_rows
 from mhc_compile.kernels.common import (
     INTERPRETED,
     add_rounded,
@@ -283,18 +283,41 @@ def backward_products(
 
     dh is filled as `dh_parts` lays it out. Without affine there is no dscale and no dbias.
     """
-    tokens, n, width = x.shape
     norm_weight = None if norm_weight is None else norm_weight.contiguous()
-    rows = phi.shape[0]
-    columns = n * width
     need_dx, need_dphi, _, _, need_dnorm = needs
     need_sum = need_dphi or (need_dnorm and norm_weight is not None)
     if dx is None:
         dx = empty_gradient(x, need_dx, x)
     d_x = laid_out_as(d_x, dx)
+    part = _products(x, d_out, d_x, phi, norm_weight, dh, coefficient, h_pre, dx, need_dx, need_sum)
+    return Products(dx, *reduce_parameters(part, x, phi, norm_weight, affine, needs[1:]))
+
+
+def _products(
+    x: torch.Tensor,
+    d_out: torch.Tensor | None,
+    d_x: torch.Tensor | None,
+    phi: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    dh: torch.Tensor,
+    coefficient: torch.Tensor,
+    h_pre: torch.Tensor | None,
+    dx: torch.Tensor,
+    need_dx: bool,
+    need_sum: bool,
+) -> torch.Tensor:
+    """Fill dx, if it is needed, and return the partial sums of dphi [splits, K, n*C], none if they are not needed."""
     if need_dx and streamed_products.fits((x, dx, d_out, d_x), phi):
-        part = streamed_products.multiply(x, d_out, d_x, phi, norm_weight, dh, coefficient, h_pre, dx, need_sum)
-        return Products(dx, *reduce_parameters(part, x, phi, norm_weight, affine, needs[1:]))
+        return streamed_products.multiply(x, d_out, d_x, phi, norm_weight, dh, coefficient, h_pre, dx, need_sum)
+    tokens, n, width = x.shape
+    rows, columns = phi.shape
+    part = None
+    if need_dx and streamed_rows.fits_dx((x, dx, d_out, d_x), rows):
+        streamed_rows.gradient_of_streams(x, d_out, d_x, phi, norm_weight, dh, coefficient, h_pre, dx)
+        need_dx = False
+    if need_sum and streamed_rows.fits(x, rows):
+        part = streamed_rows.parts_of_dphi(x, dh, rows)
+        need_sum = False
     # All rows at once need one launch and read x once.
     kb = block_k(rows, most_rows(x) if rows <= most_rows(x) else MAX_BLOCK_K)
     blocks_k = cdiv(rows, kb)
@@ -308,7 +331,8 @@ def backward_products(
     splits = max(1, min(cdiv(WAVES * gpus.processors(x.device), column_blocks), most_splits))
     splits, tokens_each = share_tokens(tokens, splits, block_m)
     dx_strides = dx.stride() if need_dx else (0, 0, 0)
-    part = torch.empty(splits if need_sum else 0, rows, columns, dtype=torch.float32, device=x.device)
+    if part is None:
+        part = torch.empty(splits if need_sum else 0, rows, columns, dtype=torch.float32, device=x.device)
 
     def multiply(dx_too: bool, dphi_too: bool) -> None:
         launch(
@@ -323,16 +347,13 @@ def backward_products(
         )  # fmt: skip
 
     with on_device(x):
-        if blocks_k == 1 and (need_dx or need_sum):
-            multiply(need_dx, need_sum)
-        else:
-            if need_dx and many:
-                many_rows.multiply(x, d_out, d_x, phi, norm_weight, dh, coefficient, h_pre, dx)
-            elif need_dx:
-                multiply(True, False)
-            if need_sum:
-                multiply(False, True)
-    return Products(dx, *reduce_parameters(part, x, phi, norm_weight, affine, needs[1:]))
+        if need_dx and many:
+            many_rows.multiply(x, d_out, d_x, phi, norm_weight, dh, coefficient, h_pre, dx)
+        elif need_dx:
+            multiply(True, need_sum and blocks_k == 1)
+        if need_sum and not (need_dx and blocks_k == 1):
+            multiply(False, True)
+    return part
 
 
 def reduce_parameters(

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mhc_compile.kernels import gpus, products_are_exact
+from mhc_compile.kernels import gpus, products_are_exact, streamed_rows
 from mhc_compile.kernels.common import (
     INTERPRETED,
     add_rounded,
@@ -142,10 +142,11 @@ def project_kernel(x, phi, norm_weight, h_part, squares_part, M, C, stride_m, st
                    PER_STREAM: tl.constexpr, CHUNK: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr,
                    AHEAD: tl.constexpr, HAS_NORM: tl.constexpr, PRECISION: tl.constexpr,
                    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, MORE_K: tl.constexpr,
-                   INTERPRET: tl.constexpr):  # fmt: skip
+                   EACH_BLOCK: tl.constexpr, INTERPRET: tl.constexpr):  # fmt: skip
     """Partial sums over the chunks of one program, for one tile of tokens and one block of phi's rows.
 
     MORE_K: rows after the block, in a product of their own; there is one block then.
+    EACH_BLOCK: whether the squares of each block are added up by themselves, as `project_of_rows_kernel` does.
     """
     BLOCKS: tl.constexpr = CHUNK // BLOCK_C
     tile = tl.program_id(0) % token_tiles
@@ -162,7 +163,7 @@ def project_kernel(x, phi, norm_weight, h_part, squares_part, M, C, stride_m, st
         more_k = BLOCK_K + tl.arange(0, MORE_K)
         more_chunk = tl.zeros([BLOCK_M, MORE_K], tl.float32)
         more_sum = tl.zeros([BLOCK_M, MORE_K], tl.float32)
-    squares_chunk = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+    squares_chunk = tl.zeros([BLOCK_M] if EACH_BLOCK else [BLOCK_M, BLOCK_C], tl.float32)
     squares_sum = tl.zeros([BLOCK_M], tl.float32)
     first = stored * chunks_each * BLOCKS
     last = tl.minimum((stored + 1) * chunks_each, CHUNKS) * BLOCKS
@@ -180,15 +181,21 @@ def project_kernel(x, phi, norm_weight, h_part, squares_part, M, C, stride_m, st
                             HAS_NORM, PRECISION, INTERPRET)  # fmt: skip
             more_chunk = add_rounded(part, more_chunk)
         v = v.to(tl.float32)
-        squares_chunk += v * v
+        if EACH_BLOCK:
+            squares_chunk += tl.sum(v * v, axis=1)
+        else:
+            squares_chunk += v * v
         if block % BLOCKS == BLOCKS - 1:
             h_sum += h_chunk
             h_chunk = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
             if MORE_K:
                 more_sum += more_chunk
                 more_chunk = tl.zeros([BLOCK_M, MORE_K], tl.float32)
-            squares_sum += tl.sum(squares_chunk, axis=1)
-            squares_chunk = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+            if EACH_BLOCK:
+                squares_sum += squares_chunk
+            else:
+                squares_sum += tl.sum(squares_chunk, axis=1)
+            squares_chunk = tl.zeros_like(squares_chunk)
 
     at = (stored * K + k).to(tl.int64) * M
     tl.store(h_part + at[None, :] + tok[:, None], h_sum, mask=live & (k < K)[None, :])
@@ -320,11 +327,19 @@ def project(x: torch.Tensor, phi: torch.Tensor, norm_weight: torch.Tensor | None
     cut = cut_columns(n, width)
     block = block_k(rows)
     more = more_rows(rows, block) if most_rows(x) > block else 0
+    parts = parts_of(x, phi, norm_weight)
     tile, each = _share(x, rows, cut)
+    streamed = parts == 3 and streamed_rows.fits(x, rows)
+    many = streamed and streamed_rows.is_work(x, rows, cdiv(cut.total, cut.group))
+    if many:
+        each = cut.group
     stored = cdiv(cut.total, each)
     h = torch.empty(stored, rows, tokens, dtype=torch.float32, device=x.device)
     squares = torch.empty(stored, tokens, dtype=torch.float32, device=x.device)
-    parts = parts_of(x, phi, norm_weight)
+    partials = Partials(h, squares, stored, cut.group // each)
+    if many:
+        streamed_rows.project(x, phi, norm_weight, h, squares, (cut.chunk, cut.per_stream, cut.total, each))
+        return partials
     blocks_k = cdiv(rows, block + more)
     ahead = parts > 1 and cdiv(expected(tokens), TILES["project"].tokens) >= SPLIT_AHEAD_TILES
     tiles, weight = cdiv(tokens, tile.tokens), phi
@@ -337,10 +352,10 @@ def project(x: torch.Tensor, phi: torch.Tensor, norm_weight: torch.Tensor | None
             weight.stride(-2), weight.stride(-1), weight.stride(0), tiles, each, CHUNKS=cut.total,
             PER_STREAM=cut.per_stream, CHUNK=cut.chunk, K=rows, PARTS=parts, AHEAD=ahead,
             HAS_NORM=norm_weight is not None and not ahead, PRECISION=dot_precision(), BLOCK_M=tile.tokens,
-            BLOCK_C=tile.columns, BLOCK_K=block, MORE_K=more, INTERPRET=INTERPRETED, num_warps=tile.warps,
-            num_stages=tile.stages,
+            BLOCK_C=tile.columns, BLOCK_K=block, MORE_K=more, EACH_BLOCK=streamed, INTERPRET=INTERPRETED,
+            num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
-    return Partials(h, squares, stored, cut.group // each)
+    return partials
 
 
 def tokens_to_add(partials: Partials, rows: int) -> int:

@@ -48,13 +48,17 @@ from mhc_compile.kernels import (
     shifted_boundary,
     sinkhorn,
     streamed_products,
+    streamed_rows,
 )
 from mhc_compile.kernels.common import FUSED
 
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64"}
 TYPES |= {torch.uint8: "*u8", torch.float8_e4m3fn: "*fp8e4nv"}
 # Kernels for which a GPU needs `Gpu.streams_once`.
-STREAMS_ONCE = ("combine_project_kernel", "boundary_pass_kernel", "boundary_rest_kernel", "streamed_products_kernel")
+STREAMS_ONCE = (
+    "combine_project_kernel", "boundary_pass_kernel", "boundary_rest_kernel", "streamed_products_kernel",
+    "project_of_rows_kernel", "dx_of_rows_kernel", "dphi_of_rows_kernel",
+)  # fmt: skip
 
 
 def _calls(n: int, width: int, tokens: int, dtype: torch.dtype) -> None:
@@ -204,6 +208,10 @@ def _sixteen(width: int, tokens: int) -> None:
     dh, ms, pre = products.dh_parts(x, rows), torch.empty(tokens), torch.empty(16, tokens)
     phi = torch.empty(rows, 16 * width)
     products.backward_products(x, f, phi, None, dh, ms, pre, None, (True, True, False, False, False), x, x)
+    streamed_rows.gradient_of_streams(x, f, x, phi, torch.empty(16 * width), dh, ms, pre, x)
+    streamed_rows.parts_of_dphi(x, dh, rows)
+    h, squares = torch.empty(4, rows, tokens), torch.empty(4, tokens)
+    streamed_rows.project(x, phi, None, h, squares, (512, 8, 128, 32))
     forms: dict[str, Any] = {"rms": Rms(), "gates": Gates(), "sinkhorn": Sinkhorn()}
     mix.forward_mix(x, phi, torch.empty(3), torch.empty(rows), None, **forms, aggregate=True)
 

@@ -6,6 +6,7 @@ needs it unset. So `test_in_interpreter.py` starts one pytest per module with it
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,6 +26,7 @@ def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs and scratch of the host functions start as NaN, so that nothing is read before it is written."""
 
     def poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(make)
         def made(*args: Any, **kwargs: Any) -> torch.Tensor:
             tensor = make(*args, **kwargs)
             return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor

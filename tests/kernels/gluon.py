@@ -121,6 +121,37 @@ def _streamed_products(
         dphi_part.zero_()[0] = d_h.t() @ x.double().flatten(1)
 
 
+def _project_of_rows(x: Tensor, phi: Tensor, h_part: Tensor, squares_part: Tensor, *_: Any, **__: Any) -> None:
+    """In float64, the sums whole in the place of their first parts."""
+    rows = x.double().flatten(1)
+    h_part.zero_()[0] = phi.double().sum(0)[: h_part.shape[1]] @ rows.t()
+    squares_part.zero_()[0] = rows.square().sum(1)
+
+
+def _dx_of_rows(
+    x: Tensor,
+    d_out: Tensor | None,
+    d_x: Tensor | None,
+    tiles: Tensor,
+    dh: Tensor,
+    coefficient: Tensor,
+    h_pre: Tensor | None,
+    dx: Tensor,
+    *_: Any,
+    **__: Any,
+) -> None:
+    """In float64."""
+    # From [C / 128, n, rows / 32, 32, 128], each 32 columns as [4, 4, 2] in another order, to [rows, n * C].
+    weight = tiles.double().sum(3).unflatten(-1, (4, 4, 4, 2)).transpose(-3, -2).flatten(-4)
+    weight = weight.permute(2, 3, 1, 0, 4).flatten(2).flatten(0, 1)
+    _streamed_products(x, d_out, d_x, weight[: dh.shape[2]], None, dh, coefficient, h_pre, dx, dx.new_empty(0))
+
+
+def _dphi_of_rows(x: Tensor, dh: Tensor, dphi_part: Tensor, *_: Any, **__: Any) -> None:
+    """In float64, the sum whole in the place of its first part."""
+    dphi_part.zero_()[0] = dh.double().sum(0)[:, : dphi_part.shape[1]].t() @ x.double().flatten(1)
+
+
 def _new_streams(
     f: Tensor | None, h_post: Tensor | None, x: Tensor, h_res: Tensor | None, out: Tensor | None
 ) -> Tensor:
@@ -219,5 +250,8 @@ _REPLACEMENTS = {
     "boundary_rest_kernel": _boundary_rest,
     "combine_gradients_kernel": _combine_gradients,
     "combine_project_kernel": _combine_project,
+    "dphi_of_rows_kernel": _dphi_of_rows,
+    "dx_of_rows_kernel": _dx_of_rows,
+    "project_of_rows_kernel": _project_of_rows,
     "streamed_products_kernel": _streamed_products,
 }

@@ -82,7 +82,7 @@ def test_every_kernel_is_there(compiled: tuple[int, list[dict[str, Any]]]) -> No
         "sinkhorn_kernel", "sinkhorn_backward_kernel", "aggregate_kernel", "gate_sum_kernel",
         "boundary_gradients_kernel", "combine_gradients_kernel", "input_norm_backward_kernel",
         "mix_streams_kernel", "mix_streams_backward_kernel", "aggregate_and_norm_kernel",
-        "combine_many_kernel", "combine_many_backward_kernel", "many_rows_kernel",
+        "combine_many_kernel", "combine_many_backward_kernel", "many_rows_kernel", "tiles_kernel",
     } | (set(STREAMS_ONCE) if gpus.TABLE[compiled[0]].streams_once else set())  # fmt: skip
 
 
