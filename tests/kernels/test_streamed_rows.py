@@ -150,7 +150,8 @@ def test_against_the_reference(
     d_x = draw(tokens, n, width, dtype=BF16) if given[1] else None
     phi = draw(rows, n * width, scale=0.1)
     weight = draw(n * width).abs() + 0.5 if norm else None
-    dh = bf16_parts(draw(tokens, rows))
+    # In rows of whole 16 bytes.
+    dh = bf16_parts(torch.nn.functional.pad(draw(tokens, rows), (0, -rows % 8)))
     coefficient, h_pre = draw(tokens), draw(n, tokens)
 
     def run(s: slice, in_place: bool = False, replace: bool = False) -> list[Tensor]:
