@@ -19,7 +19,7 @@ class Gpu:
     """What an architecture has. The defaults are what every GPU has that the kernels run on.
 
     streams_once: the Gluon kernels that read a boundary's streams once: `combine_project`, `boundary_pass`,
-        `streamed_products`. They need wgmma and clusters.
+        `streamed_products`; and `streamed_rows`. They need wgmma, clusters and 227 KiB of shared memory in a block.
     gradients_once: those of its backward: `boundary_gradients`, `combine_gradients`. They need asynchronous copies and
         160 KiB of shared memory in a block.
     rows_of_phi: how many of them a program multiplies with bfloat16 streams. 128 need Hopper's shared memory.

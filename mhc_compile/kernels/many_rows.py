@@ -1,4 +1,7 @@
-"""The gradient of streams from a projection with more rows of phi than one program of `products` multiplies."""
+"""The gradient of streams from a projection with more rows of phi than one program of `products` multiplies.
+
+It is for GPUs and layouts that `streamed_rows` does not take.
+"""
 
 from __future__ import annotations
 

@@ -289,31 +289,27 @@ def backward_products(
     if dx is None:
         dx = empty_gradient(x, need_dx, x)
     d_x = laid_out_as(d_x, dx)
-    part = _products(x, d_out, d_x, phi, norm_weight, dh, coefficient, h_pre, dx, need_dx, need_sum)
+    part = _products((x, d_out, d_x, phi, norm_weight, dh, coefficient, h_pre, dx), need_dx, need_sum)
     return Products(dx, *reduce_parameters(part, x, phi, norm_weight, affine, needs[1:]))
 
 
-def _products(
-    x: torch.Tensor,
-    d_out: torch.Tensor | None,
-    d_x: torch.Tensor | None,
-    phi: torch.Tensor,
-    norm_weight: torch.Tensor | None,
-    dh: torch.Tensor,
-    coefficient: torch.Tensor,
-    h_pre: torch.Tensor | None,
-    dx: torch.Tensor,
-    need_dx: bool,
-    need_sum: bool,
-) -> torch.Tensor:
+# x, d_out, d_x, phi, norm_weight, dh, coefficient, h_pre and dx, as in `backward_products`.
+_Given = tuple[
+    torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor, torch.Tensor | None, torch.Tensor,
+    torch.Tensor, torch.Tensor | None, torch.Tensor,
+]  # fmt: skip
+
+
+def _products(given: _Given, need_dx: bool, need_sum: bool) -> torch.Tensor:
     """Fill dx, if it is needed, and return the partial sums of dphi [splits, K, n*C], none if they are not needed."""
+    x, d_out, d_x, phi, norm_weight, dh, _, _, dx = given
     if need_dx and streamed_products.fits((x, dx, d_out, d_x), phi):
-        return streamed_products.multiply(x, d_out, d_x, phi, norm_weight, dh, coefficient, h_pre, dx, need_sum)
+        return streamed_products.multiply(*given, need_sum)
     tokens, n, width = x.shape
     rows, columns = phi.shape
     part = None
     if need_dx and streamed_rows.fits_dx((x, dx, d_out, d_x), rows):
-        streamed_rows.gradient_of_streams(x, d_out, d_x, phi, norm_weight, dh, coefficient, h_pre, dx)
+        streamed_rows.gradient_of_streams(*given)
         need_dx = False
     if need_sum and streamed_rows.fits(x, rows):
         part = streamed_rows.parts_of_dphi(x, dh, rows)
@@ -337,18 +333,17 @@ def _products(
     def multiply(dx_too: bool, dphi_too: bool) -> None:
         launch(
             products_kernel, (column_blocks * splits * (blocks_k if dphi_too else 1),),
-            x, d_out, d_x, phi, norm_weight, dh, coefficient, h_pre, dx, part, tokens, tokens_each, dh.stride(0),
-            width, x.stride(0), x.stride(1), x.stride(2), *(d_out.stride() if d_out is not None else (0, 0)),
-            phi.stride(0), phi.stride(1), *dx_strides, N=n, K=rows, ROW=dh.shape[-1],
-            PARTS=x.dtype == torch.bfloat16, HAS_NORM=norm_weight is not None, HAS_OUT=d_out is not None,
-            HAS_DX=d_x is not None, NEED_DX=dx_too, NEED_DPHI=dphi_too, PRECISION=dot_precision(),
-            BLOCK_M=block_m, BLOCK_C=block_c, BLOCK_K=kb, BLOCKS_K=blocks_k, INTERPRET=INTERPRETED,
-            num_warps=tile.warps, num_stages=tile.stages,
+            *given, part, tokens, tokens_each, dh.stride(0), width, *x.stride(),
+            *(d_out.stride() if d_out is not None else (0, 0)), *phi.stride(), *dx_strides, N=n, K=rows,
+            ROW=dh.shape[-1], PARTS=x.dtype == torch.bfloat16, HAS_NORM=norm_weight is not None,
+            HAS_OUT=d_out is not None, HAS_DX=d_x is not None, NEED_DX=dx_too, NEED_DPHI=dphi_too,
+            PRECISION=dot_precision(), BLOCK_M=block_m, BLOCK_C=block_c, BLOCK_K=kb, BLOCKS_K=blocks_k,
+            INTERPRET=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
     with on_device(x):
         if need_dx and many:
-            many_rows.multiply(x, d_out, d_x, phi, norm_weight, dh, coefficient, h_pre, dx)
+            many_rows.multiply(*given)
         elif need_dx:
             multiply(True, need_sum and blocks_k == 1)
         if need_sum and not (need_dx and blocks_k == 1):
