@@ -82,9 +82,7 @@ class Lists:
 
     def are_made(self, plan: Plan) -> bool:
         """Whether operators make every list that was stacked. If not, the next round leaves those lists out."""
-        made = {
-            node for site in plan.sites if isinstance(site, CombineSite) for node in surface(site.combine.out).nodes
-        }
+        made = _made(plan)
         reasons = {entry.node: entry.reason for entry in plan.declined}
         places = {write: self._place(write) for write in self._writes if write not in self._left}
         failed = {write: place for write, place in places.items() if place not in made}
@@ -110,13 +108,16 @@ class Lists:
 
         Each new stream by itself looks like a read of all old streams. An operator for each would read them n times.
         """
+        made = _made(plan)
         for (write, reason), node in zip(self._left.items(), self.left(), strict=True):
             inner = {self._copies.get(op.node, op.node) for op in _within(write)}
             plan.declined[:] = [d for d in plan.declined if d.what == "sinkhorn" or d.node not in inner]
             plan.sites[:] = [
                 s for s in plan.sites if not (isinstance(s, AggregateSite) and s.aggregate.op.node in inner)
             ]
-            plan.declined.append(Declined("expand_combine", reason, node))
+            # The program may stack the streams itself, and an operator make that stack.
+            if made.isdisjoint(self._copies.get(op.node, op.node) for op in write.new[0].users):
+                plan.declined.append(Declined("expand_combine", reason, node))
 
     def _wanted(self) -> list[Streams]:
         """The lists to be stacked, in program order; writes that this leaves get their reasons."""
@@ -281,6 +282,11 @@ def _can_go_anywhere(value: Value) -> bool:
         if op is not None and op.name in ("clone", "_to_copy"):
             return True
     return op is not None and is_pointwise(op)
+
+
+def _made(plan: Plan) -> set[fx.Node]:
+    """What operators write."""
+    return {node for site in plan.sites if isinstance(site, CombineSite) for node in surface(site.combine.out).nodes}
 
 
 def _leaves(value: Value) -> bool:

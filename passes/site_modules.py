@@ -37,8 +37,7 @@ def alone(shadow: Shadow, site: Site) -> Alone:
     """Cut one site out of its program. Raises Decline if it cannot be cut out."""
     copies = rewritten(shadow, Plan([site], []))
     origins = {new: old for old, new in copies.items() if new not in copies.replaced}
-    values = [value for value in replaced(site) if value.nodes]
-    outputs = [min(value.nodes, key=shadow.position.__getitem__) for value in values]
+    outputs = [min(value.nodes, key=shadow.position.__getitem__) for value in replaced(site)]
     made = [copies.current(node) for node in outputs]
     inside = {*extent(site)[0], *outputs}
     fixed = {op.node for op in shadow.ops if copies.get(op.node) in copies.barriers}

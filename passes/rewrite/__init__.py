@@ -420,8 +420,12 @@ def _beyond_gates(site: MixSite, rows: range) -> tuple[range, range]:
     return range(gates.stop, end), range(end)
 
 
-def replaced(site: Site) -> Iterator[Value]:
-    """All values in whose place a site's results go."""
+def replaced(site: Site) -> list[Value]:
+    """All values of the program in whose place a site's results go."""
+    return [value for value in _results(site) if value.nodes]
+
+
+def _results(site: Site) -> Iterator[Value]:
     if isinstance(site, MixSite):
         if site.layer_input is not None:
             yield surface(site.layer_input)

@@ -40,6 +40,5 @@ class _Watching(Rewriter):
         examples = tuple(map_leaves(compat.another_fake, compat.example(node)) for node in part.outputs)
         call = self._call(function, *map(self.copies.current, part.inputs), example=examples)
         self.calls.append((call, site))
-        values = [value for value in replaced(site) if value.nodes]
-        for index, value in enumerate(values):
+        for index, value in enumerate(replaced(site)):
             self._replace(value, self._item(call, index))

@@ -216,6 +216,13 @@ class WrittenIntoParts(Static):
         return x
 
 
+class OneReturned(Listed):
+    """The program stacks the streams, and one of them also leaves by itself."""
+
+    def go(self, xs: Streams) -> Any:
+        return torch.stack(xs, -2), xs[0]
+
+
 FUSED = ["expand_combine", "generate_mix_and_aggregate"]
 OWN = ["aggregate", "expand_combine"]
 FORMS: list[tuple[type[Listed], list[str]]] = [
@@ -236,6 +243,7 @@ FORMS: list[tuple[type[Listed], list[str]]] = [
     (Tanh, OWN),
     (TanhStacked, OWN),
     (WrittenIntoParts, ["expand_combine"]),
+    (OneReturned, FUSED),
 ]
 
 
