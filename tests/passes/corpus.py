@@ -1,0 +1,104 @@
+"""Programs that the fuzzer draws, and what becomes of each: corpus.txt, and its test.
+
+python -m tests.passes.corpus [count]     writes corpus.txt anew, for a change that is meant; git shows what is other
+
+Other tests say what has to be rewritten, with few programs for each rule. Here every change of a plan shows, wherever
+it comes from, and is looked at before it is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import mhc_compile
+from tests.fuzz.__main__ import Choices, composed
+from tests.fuzz.program import Program
+
+_LINE = re.compile(r"(?:line \d+ of )?\b(tests/[\w/]+\.py)(?::\d+)?")
+PATH = Path(__file__).with_suffix(".txt")
+FIRST = 1_900_000_000
+COUNT = 150
+
+
+def program_of(seed: int) -> Program | None:
+    """The program of a seed, if one process calls it, with sizes that are what they are."""
+    program = composed(Choices(seed))
+    plain = program.ranks == 1 and program.dynamic is None and not program.marked and not program.inductor
+    return program if plain else None
+
+
+def outcome(program: Program) -> list[str]:
+    """A line for each site and each kind of fusion."""
+    model, inputs = program.build()
+    training = program.mode == "training"
+    given: list[Tensor] = [value.requires_grad_(training and program.leaves) for value in inputs]
+    with _quietly(), torch.set_grad_enabled(training):
+        report = mhc_compile.explain(model, *given)
+    lines = [f"{site.op}{'' if site.rewritten else ' is left'}: {site.told}" for site in report.sites]
+    lines += [f"fused: {count} x {name}" for name, count in sorted(report.fusions.items())]
+    lines += [f"error: {error}" for error in report.errors]
+    # A line more at the top of a file is no other outcome.
+    return [_LINE.sub(r"\1", line) for line in lines]
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    log = logging.getLogger("mhc_compile")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(before)
+
+
+def expected() -> dict[int, list[str]]:
+    """The file: of each seed its lines."""
+    found: dict[int, list[str]] = {}
+    lines: list[str] = []
+    for line in PATH.read_text(encoding="utf-8").splitlines():
+        if line.startswith(" "):
+            lines.append(line.strip())
+        else:
+            found[int(line)] = lines = []
+    return found
+
+
+def drawn(count: int) -> Iterator[int]:
+    """The first seeds whose programs can be called."""
+    seed = FIRST
+    while count:
+        program = program_of(seed)
+        if program is not None and _runs(program):
+            count -= 1
+            yield seed
+        seed += 1
+
+
+def _runs(program: Program) -> bool:
+    try:
+        outcome(program)
+    except Exception:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    seeds = drawn(int(sys.argv[1])) if len(sys.argv) > 1 else iter(expected())
+    text = ""
+    for seed in seeds:
+        program = program_of(seed)
+        if program is not None:
+            text += "".join(f"{line}\n" for line in (seed, *(f"  {line}" for line in outcome(program))))
+    PATH.write_text(text, encoding="utf-8")
