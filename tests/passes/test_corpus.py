@@ -8,7 +8,7 @@ from tests.passes.corpus import expected, outcome, program_of
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
-PARTS = 15
+PARTS = 75
 EXPECTED = expected()
 
 
