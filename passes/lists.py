@@ -115,7 +115,7 @@ class Lists:
             plan.sites[:] = [
                 s for s in plan.sites if not (isinstance(s, AggregateSite) and s.aggregate.op.node in inner)
             ]
-            # The program may stack the streams itself, and an operator make that stack.
+            # Unless an operator makes a stack that the program itself has.
             if made.isdisjoint(self._copies.get(op.node, op.node) for op in write.new[0].users):
                 plan.declined.append(Declined("expand_combine", reason, node))
 

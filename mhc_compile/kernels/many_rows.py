@@ -1,6 +1,6 @@
 """The gradient of streams from a projection with more rows of phi than one program of `products` multiplies.
 
-It is for GPUs and layouts that `streamed_rows` does not take.
+It is for GPUs, layouts and sizes that `streamed_rows` does not take.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ load_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_cop
 
 
 @gluon.constexpr_function
-def copied(columns: int, warps: int) -> gl.BlockedLayout:
+def copy_layout(columns: int, warps: int) -> gl.BlockedLayout:
     """16 bytes to a thread."""
     lanes = columns // 8
     return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [warps, 1], [1, 0])

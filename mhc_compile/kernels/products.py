@@ -312,7 +312,7 @@ def _products(given: _Given, need_dx: bool, need_sum: bool) -> torch.Tensor:
         streamed_rows.gradient_of_streams(*given)
         need_dx = False
     if need_sum and streamed_rows.fits(x, rows):
-        part = streamed_rows.parts_of_dphi(x, dh, rows)
+        part = streamed_rows.partial_dphi(x, dh, rows)
         need_sum = False
     # All rows at once need one launch and read x once.
     kb = block_k(rows, most_rows(x) if rows <= most_rows(x) else MAX_BLOCK_K)

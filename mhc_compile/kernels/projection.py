@@ -329,15 +329,16 @@ def project(x: torch.Tensor, phi: torch.Tensor, norm_weight: torch.Tensor | None
     more = more_rows(rows, block) if most_rows(x) > block else 0
     parts = parts_of(x, phi, norm_weight)
     tile, each = _share(x, rows, cut)
-    streamed = parts == 3 and streamed_rows.fits(x, rows)
-    many = streamed and streamed_rows.is_work(x, rows, cdiv(cut.total, cut.group))
-    if many:
+    # Which kernel adds squares in which order does not depend on the number of tokens.
+    by_block = parts == 3 and streamed_rows.fits(x, rows)
+    streamed = by_block and streamed_rows.is_work(x, rows, cdiv(cut.total, cut.group))
+    if streamed:
         each = cut.group
     stored = cdiv(cut.total, each)
     h = torch.empty(stored, rows, tokens, dtype=torch.float32, device=x.device)
     squares = torch.empty(stored, tokens, dtype=torch.float32, device=x.device)
     partials = Partials(h, squares, stored, cut.group // each)
-    if many:
+    if streamed:
         streamed_rows.project(x, phi, norm_weight, h, squares, (cut.chunk, cut.per_stream, cut.total, each))
         return partials
     blocks_k = cdiv(rows, block + more)
@@ -352,7 +353,7 @@ def project(x: torch.Tensor, phi: torch.Tensor, norm_weight: torch.Tensor | None
             weight.stride(-2), weight.stride(-1), weight.stride(0), tiles, each, CHUNKS=cut.total,
             PER_STREAM=cut.per_stream, CHUNK=cut.chunk, K=rows, PARTS=parts, AHEAD=ahead,
             HAS_NORM=norm_weight is not None and not ahead, PRECISION=dot_precision(), BLOCK_M=tile.tokens,
-            BLOCK_C=tile.columns, BLOCK_K=block, MORE_K=more, EACH_BLOCK=streamed, INTERPRET=INTERPRETED,
+            BLOCK_C=tile.columns, BLOCK_K=block, MORE_K=more, EACH_BLOCK=by_block, INTERPRET=INTERPRETED,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return partials

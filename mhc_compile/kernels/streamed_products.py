@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from mhc_compile.kernels import gpus, one_pass
 from mhc_compile.kernels.common import cdiv, expected, launch, on_device, share_tokens
-from mhc_compile.kernels.one_pass import barrier, copied, load_to_shared, split_phi
+from mhc_compile.kernels.one_pass import barrier, copy_layout, load_to_shared, split_phi
 from mhc_compile.kernels.opaque import opaque
 
 TOKENS, COLUMNS, STREAMS = 32, 128, 2
@@ -40,7 +40,7 @@ def _in_shared_memory(columns: int) -> gl.NVMMASharedLayout:
 def _fetch_rows(dh_s, dh, k_first, start, last, M, ROW: gl.constexpr, ROWS: gl.constexpr, BLOCK_M: gl.constexpr,
                 WARPS: gl.constexpr):  # fmt: skip
     """Start copying the parts of ROWS columns of dh."""
-    LAYOUT: gl.constexpr = copied(ROWS, WARPS)
+    LAYOUT: gl.constexpr = copy_layout(ROWS, WARPS)
     k = k_first + gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))[None, :]
     # Three parts and one block of rows that nobody reads: a power of two.
     row = gl.arange(0, 4 * BLOCK_M, gl.SliceLayout(1, LAYOUT))[:, None]
@@ -56,7 +56,7 @@ def _fetch(x_s, before_s, grad_s, dh_s, dh_2s, stage, x, d_x, d_out, dh, start, 
            HAS_OUT: gl.constexpr, HAS_DX: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_C: gl.constexpr,
            WARPS: gl.constexpr):  # fmt: skip
     """Start copying all that is read of the tokens from `start` on; streams lie one after the other as rows."""
-    TILE: gl.constexpr = copied(BLOCK_C, WARPS)
+    TILE: gl.constexpr = copy_layout(BLOCK_C, WARPS)
     c = (block * BLOCK_C + gl.arange(0, BLOCK_C, gl.SliceLayout(0, TILE)))[None, :]
     row = gl.arange(0, STREAMS * BLOCK_M, gl.SliceLayout(1, TILE))[:, None]
     tok = (row % BLOCK_M).to(gl.int64) + start
@@ -117,7 +117,7 @@ def streamed_products_kernel(x, d_out, d_x, phi, norm_weight, dh, coefficient, h
 
     dh [3, M, ROW] comes as bf16 parts, the largest first; of phi * norm_weight two are made here.
     """
-    TILE: gl.constexpr = copied(BLOCK_C, WARPS)
+    TILE: gl.constexpr = copy_layout(BLOCK_C, WARPS)
     TOKEN: gl.constexpr = gl.SliceLayout(1, TILE)
     # Tensor cores of Hopper multiply 64 rows at a time: columns of the streams, so that tokens may be fewer.
     DPHI: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, FIRST, 16])

@@ -3,8 +3,8 @@
     h = x @ phi^T        dx = d_x + h_pre d_out + coefficient x + dh @ phi        dphi = dh^T @ x
 
 Such products wait for L2, from which a processor gets some 24 bytes in a cycle. So tiles are large: 256 tokens or
-columns by 64 rows in three parts, of which shared memory holds four. One or two are multiplied while the others are on
-their way. For dx, a program keeps dh of 128 tokens, and phi goes by in tiles whose numbers lie side by side in memory
+columns by 64 rows in three parts. Shared memory holds four such tiles. One or two are multiplied while the others are
+on their way. For dx, a program keeps dh of 128 tokens, and phi goes by in tiles whose numbers lie side by side in memory
 (`phi_parts.split_in_tiles`), so that copies need next to no addresses.
 """
 
@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from mhc_compile.kernels import gpus, one_pass, streamed_products
 from mhc_compile.kernels.common import cdiv, expected, launch, on_device
-from mhc_compile.kernels.one_pass import barrier, copied, load_to_shared
+from mhc_compile.kernels.one_pass import barrier, copy_layout, load_to_shared
 from mhc_compile.kernels.opaque import opaque
 from mhc_compile.kernels.phi_parts import TILE_COLUMNS, TILE_ROWS, split_ahead, split_in_tiles
 
@@ -40,7 +40,7 @@ def _fetch_columns(x_s, high_s, middle_s, low_s, slot, x, phi, block, last, tok,
                    PER_STREAM: gl.constexpr, BLOCKS: gl.constexpr, ROWS: gl.constexpr, BLOCK_M: gl.constexpr,
                    BLOCK_C: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
     """Start copying a block of columns of x and of the parts of phi."""
-    TILE: gl.constexpr = copied(BLOCK_C, WARPS)
+    TILE: gl.constexpr = copy_layout(BLOCK_C, WARPS)
     if block < last:
         stream = block // (PER_STREAM * BLOCKS)
         c = block % (PER_STREAM * BLOCKS) * BLOCK_C + gl.arange(0, BLOCK_C, gl.SliceLayout(0, TILE))[None, :]
@@ -62,7 +62,7 @@ def project_of_rows_kernel(x, phi, h_part, squares_part, M, C, columns, token_ti
                            ROW_BLOCKS: gl.constexpr, ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_C: gl.constexpr,
                            WARPS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """The partial sums of `project_kernel` for BLOCK_M tokens and ROWS rows of phi, which comes in three parts."""
-    TILE: gl.constexpr = copied(BLOCK_C, WARPS)
+    TILE: gl.constexpr = copy_layout(BLOCK_C, WARPS)
     TOKEN: gl.constexpr = gl.SliceLayout(1, TILE)
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, BLOCK_M // (WARPS // 4), 16])
     BLOCKS: gl.constexpr = CHUNK // BLOCK_C
@@ -122,7 +122,7 @@ def project_of_rows_kernel(x, phi, h_part, squares_part, M, C, columns, token_ti
 
 
 @gluon.constexpr_function
-def _finished() -> gl.DistributedLinearLayout:
+def _dx_layout() -> gl.DistributedLinearLayout:
     """What a thread of 8 warps has of a product of 128 x 128, once the columns are in order: 8 neighbours at a time."""
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]],
@@ -137,7 +137,7 @@ def _finished() -> gl.DistributedLinearLayout:
 def _fetch_dh(dh_s, dh, start, M, K_TILES: gl.constexpr, ROW: gl.constexpr, ROWS: gl.constexpr, BLOCK_M: gl.constexpr,
               WARPS: gl.constexpr):  # fmt: skip
     """Start copying the two largest parts of dh of BLOCK_M tokens."""
-    LAYOUT: gl.constexpr = copied(ROWS, WARPS)
+    LAYOUT: gl.constexpr = copy_layout(ROWS, WARPS)
     tok = gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT)).to(gl.int64)[:, None] + start
     k = gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))[None, :]
     for part in gl.static_range(2):
@@ -149,7 +149,7 @@ def _fetch_dh(dh_s, dh, start, M, K_TILES: gl.constexpr, ROW: gl.constexpr, ROWS
 @gluon.jit
 def _fetch_phi(phi_s, slot, tiles, tile, last, ROWS: gl.constexpr, BLOCK_C: gl.constexpr, WARPS: gl.constexpr):
     """Start copying both parts of a tile of phi, if there is one left."""
-    LAYOUT: gl.constexpr = copied(BLOCK_C, WARPS)
+    LAYOUT: gl.constexpr = copy_layout(BLOCK_C, WARPS)
     if tile < last:
         row = gl.arange(0, 2 * ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
         c = gl.arange(0, BLOCK_C, gl.SliceLayout(0, LAYOUT))[None, :]
@@ -163,11 +163,11 @@ def dx_of_rows_kernel(x, d_out, d_x, tiles, dh, coefficient, h_pre, dx, M, token
                         N: gl.constexpr, K_TILES: gl.constexpr, ROW: gl.constexpr, HAS_OUT: gl.constexpr,
                         HAS_DX: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_C: gl.constexpr, ROWS: gl.constexpr,
                         WARPS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """dx of BLOCK_M tokens and `each` of the blocks of columns: those of one stream after those of the other.
+    """dx of BLOCK_M tokens and `each` of the blocks of columns: the same columns of each stream in turn.
 
     dh [3, M, ROW] comes as bf16 parts, the largest first, of which two are used.
     """
-    FINISHED: gl.constexpr = _finished()
+    FINISHED: gl.constexpr = _dx_layout()
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_C, 16])
     # Tiles that are copied ahead: those of the last product are still being read.
     AHEAD: gl.constexpr = STAGES - 2
@@ -237,8 +237,8 @@ def _fetch_tokens(x_s, high_s, middle_s, low_s, slot, x, dh, start, last, M, col
                   ROW: gl.constexpr, ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_C: gl.constexpr,
                   WARPS: gl.constexpr):  # fmt: skip
     """Start copying x and the parts of dh of the tokens from `start` on."""
-    WIDE: gl.constexpr = copied(BLOCK_C, WARPS)
-    NARROW: gl.constexpr = copied(ROWS, WARPS)
+    WIDE: gl.constexpr = copy_layout(BLOCK_C, WARPS)
+    NARROW: gl.constexpr = copy_layout(ROWS, WARPS)
     tok = gl.arange(0, BLOCK_M, gl.SliceLayout(1, WIDE)).to(gl.int64)[:, None] + start
     c = block * BLOCK_C + gl.arange(0, BLOCK_C, gl.SliceLayout(0, WIDE))[None, :]
     load_to_shared(x_s.index(slot), x + tok * columns + c, mask=(tok < last) & (c < columns))
@@ -314,13 +314,13 @@ def dphi_of_rows_kernel(x, dh, dphi_part, M, tokens_each, columns, K: gl.constex
 
 
 def fits(x: torch.Tensor, rows: int) -> bool:
-    """Whether h, if there is work for all processors, and dphi of x [M, n, C] and so many rows of phi are made here."""
+    """Whether dphi of x [M, n, C] and so many rows of phi is made here, and h as well where `is_work` says so."""
     here = rows >= FEWEST_ROWS and x.numel() > 0 and x.shape[-1] % 16 == 0
     return here and one_pass.in_order(x, 2) and gpus.of(x.device).streams_once
 
 
 def fits_dx(streams: Sequence[torch.Tensor | None], rows: int) -> bool:
-    """Whether dx is, for these x, dx [M, n, C] and, if there are any, d_out [M, C] and d_x [M, n, C]."""
+    """Whether dx is made here, of these x, dx [M, n, C] and, if there are any, d_out [M, C] and d_x [M, n, C]."""
     x = streams[0]
     assert x is not None
     whole = rows <= DX_ROWS and x.shape[-1] % TILE_COLUMNS == 0
@@ -395,7 +395,7 @@ def gradient_of_streams(
         )  # fmt: skip
 
 
-def parts_of_dphi(x: torch.Tensor, dh: torch.Tensor, rows: int) -> torch.Tensor:
+def partial_dphi(x: torch.Tensor, dh: torch.Tensor, rows: int) -> torch.Tensor:
     """Partial sums of dphi [splits, K, n*C] for contiguous x [M, n, C]."""
     columns = x.shape[1] * x.shape[2]
     block_m, block_c, block_k = DPHI_TILE

@@ -209,7 +209,7 @@ def _sixteen(width: int, tokens: int) -> None:
     phi = torch.empty(rows, 16 * width)
     products.backward_products(x, f, phi, None, dh, ms, pre, None, (True, True, False, False, False), x, x)
     streamed_rows.gradient_of_streams(x, f, x, phi, torch.empty(16 * width), dh, ms, pre, x)
-    streamed_rows.parts_of_dphi(x, dh, rows)
+    streamed_rows.partial_dphi(x, dh, rows)
     h, squares = torch.empty(4, rows, tokens), torch.empty(4, tokens)
     streamed_rows.project(x, phi, None, h, squares, (512, 8, 128, 32))
     forms: dict[str, Any] = {"rms": Rms(), "gates": Gates(), "sinkhorn": Sinkhorn()}

@@ -1,4 +1,4 @@
-"""The products with many rows of phi in Gluon: on a CPU the kernels are what they compute, the host functions stay."""
+"""The products with many rows of phi in Gluon. On a CPU, what kernels compute takes their place; host functions run."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_what_it_is_not_for(
 
 @pytest.mark.parametrize("tokens", [1, 128, 129, 1000, 8192, 100_000])
 @pytest.mark.parametrize("blocks", [9, 160, 512])
-def test_columns_are_shared_without_a_rest(tokens: int, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_program_is_without_columns(tokens: int, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "processors", lambda device: 132)
     shares, each = share_columns(tokens, blocks, torch.device(DEVICE))
     assert (shares - 1) * each < blocks <= shares * each
@@ -163,7 +163,7 @@ def test_against_the_reference(
         cut_dh = dh[:, s].contiguous()
         with watched(replace) as names:
             streamed_rows.gradient_of_streams(*cut, phi, weight, cut_dh, coefficient[s], h_pre[:, s].contiguous(), dx)  # type: ignore[arg-type]
-            part = streamed_rows.parts_of_dphi(cut[0], cut_dh, rows)
+            part = streamed_rows.partial_dphi(cut[0], cut_dh, rows)
         assert names == [DX, DPHI]
         return [dx, part.sum(0, dtype=torch.float64)]
 

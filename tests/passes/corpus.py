@@ -26,11 +26,10 @@ from tests.fuzz.program import Program
 _LINE = re.compile(r"(?:line \d+ of )?\b(tests/[\w/]+\.py)(?::\d+)?")
 PATH = Path(__file__).with_suffix(".txt")
 FIRST = 1_900_000_000
-COUNT = 150
 
 
 def program_of(seed: int) -> Program | None:
-    """The program of a seed, if one process calls it, with sizes that are what they are."""
+    """The program of a seed, if one process calls it, without dynamic sizes."""
     program = composed(Choices(seed))
     plain = program.ranks == 1 and program.dynamic is None and not program.marked and not program.inductor
     return program if plain else None
@@ -89,7 +88,7 @@ def drawn(count: int) -> Iterator[int]:
 def _runs(program: Program) -> bool:
     try:
         outcome(program)
-    except Exception:
+    except Exception:  # of the program: some fail in eager code, too
         return False
     return True
 

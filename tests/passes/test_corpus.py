@@ -29,6 +29,7 @@ def test_plans(part: int) -> None:
 
 def test_the_corpus_has_all_kinds() -> None:
     """Every operator that the first stage makes, sites that are left, fusions, and programs without any."""
+    assert len(EXPECTED) >= 150, "draw it anew: python -m tests.passes.corpus 150"
     lines = [line for found in EXPECTED.values() for line in found]
     made = {line.partition(":")[0] for line in lines if " is left" not in line}
     assert made >= {"aggregate", "expand_combine", "generate_mix", "generate_mix_and_aggregate", "head", "mix_streams"}
