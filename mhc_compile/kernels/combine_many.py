@@ -32,9 +32,9 @@ from mhc_compile.kernels.common import (
 )
 
 # Columns of a program's tile, and its warps. Each warp of the backward computes all of dh_res, so that one does the
-# least in total, and has registers for so many columns.
+# least in total, and has registers for so many numbers of all streams.
 COLUMNS, WARPS = 128, 4
-BACKWARD_COLUMNS, BACKWARD_WARPS = 64, 1
+BACKWARD_NUMBERS, BACKWARD_WARPS = 1024, 1
 # The fewest streams that fill a tile of tensor cores by more than half.
 FEWEST = 9
 
@@ -178,6 +178,6 @@ def backward(
             d_out, f, h_post, x, h_res, d_x, df, dx, dpost, dres, width, *d_out.stride(), *f.stride(),
             *h_post.stride(), *x.stride(), *h_res.stride(), *(df.stride() if need_df else (0, 0)),
             *(dx.stride() if need_dx else (0, 0, 0)), N=n, NP=_rows(n), HAS_DX=d_x is not None, NEED_DF=need_df,
-            NEED_DPOST=need_dpost, NEED_DX=need_dx, NEED_DRES=need_dres, BLOCK_C=BACKWARD_COLUMNS,
+            NEED_DPOST=need_dpost, NEED_DX=need_dx, NEED_DRES=need_dres, BLOCK_C=BACKWARD_NUMBERS // _rows(n),
             INTERPRET=INTERPRETED, num_warps=BACKWARD_WARPS,
         )  # fmt: skip

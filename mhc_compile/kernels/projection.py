@@ -330,7 +330,7 @@ def project(x: torch.Tensor, phi: torch.Tensor, norm_weight: torch.Tensor | None
     parts = parts_of(x, phi, norm_weight)
     tile, each = _share(x, rows, cut)
     # Which kernel adds squares in which order does not depend on the number of tokens.
-    by_block = parts == 3 and streamed_rows.fits(x, rows)
+    by_block = parts == 3 and not more and streamed_rows.fits(x, rows)
     streamed = by_block and streamed_rows.is_work(x, rows, cdiv(cut.total, cut.group))
     if streamed:
         each = cut.group

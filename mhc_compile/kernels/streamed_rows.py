@@ -4,8 +4,8 @@
 
 Such products wait for L2, from which a processor gets some 24 bytes in a cycle. So tiles are large: 256 tokens or
 columns by 64 rows in three parts. Shared memory holds four such tiles. One or two are multiplied while the others are
-on their way. For dx, a program keeps dh of 128 tokens, and phi goes by in tiles whose numbers lie side by side in memory
-(`phi_parts.split_in_tiles`), so that copies need next to no addresses.
+on their way. For dx, a program keeps dh of 128 tokens, and phi goes by in tiles whose numbers lie side by side in
+memory (`phi_parts.split_in_tiles`), so that copies need next to no addresses.
 """
 
 # mypy: disable-error-code="assignment,var-annotated"
@@ -315,8 +315,14 @@ def dphi_of_rows_kernel(x, dh, dphi_part, M, tokens_each, columns, K: gl.constex
 
 def fits(x: torch.Tensor, rows: int) -> bool:
     """Whether dphi of x [M, n, C] and so many rows of phi is made here, and h as well where `is_work` says so."""
-    here = rows >= FEWEST_ROWS and x.numel() > 0 and x.shape[-1] % 16 == 0
+    here = rows >= FEWEST_ROWS and x.numel() > 0 and x.shape[-1] % 16 == 0 and _begins_a_copy(x)
     return here and one_pass.in_order(x, 2) and gpus.of(x.device).streams_once
+
+
+def _begins_a_copy(x: torch.Tensor) -> bool:
+    """Whether x begins at whole 16 bytes. Otherwise Triton adds squares in another order, and `project` does not."""
+    offset = x.storage_offset()
+    return not isinstance(offset, int) or offset * x.element_size() % 16 == 0
 
 
 def fits_dx(streams: Sequence[torch.Tensor | None], rows: int) -> bool:

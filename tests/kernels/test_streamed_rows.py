@@ -105,8 +105,18 @@ def _streams(n: int = 9, width: int = 128, dtype: torch.dtype = BF16) -> list[Te
         (_streams(), 289, True),
         ([*_streams()[:3], torch.zeros(3, 128, 9, dtype=BF16).mT], 99, True),
         ([torch.zeros(9, 1, 128, dtype=BF16).transpose(0, 1), *_streams()[1:]], 99, False),
+        ([torch.zeros(3 * 9 * 128 + 1, dtype=BF16)[1:].view(3, 9, 128), *_streams()[1:]], 99, False),
     ],
-    ids=["float32", "odd width", "width", "few rows", "too many rows", "channels first", "streams first"],
+    ids=[
+        "float32",
+        "odd width",
+        "width",
+        "few rows",
+        "too many rows",
+        "channels first",
+        "streams first",
+        "between copies",
+    ],
 )
 def test_what_it_is_not_for(
     streams: list[Tensor | None], rows: int, of_phi: bool, monkeypatch: pytest.MonkeyPatch
