@@ -23,15 +23,8 @@ from tests.fuzz.rows import put_rows
 from tests.fuzz.sublayer_lines import LAYOUTS, Layout, Line
 from tests.fuzz.views import view
 from tests.fuzz.writes import put_writes, write
-from tests.zoo import (  # noqa: F401  (they register near misses)
-    near_flat,
-    near_gates,
-    near_mixing,
-    near_streams,
-    near_whole,
-    spellings,
-)
-from tests.zoo.near import MISSES
+from tests.zoo import spellings
+from tests.zoo.misses import MISSES
 
 __all__ = ["KINDS", "Program", "compose"]
 
@@ -178,8 +171,7 @@ def _nearly(pick: Pick) -> Program:
     n = pick([4, 2, 3])
     batch, length, width = pick([2, n, 1]), pick([3, n, 3, 130, 1]), pick([6, n])
     source = f"""
-from tests.zoo import near_flat, near_gates, near_mixing, near_streams, near_whole
-from tests.zoo.near import MISSES
+from tests.zoo.misses import MISSES
 
 
 class Model({", ".join(f'MISSES["{name}"]' for name in bases)}):

@@ -7,16 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.zoo import (  # noqa: F401  (they register near misses)
-    check,
-    near_flat,
-    near_forms,
-    near_gates,
-    near_mixing,
-    near_streams,
-    near_whole,
-)
-from tests.zoo.near import MISSES, Sublayer
+from tests.zoo import check
+from tests.zoo.misses import MISSES
+from tests.zoo.near import Sublayer
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_dynamo"),

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from mhc_compile import passes
 from mhc_compile.testing import capture
-from tests.zoo import check, near_gates  # noqa: F401  (gives the near misses names)
+from tests.zoo import check
 from tests.zoo.common import random_parameter, random_phi
-from tests.zoo.near import MISSES
+from tests.zoo.misses import MISSES
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

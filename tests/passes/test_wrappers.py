@@ -17,9 +17,9 @@ from torch.distributed.tensor.experimental import local_map
 
 import mhc_compile
 from mhc_compile import compat, passes
-from tests.zoo import near_forms, near_gates, near_streams  # noqa: F401  (fill MISSES)
 from tests.zoo.check import rewriting
-from tests.zoo.near import MISSES, Sublayer
+from tests.zoo.misses import MISSES
+from tests.zoo.near import Sublayer
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

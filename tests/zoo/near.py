@@ -1,7 +1,7 @@
 """Programs that are nearly hyper-connections: one complete sublayer, in which one piece is replaced.
 
-`MISSES` maps a name to a model class. Some of them can still be rewritten, in part or with care; none may compute
-anything else than its eager code does.
+`misses.MISSES` maps a name to a model class. Some of them can still be rewritten, in part or with care; none may
+compute anything else than its eager code does.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Sublayer(nn.Module):
         return self.body(x * self.per_channel)
 
 
-MISSES: dict[str, type[Sublayer]] = {}
+registered: dict[str, type[Sublayer]] = {}
 Piece = Callable[..., Any]
 
 
@@ -116,8 +116,8 @@ def miss(piece: str) -> Callable[[Piece], Piece]:
     def register(function: Piece) -> Piece:
         name = function.__name__
         assert hasattr(Sublayer, piece)
-        assert name not in MISSES
-        MISSES[name] = type(name, (Sublayer,), {piece: function, "__doc__": function.__doc__})
+        assert name not in registered
+        registered[name] = type(name, (Sublayer,), {piece: function, "__doc__": function.__doc__})
         return function
 
     return register
