@@ -95,13 +95,15 @@ class Lists:
         """The node that stacks the new streams of a write, in the graph made last."""
         if write.new in self._stacks:
             return self._stacks[write.new]
-        node = write.new[0].users[0].node
+        return self._copy(write.new[0].users[0].node)
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        """What stands for one of the graph's own nodes in the graph made last."""
         return self._copies.get(node, node)
 
     def left(self) -> list[fx.Node]:
         """Where the writes that are left end, in the graph made last."""
-        nodes = [write.new[-1].nodes[-1] for write in self._left]
-        return [self._copies.get(node, node) for node in nodes]
+        return [self._copy(write.new[-1].nodes[-1]) for write in self._left]
 
     def tell(self, plan: Plan) -> None:
         """Add the writes that are left to a plan, in place of findings about their sums and products.
@@ -110,13 +112,13 @@ class Lists:
         """
         made = _made(plan)
         for (write, reason), node in zip(self._left.items(), self.left(), strict=True):
-            inner = {self._copies.get(op.node, op.node) for op in _within(write)}
+            inner = {self._copy(op.node) for op in _within(write)}
             plan.declined[:] = [d for d in plan.declined if d.what == "sinkhorn" or d.node not in inner]
             plan.sites[:] = [
                 s for s in plan.sites if not (isinstance(s, AggregateSite) and s.aggregate.op.node in inner)
             ]
             # Unless an operator makes a stack that the program itself has.
-            if made.isdisjoint(self._copies.get(op.node, op.node) for op in write.new[0].users):
+            if made.isdisjoint(self._copy(op.node) for op in write.new[0].users):
                 plan.declined.append(Declined("expand_combine", reason, node))
 
     def _wanted(self) -> list[Streams]:

@@ -10,7 +10,7 @@ log = logging.getLogger(__name__)
 
 # pyproject.toml asks for this torch or a newer one.
 OLDEST = "2.11"
-# Continuous integration runs the whole suite with this one.
+# The newest torch that continuous integration tests with.
 NEWEST_TESTED = "2.14"
 
 

@@ -9,6 +9,7 @@ it comes from, and is looked at before it is kept.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import re
 import sys
@@ -74,32 +75,29 @@ def expected() -> dict[int, list[str]]:
     return found
 
 
-def drawn(count: int) -> Iterator[int]:
-    """The first seeds whose programs can be called."""
-    seed = FIRST
-    while count:
+def drawn() -> Iterator[tuple[int, list[str]]]:
+    """Seeds of programs that can be called, and what becomes of each."""
+    for seed in itertools.count(FIRST):
         program = program_of(seed)
-        if program is not None and _runs(program):
-            count -= 1
-            yield seed
-        seed += 1
+        if program is not None:
+            try:
+                told = outcome(program)
+            except Exception:  # of the program: some fail in eager code, too
+                continue
+            yield seed, told
 
 
-def _runs(program: Program) -> bool:
-    try:
-        outcome(program)
-    except Exception:  # of the program: some fail in eager code, too
-        return False
-    return True
-
-
-if __name__ == "__main__":
-    seeds = drawn(int(sys.argv[1])) if len(sys.argv) > 1 else iter(expected())
-    text = ""
-    for seed in seeds:
+def again() -> Iterator[tuple[int, list[str]]]:
+    """What becomes of the programs of the file."""
+    for seed in expected():
         program = program_of(seed)
         if program is None:
             sys.stderr.write(f"{seed} is another kind of program now, and left out: draw the corpus anew\n")
         else:
-            text += "".join(f"{line}\n" for line in (seed, *(f"  {line}" for line in outcome(program))))
-    PATH.write_text(text, encoding="utf-8")
+            yield seed, outcome(program)
+
+
+if __name__ == "__main__":
+    found = itertools.islice(drawn(), int(sys.argv[1])) if len(sys.argv) > 1 else again()
+    lines = [f"{seed}\n" + "".join(f"  {line}\n" for line in told) for seed, told in found]
+    PATH.write_text("".join(lines), encoding="utf-8")
