@@ -80,6 +80,7 @@ class Op:
     name: str
     sources: tuple[Value, ...]
     kind: Kind
+    state: str = ""  # that of its node in `Shadow.states`
     outs: list[Value] = field(default_factory=list)
 
     @property
@@ -180,12 +181,12 @@ class _Tracer:
         position = {node: i for i, node in enumerate(self.graph.nodes)}
         states: dict[fx.Node, str] = {}
         with torch.no_grad(), compat.no_autocast_cache(), compat.quiet_shape_env(self.fake_mode):
-            state = self._state()
+            self.state = self._state()
             for node in self.graph.nodes:
                 if compat.changes_global_state(node):
                     self._follow(node)
-                    state = self._state()
-                states[node] = state
+                    self.state = self._state()
+                states[node] = self.state
                 self._visit(node)
         while self.autocasts:
             self.autocasts.pop().__exit__(None, None, None)
@@ -295,7 +296,7 @@ class _Tracer:
         for call, kind in zip(found.recording.calls, found.kinds, strict=True):
             sources = tuple([values[i] for i in call.sources])
             args, kwargs = filled(call.args, values), filled(call.kwargs, values)
-            op = Op(call.target, args, kwargs, node, call.name, sources, kind)
+            op = Op(call.target, args, kwargs, node, call.name, sources, kind, self.state)
             for slot in call.made:
                 made = Value(found.recording.tensors[slot.index], found.shapes[slot.index], op)
                 values[slot.index] = made
@@ -373,9 +374,9 @@ class _Tracer:
     def _op(self, target: Any, args: Any, kwargs: Any, node: fx.Node) -> Op:
         sources = tuple(_values((args, kwargs)))
         if target is None:
-            return Op(None, args, kwargs, node, "", sources, Kind())
+            return Op(None, args, kwargs, node, "", sources, Kind(), self.state)
         kind = self._kind(call_text(target, args, kwargs, Value))
-        return Op(target, args, kwargs, node, name_of(target), sources, kind)
+        return Op(target, args, kwargs, node, name_of(target), sources, kind, self.state)
 
     def _add(self, op: Op, result: Any) -> None:
         op.outs = list(_values(result))

@@ -332,7 +332,9 @@ def seen(value: Value) -> Value:
 
 
 def _is_float_cast(op: Op) -> bool:
-    return all(v.dtype in _FLOATS for v in (*op.inputs(), op.out))
+    """Whether floating point numbers stay such, on the device where they are."""
+    values = [*op.inputs(), op.out]
+    return all(v.dtype in _FLOATS for v in values) and len({v.meta.device for v in values}) == 1
 
 
 def move(op: Op, out: Value, layout: Layout) -> Layout:

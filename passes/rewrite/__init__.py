@@ -331,7 +331,9 @@ class Rewriter(Vectors):
         return self._call("mul", self._call("float", phi), self._norm_weight(product.weight, streams))
 
     def _root(self, ms: fx.Node, site: ProjectionSite) -> fx.Node:
-        return self._call("sqrt", self._call("mul", self._positive(ms), site.streams.n * site.streams.channels))
+        """The norm of all streams of a token, which is exactly zero where they are."""
+        root = self._call("sqrt", self._call("mul", self._positive(ms), site.streams.n * site.streams.channels))
+        return self._call("masked_fill", root, self._call("eq", ms, 0), 0.0)
 
     def _positive(self, ms: fx.Node) -> fx.Node:
         """Where all streams are zero, the gradient of their norm is zero in eager code; that of a root is not."""

@@ -58,6 +58,8 @@ class Editor:
         op = value.op
         if op is None or not hasattr(op.target, "_schema") or any(isinstance(a, torch.SymInt) for a in leaves(op.args)):
             raise Decline("an operand is not a value of its own in the program")
+        if torch.Tag.nondeterministic_seeded in op.target.tags:
+            raise Decline("an operand is drawn at random within one call of the program")
         args, kwargs = map_leaves(lambda a: self._again(a) if isinstance(a, Value) else a, (op.args, op.kwargs))
         node = self._call(op.target, *args, **kwargs)
         return node if len(op.outs) == 1 else self._item(node, op.outs.index(value))
@@ -181,6 +183,9 @@ class Editor:
         fitted = self._placed(fitted, example)
         if compat.example(fitted).stride() != example.stride():
             fitted = self._restrided(fitted, example, old)
+        if compat.example(fitted).requires_grad and not example.requires_grad:
+            # Other results of the operator need gradients, and this one has none in the program.
+            fitted = self._call("detach", fitted)
         first = not example._is_view() or bool(self.beside.pairs(old))
         if self._is_seen(old) and compat.example(fitted)._is_view() and first:
             # AOTAutograd makes a view that leaves the graph anew from what it views, which fails where it is detached,

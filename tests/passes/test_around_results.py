@@ -1,0 +1,146 @@
+"""Results of a site that the program treats in its own way: under another grad mode, on another device, at random."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.zoo.check import rewriting
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+N, C = 4, 8
+
+
+def _gates(x: Tensor, phi: Tensor) -> tuple[Tensor, Tensor]:
+    flat = x.flatten(-2)
+    logits = F.linear(flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + 1e-6), phi)
+    return torch.sigmoid(logits[..., :N]), torch.sigmoid(logits[..., N:])
+
+
+def _read(x: Tensor, pre: Tensor) -> Tensor:
+    return (pre.unsqueeze(-1) * x).sum(-2)
+
+
+def _write(x: Tensor, post: Tensor, f: Tensor) -> Tensor:
+    return x + post.unsqueeze(-1) * f.unsqueeze(-2)
+
+
+def _write_without_gradient(x: Tensor, phi: Tensor, w: Tensor) -> Tensor:
+    pre, post = _gates(x, phi)
+    f = _read(x, pre) @ w
+    with torch.no_grad():
+        y = _write(x, post, f)
+    return y.to(torch.bfloat16) * (1 + x.mean())
+
+
+def _read_without_gradient(x: Tensor, phi: Tensor, w: Tensor) -> Tensor:
+    pre, post = _gates(x, phi)
+    with torch.no_grad():
+        u = _read(x, pre)
+    return _write(x, post, (u.to(torch.bfloat16) @ w.bfloat16()).float())
+
+
+def _all_without_gradient(x: Tensor, phi: Tensor, w: Tensor) -> Tensor:
+    with torch.no_grad():
+        pre, post = _gates(x, phi)
+        y = _write(x, post, _read(x, pre) @ w)
+    return y.to(torch.bfloat16) * (1 + w.mean())
+
+
+def _arguments() -> list[Tensor]:
+    torch.manual_seed(0)
+    shapes = ((2, 3, N, C), (2 * N, N * C), (C, C))
+    return [torch.randn(shape).requires_grad_() for shape in shapes]
+
+
+@pytest.mark.parametrize("step", [_write_without_gradient, _read_without_gradient, _all_without_gradient])
+def test_a_cast_after_no_grad(step: Callable[..., Tensor]) -> None:
+    """The operator's result may be the cast one, but not where gradients begin with the cast."""
+
+    def gradients(call: Callable[..., Tensor]) -> list[Tensor | None]:
+        given = _arguments()
+        return list(torch.autograd.grad(call(*given).float().sin().sum(), given, allow_unused=True))
+
+    call, report = rewriting(step)
+    found = gradients(call)
+    assert report.rewritten
+    for have, want in zip(found, gradients(step), strict=True):
+        assert (have is None) == (want is None)
+        if have is not None and want is not None:
+            torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_move_to_another_device(dtype: torch.dtype) -> None:
+    def step(x: Tensor, phi: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        pre, post = _gates(x, phi)
+        u = _read(x, pre)
+        return u.to("meta", dtype), _write(x, post, u @ w).to("meta", dtype)
+
+    call, _ = rewriting(step)
+    assert [(value.device.type, value.dtype) for value in call(*_arguments())] == [("meta", dtype)] * 2
+
+
+def test_random_numbers_of_one_call_are_drawn_once() -> None:
+    """A dropout of whole streams is a product with numbers that the program has not got."""
+
+    def step(x: Tensor, post: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        d = F.dropout1d(x, 0.5)
+        u = d.sum(-2)
+        return _write(x, torch.sigmoid(x.flatten(-2) @ post), torch.tanh(u @ w)), d, u
+
+    torch.manual_seed(0)
+    call, _ = rewriting(step)
+    _, d, u = call(torch.randn(6, N, C), torch.randn(N * C, N), torch.randn(C, C))
+    torch.testing.assert_close(u, d.sum(-2))
+
+
+def test_what_needs_no_gradient_gets_none() -> None:
+    """Of several results of an operator, one may be made of frozen parameters alone."""
+
+    def step(x: Tensor, phi: Tensor, b_pre: Tensor, b_post: Tensor, w: Tensor) -> Any:
+        flat = x.flatten(-2)
+        logits = F.linear(flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + 1e-6), phi)
+        u = _read(x, torch.sigmoid(logits[..., :N] + b_pre))
+        return _write(x, torch.sigmoid(logits[..., N:] + b_post), torch.tanh(u @ w)), u
+
+    torch.manual_seed(0)
+    given = [torch.randn(2, 3, N, C), torch.randn(2 * N, N * C), torch.randn(N), torch.randn(N), torch.randn(C, C)]
+    given[3].requires_grad_()
+    call, report = rewriting(step)
+    out, u = call(*given)
+    assert report.rewritten
+    assert out.requires_grad
+    assert not u.requires_grad
+    (found,) = torch.autograd.grad(out.sin().sum(), given[3])
+    (wanted,) = torch.autograd.grad(step(*given)[0].sin().sum(), given[3])
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_the_norm_of_zeros_is_zero() -> None:
+    """A token of padding: programs ask for it, and its gradient is zero as in eager code."""
+
+    def step(x: Tensor, phi: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        flat = x.flatten(-2)
+        size = flat.norm(dim=-1, keepdim=True)
+        logits = F.linear(flat, phi) / torch.where(size == 0, torch.ones_like(size), size)
+        f = torch.tanh(_read(x, torch.sigmoid(logits[..., :N])) @ w)
+        return _write(x, torch.softmax(logits[..., N:], -1), f), size
+
+    given = _arguments()
+    given[0].data[:, -1] = 0
+    call, report = rewriting(step)
+    out, size = call(*given)
+    assert report.rewritten
+    own, own_size = step(*given)
+    assert torch.equal(size == 0, own_size == 0)
+    found = torch.autograd.grad(out.sin().sum() + size.sum(), given)
+    wanted = torch.autograd.grad(own.sin().sum() + own_size.sum(), given)
+    for have, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-4)
