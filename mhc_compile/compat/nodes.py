@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -226,6 +226,12 @@ class AutogradFunction:
     def nodes(self) -> Iterator[fx.Node]:
         """What the forward does."""
         yield from self.bodies[0].graph.nodes
+
+    def gives_gradient(self, inputs: Sequence[Any]) -> list[bool]:
+        """For which inputs the backward returns something other than None: torch 2.11 to 2.14 have its results so."""
+        (results,) = self.bodies[1].graph.find_nodes(op="output")[0].args
+        known = isinstance(results, (tuple, list)) and len(results) == len(inputs)
+        return [result is not None for result in results] if known else [True] * len(inputs)
 
 
 def autograd_function(node: fx.Node) -> AutogradFunction | None:

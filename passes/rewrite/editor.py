@@ -14,6 +14,7 @@ from mhc_compile.passes.aten_calls import leaves, map_leaves
 from mhc_compile.passes.beside import REASON, Beside
 from mhc_compile.passes.called import INSERTED
 from mhc_compile.passes.plan import Decline, Site, surface, visible
+from mhc_compile.passes.plan.sites import outputs
 from mhc_compile.passes.rewrite.aliases import Aliases
 from mhc_compile.passes.rewrite.copies import Copies
 from mhc_compile.passes.shadow import Shadow, Value
@@ -183,8 +184,7 @@ class Editor:
         fitted = self._placed(fitted, example)
         if compat.example(fitted).stride() != example.stride():
             fitted = self._restrided(fitted, example, old)
-        if compat.example(fitted).requires_grad and not example.requires_grad:
-            # Other results of the operator need gradients, and this one has none in the program.
+        if compat.example(fitted).requires_grad and not example.requires_grad and self._others_need_gradients():
             fitted = self._call("detach", fitted)
         first = not example._is_view() or bool(self.beside.pairs(old))
         if self._is_seen(old) and compat.example(fitted)._is_view() and first:
@@ -198,6 +198,12 @@ class Editor:
             node = self.copies[held]
             node.replace_all_uses_with(fitted)
             self.copies.replaced[node] = fitted
+
+    def _others_need_gradients(self) -> bool:
+        """Whether a result of the site has a gradient in the program: it is not under `no_grad`."""
+        assert self.site is not None
+        nodes = (node for value in outputs(self.site) for node in value.nodes)
+        return any(compat.example(node).requires_grad for node in nodes)
 
     def _placed(self, node: fx.Node, like: torch.Tensor) -> fx.Node:
         """The same DTensor, placed as `like`: the program may go on to this rank's part, or to the placements."""

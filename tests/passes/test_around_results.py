@@ -144,3 +144,40 @@ def test_the_norm_of_zeros_is_zero() -> None:
     wanted = torch.autograd.grad(own.sin().sum() + own_size.sum(), given)
     for have, want in zip(found, wanted, strict=True):
         torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-4)
+
+
+class Stop(torch.autograd.Function):
+    """The backward has no gradient for its input, and one for the other."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return None, gradient
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_backward_that_returns_none() -> None:
+    """The gate of the read has no gradient, and so its parameter has none, in place of zeros."""
+
+    def step(x: Tensor, phi_pre: Tensor, phi_post: Tensor, w: Tensor, shift: Tensor) -> Tensor:
+        flat = x.flatten(-2)
+        flat = flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + 1e-6)
+        f = torch.tanh(_read(x, torch.sigmoid(F.linear(flat, phi_pre))) @ w)
+        return _write(x, torch.sigmoid(F.linear(flat, phi_post)), Stop.apply(f, shift))
+
+    torch.manual_seed(0)
+    shapes = ((2, 3, N, C), (N, N * C), (N, N * C), (C, C), (C,))
+    given = [torch.randn(shape).requires_grad_() for shape in shapes]
+    call, report = rewriting(step)
+    found = torch.autograd.grad(call(*given).sin().sum(), given, allow_unused=True)
+    wanted = torch.autograd.grad(step(*given).sin().sum(), given, allow_unused=True)
+    assert report.rewritten
+    assert (
+        [value is None for value in found] == [value is None for value in wanted] == [False, True, False, True, False]
+    )
+    assert found[0] is not None
+    assert wanted[0] is not None
+    torch.testing.assert_close(found[0], wanted[0], rtol=1e-4, atol=1e-4)
