@@ -59,6 +59,11 @@ def forward_mode_is_active() -> bool:
     return torch.autograd.forward_ad._current_level >= 0
 
 
+def forward_grad_mode() -> Any:
+    """A context in which tangents are seen, which an autograd.Function hides from its forward."""
+    return torch.autograd.forward_ad._set_fwd_grad_enabled(True)
+
+
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 

@@ -253,7 +253,7 @@ def differentiate(
     operator.register_autograd(backward, setup_context=setup_context if has_scalars else setup_without_scalars)
     _refuse_double_backward(backward_operator)
     install(operator)
-    install(backward_operator)
+    install(backward_operator, operator)
     OPERATORS.append((operator, backward_operator))
 
 

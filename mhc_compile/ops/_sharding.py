@@ -28,7 +28,7 @@ from mhc_compile import compat
 from mhc_compile.ops import _channels
 from mhc_compile.ops._checks import shape_text
 from mhc_compile.ops._register import OPERATORS
-from mhc_compile.ops._transforms import is_of_tokens
+from mhc_compile.ops._transforms import is_of_tokens, tensors_in
 
 log = logging.getLogger(__name__)
 
@@ -73,14 +73,9 @@ class _Operator:
 def _described(overload: Any, forward: Any, backward: Any) -> _Operator:
     is_backward = overload is backward
     # The first arguments of a backward are the gradients of all results.
-    results = _tensors(forward) if is_backward else [name.removeprefix("d_") for name in _tensors(backward)]
+    results = tensors_in(forward) if is_backward else [name.removeprefix("d_") for name in tensors_in(backward)]
     arguments = tuple(argument for argument in overload._schema.arguments if not argument.kwarg_only)
     return _Operator(overload, arguments, tuple(results[: len(overload._schema.returns)]), is_backward)
-
-
-def _tensors(overload: Any) -> list[str]:
-    arguments = overload._schema.arguments
-    return [argument.name for argument in arguments if str(argument.type) in ("Tensor", "Optional[Tensor]")]
 
 
 def _dispatched(

@@ -42,14 +42,17 @@ def register_fake(name: str, fake: Callable[..., Any]) -> None:
     torch.library.register_fake(f"mhc::{name}", fake, lib=library)
 
 
-def install(operator: Any) -> None:
-    """Register the transforms of an operator that has a fake and, where there is one, a gradient already."""
+def install(operator: Any, forward: Any = None) -> None:
+    """Register the transforms of an operator that has a fake and, where there is one, a gradient already.
+
+    forward: the operator whose backward it is, if it is one.
+    """
     overload = operator._opoverload
     name = overload._schema.name.split("::")[1]
     kernel = _autograd_kernel(operator, overload)
     for key in _KEYS:
         library.impl(name, kernel, key, with_keyset=True)  # type: ignore[no-untyped-call]
-    operator.register_vmap(_vmap_rule(overload))
+    operator.register_vmap(_vmap_rule(overload, None if forward is None else forward._opoverload))
 
 
 def _autograd_kernel(operator: Any, overload: Any) -> Callable[..., Any]:
@@ -74,8 +77,8 @@ def _autograd_kernel(operator: Any, overload: Any) -> Callable[..., Any]:
         @staticmethod
         def forward(ctx: Any, *given: Any) -> Any:
             *args, (keyset, scalars) = given
-            # The levels below track gradients of their own, which this level's Function must not turn off.
-            with torch.enable_grad():
+            # The levels below track gradients and tangents of their own, which this level's Function must not turn off.
+            with torch.enable_grad(), compat.forward_grad_mode():
                 result = compat.below_autograd(overload, keyset, args, scalars)
             set_up(ctx, args, scalars, result)
             return result
@@ -126,16 +129,30 @@ def _refuse_tangents(overload: Any, args: Sequence[Any]) -> None:
             )
 
 
-def _vmap_rule(overload: Any) -> Callable[..., Any]:
+def tensors_in(overload: Any) -> list[str]:
+    """The names of an operator's arguments that are tensors."""
+    arguments = overload._schema.arguments
+    return [argument.name for argument in arguments if str(argument.type) in ("Tensor", "Optional[Tensor]")]
+
+
+def _vmap_rule(overload: Any, forward: Any) -> Callable[..., Any]:
     arguments = tuple(argument for argument in overload._schema.arguments if not argument.kwarg_only)
-    of_tokens = tuple(is_of_tokens(a.name) for a in arguments)
+    names = [argument.name for argument in arguments]
+    of_tokens = tuple(is_of_tokens(name) for name in names)
+    # The flags of a backward's needs are for the tensors that its forward takes.
+    differentiable = tensors_in(forward) if forward is not None and "needs" in names else []
 
     def rule(info: Any, given_dims: Sequence[Any], *args: Any, **scalars: Any) -> Any:
         # A list of flags comes with a list of None.
         in_dims = tuple(dim if isinstance(dim, int) else None for dim in given_dims)
         batched = [value for value, dim in zip(args, in_dims, strict=True) if dim is not None]
         parameters = [d for d, tokens in zip(in_dims, of_tokens, strict=False) if d is not None and not tokens]
-        if not batched or parameters or not _per_token(arguments, of_tokens, args):
+        given = dict(zip(names, args, strict=False))
+        needs = zip(differentiable, given.get("needs", ()), strict=False)
+        wanted = [need and given.get(name) is not None for name, need in needs]
+        # Gradients of parameters, which are sums over tokens, have not a token's dimensions.
+        sums = any(want and not is_of_tokens(name) for name, want in zip(differentiable, wanted, strict=False))
+        if not batched or parameters or sums:
             return _loop(overload, info.batch_size, in_dims, args, scalars)
         moved = [
             _in_front(value, dim, info.batch_size, own)
@@ -145,23 +162,10 @@ def _vmap_rule(overload: Any) -> Callable[..., Any]:
         if isinstance(result, Tensor):
             return result, 0
         # A gradient that was not asked for has no batch.
-        return result, tuple(0 if value.shape != (0,) else None for value in result)
+        asked = [*wanted, *[not differentiable] * (len(result) - len(wanted))]
+        return result, tuple(0 if one else None for one in asked)
 
     return rule
-
-
-def _per_token(arguments: Sequence[Any], of_tokens: Sequence[bool], args: Sequence[Any]) -> bool:
-    """Whether every result has a token's dimensions: gradients of parameters, which are sums, have not."""
-    names = [argument.name for argument in arguments]
-    if "needs" not in names:
-        return True
-    needs = args[names.index("needs")]
-    differentiable = [
-        own
-        for argument, own in zip(arguments, of_tokens, strict=True)
-        if str(argument.type) in ("Tensor", "Optional[Tensor]") and not argument.name.startswith("d_")
-    ]
-    return all(own for own, need in zip(differentiable, needs, strict=False) if need)
 
 
 def _in_front(value: Any, dim: int | None, size: int, of_tokens: bool) -> Any:
@@ -173,6 +177,12 @@ def _in_front(value: Any, dim: int | None, size: int, of_tokens: bool) -> Any:
 def _loop(
     overload: Any, size: int, in_dims: tuple[int | None, ...], args: Sequence[Any], scalars: dict[str, Any]
 ) -> Any:
+    if size == 0:  # what a sample would give says which shapes there are none of
+        args = [v if d is None else v.new_zeros(v.movedim(d, 0).shape[1:]) for v, d in zip(args, in_dims, strict=True)]
+        made = overload(*args, **scalars)
+        if isinstance(made, Tensor):
+            return made.new_empty(0, *made.shape), 0
+        return tuple(part.new_empty(0, *part.shape) for part in made), (0,) * len(made)
     results = [
         overload(*(v if d is None else v.select(d, i) for v, d in zip(args, in_dims, strict=True)), **scalars)
         for i in range(size)

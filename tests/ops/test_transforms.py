@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mhc_compile import ops
 from tests.ops.calls import (
+    BACKWARD,
     FORWARD,
     OPERATORS,
     Given,
@@ -117,6 +118,49 @@ def test_forward_mode_is_refused(name: str) -> None:
     with forward_ad.dual_level():
         # Without tangents there is nothing to refuse.
         function(*tensors)
+
+
+# torch's own decompositions for forward mode go through torch.jit.script, which it deprecates.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is:DeprecationWarning")
+@pytest.mark.parametrize("name", FORWARD)
+def test_forward_mode_over_grad_is_refused(name: str) -> None:
+    function, (first, *others) = of_tensors(name, arguments(name, SIZES))
+
+    def loss(given: Tensor) -> Tensor:
+        return torch.stack([result.square().sum() for result in results(function(given, *others))]).sum()
+
+    with pytest.raises(NotImplementedError, match=f"mhc::{name} has no forward-mode derivative, and .* has a tan"):
+        torch.func.jvp(torch.func.grad(loss), (first,), (first,))
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+def test_vmap_over_a_backward(name: str) -> None:
+    """A parameter's gradient is a sum over the tokens of one sample, and not over those of all samples."""
+    given = arguments(name, SIZES, without={"d_x"})
+    for wanted in tensor_names(name.removesuffix("_backward")):
+        if "needs" in given:
+            given["needs"] = [wanted == one for one in tensor_names(name.removesuffix("_backward"))]
+        function, tensors = of_tensors(name, given)
+        in_dims = tuple(0 if is_of_tokens(k) and given[k] is not None else None for k in tensor_names(name))
+        batched = results(torch.vmap(function, in_dims=in_dims)(*tensors))
+        for sample in range(SIZES.tokens[0]):
+            own = [t if dim is None else t[sample] for t, dim in zip(tensors, in_dims, strict=True)]
+            expected = results(function(*own))
+            for mine, true in zip(batched, expected, strict=True):
+                if true.shape != (0,):
+                    torch.testing.assert_close(mine[sample], true, **CLOSE)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_vmap_over_no_samples(name: str) -> None:
+    """Results have the shape of a sample's behind a dim of size 0, however many calls a batch would take."""
+    function, tensors = of_tensors(name, arguments(name, SIZES))
+    expected = [(0, *result.shape) for result in results(function(*tensors))]
+    for kinds in ((True,), (True, False)):
+        in_dims = tuple(0 if is_of_tokens(argument) in kinds else None for argument in tensor_names(name))
+        none = [t if dim is None else t.new_empty(0, *t.shape) for t, dim in zip(tensors, in_dims, strict=True)]
+        batched = torch.vmap(function, in_dims=in_dims)(*none)
+        assert [tuple(result.shape) for result in results(batched)] == expected
 
 
 @pytest.mark.parametrize("name", OPERATORS)
