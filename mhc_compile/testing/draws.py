@@ -13,6 +13,8 @@ __all__ = ["KeepDraws", "ReplayDraws"]
 
 # Functions that multiply their first argument by what they draw.
 _DROPOUTS = frozenset({F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout, torch.feature_dropout})
+_IN_PLACE = frozenset({torch.dropout_, torch.feature_dropout_})
+_DROPOUTS |= _IN_PLACE
 # Functions whose result, or whose first argument afterwards, is what they draw.
 _DRAWS = frozenset(
     getattr(owner, name)
@@ -41,7 +43,7 @@ class KeepDraws(TorchFunctionMode):
             args, kwargs, x = _without_input(args, kwargs)
             drawn = func(torch.ones_like(x), *args, **kwargs).detach()
             self.draws.append(drawn)
-            return x * drawn
+            return _dropped(func, x, drawn, args, kwargs)
         result = func(*args, **kwargs)
         if func in _DRAWS:
             self.draws.append(result.detach().clone())
@@ -60,13 +62,22 @@ class ReplayDraws(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _DROPOUTS:
-            _, _, x = _without_input(args, kwargs)
-            return x * next(self.draws).to(x.dtype)
+            args, kwargs, x = _without_input(args, kwargs)
+            return _dropped(func, x, next(self.draws).to(x.dtype), args, kwargs)
         result = func(*args, **kwargs)
         if func in _DRAWS:
             drawn = next(self.draws).to(result.dtype)
-            return result.copy_(drawn) if result is args[0] else drawn
+            written = result is kwargs.get("out") or result is next(iter(args), None)
+            return result.copy_(drawn) if written else drawn
         return result
+
+
+def _dropped(
+    func: Function, x: torch.Tensor, drawn: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.Tensor:
+    """What a dropout gives; its arguments without its input are the probability, whether it trains, and in place."""
+    in_place = func in _IN_PLACE or kwargs.get("inplace", False) or any(args[2:])
+    return x.mul_(drawn) if in_place else x * drawn
 
 
 def _without_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
