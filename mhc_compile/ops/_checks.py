@@ -46,13 +46,21 @@ def typed(wrapper: Callable[_P, _R]) -> Callable[_P, _R]:
             return wrapper(*args, **kwargs)
         try:
             return wrapper(*args, **kwargs)
-        except (RuntimeError, TypeError):
+        except (RuntimeError, TypeError) as error:
+            if not _may_be_of_types(error):
+                raise
             wrong = _of_another_type(wrapper, args, kwargs)
             if wrong is None:
                 raise
-        raise TypeError(f"mhc::{wrapper.__name__}: {wrong}")
+            raise TypeError(f"mhc::{wrapper.__name__}: {wrong}") from error
 
     return call
+
+
+def _may_be_of_types(error: Exception) -> bool:
+    """Whether this may be torch's or Python's word on an argument's type: the checks' own errors say what is wrong."""
+    text = str(error)
+    return "Expected a value of type" in text or (isinstance(error, TypeError) and not text.startswith("mhc::"))
 
 
 def _of_another_type(wrapper: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
@@ -79,6 +87,8 @@ def check_present(name: str, value: Tensor | None) -> None:
 def check_floating(name: str, value: Tensor) -> None:
     if value.dtype not in FLOATS:
         raise TypeError(f"{name} has dtype {value.dtype}; expected bfloat16, float16, float32 or float64")
+    if value.layout is not torch.strided:
+        raise TypeError(f"{name} has layout {value.layout}; expected a dense tensor, of layout torch.strided")
 
 
 def check_beside(name: str, value: Tensor, x: Tensor, x_name: str = "x") -> None:
@@ -164,8 +174,9 @@ def check_gate_rows(scale: Tensor, bias: Tensor, k: int, n: int, x: Tensor) -> i
     As many rows as bias has entries make gates. What is beyond these is projected, and nothing else.
     """
     rows, ends = k, part_ends(n)
-    # A scale for all rows of phi says that bias is the one that is wrong.
-    if bias.dim() == 1 and bias.shape[0] < k and bias.shape[0] in ends and tuple(scale.shape) != (k,):
+    # A scale for all rows of phi, or for all their groups, says that bias is the one that is wrong.
+    whole = {(k,), (ends.index(k) + 1,) if k in ends else (k,)} - {tuple(bias.shape)}
+    if bias.dim() == 1 and bias.shape[0] < k and bias.shape[0] in ends and tuple(scale.shape) not in whole:
         rows = bias.shape[0]
     parts = check_parts(rows, n, "phi")
     check_scale_and_bias(scale, bias, rows, parts, x)

@@ -136,6 +136,11 @@ CASES: dict[str, tuple[Call, type[Exception], str]] = {
         ValueError,
         "bias has shape [3]; expected [K] = [8]",
     ),
+    "bias of fewer groups than scale": (
+        lambda make: _mix(make, bias=(4,)),
+        ValueError,
+        "bias has shape [4]; expected [K] = [8]",
+    ),
     "norm_weight of one stream": (
         lambda make: _mix(make, norm_weight=(3,)),
         ValueError,
@@ -515,6 +520,33 @@ def test_wrappers_know_what_each_argument_may_be(name: str) -> None:
         }
         with pytest.raises(TypeError, match=rf"^mhc::{name}: \w+ is of type (object|Tensor); expected"):
             wrapper(**given | {wrong: object()})
+
+
+def test_wrappers_leave_what_the_checks_say() -> None:
+    """An argument of another type is not to blame where an integer tensor is what the operator refuses."""
+    message = "mhc::sinkhorn: logits has dtype torch.int32; expected bfloat16"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        ops.sinkhorn(torch.zeros(2, 2, dtype=torch.int32), clamp=1)  # type: ignore[arg-type]
+    message = "mhc::expand: n is of type float; expected an integer"
+    with pytest.raises(TypeError, match=re.escape(message)) as caught:
+        ops.expand(torch.zeros(2, 3, dtype=torch.int32), 4.0)  # type: ignore[arg-type]
+    assert "Expected a value of type" in str(caught.value.__cause__)
+
+
+def test_sparse_tensors_are_refused() -> None:
+    """And not taken for dense ones of another shape."""
+    layout = "has layout torch.sparse_coo; expected a dense tensor, of layout torch.strided"
+    with pytest.raises(TypeError, match=re.escape(f"mhc::expand: f {layout}")):
+        ops.expand(torch.randn(2, 3).to_sparse(), 4)
+    with pytest.raises(TypeError, match=re.escape(f"mhc::aggregate: h_pre {layout}")):
+        ops.aggregate(torch.randn(2, 3, 4), torch.rand(2, 3).to_sparse())
+
+
+def test_scale_of_each_gate_is_no_scale_of_all_groups() -> None:
+    """Of two streams, two entries scale the two gates of bias, or the groups that all four rows would make."""
+    scale, bias = torch.ones(2), torch.zeros(2)
+    made = torch.ops.mhc.generate_mix(torch.ones(5, 2, 3), torch.ones(4, 6), scale, bias)
+    assert made[0].shape == (5, 2)
 
 
 def test_wrappers_take_whole_numbers_and_leave_the_rest_to_python() -> None:
