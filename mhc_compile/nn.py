@@ -174,7 +174,8 @@ class HyperConnection(_Mix):
             "deepseek_v4": phi normal(0, std), bias 0, scale 1, as transformers initialises that model.
         std: the standard deviation of phi; `initializer_range` of a transformers config.
 
-    Gates are computed in float32, whatever the dtype of x and of the parameters (float64 for float64 x).
+    Gates are computed in float32, whatever the dtype of x and of the parameters (float64 for float64 x). Under
+    autocast the product with phi is rounded to autocast's dtype, as that of any linear layer.
 
     `forward(x, *args, **kwargs)` takes x [..., n, C] and returns x' of the same shape and dtype; the other
     arguments go to the layer. A layer that returns a tuple gives its output first: the result is then a tuple of
@@ -204,9 +205,10 @@ class HyperConnection(_Mix):
     def mixes(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """h_pre [..., n], h_post [..., n] and h_res [..., n, n] for x [..., n, C]."""
         n, gates = self.streams, self.form.gates
-        pre, post, res = torch.split(self._projected(x), [n, n, n * n], dim=-1)
-        pre_bias, post_bias, res_bias = torch.split(self.bias, [n, n, n * n])
-        pre_scale, post_scale, res_scale = self.scale.unbind()
+        projected = self._projected(x)
+        pre, post, res = torch.split(projected, [n, n, n * n], dim=-1)
+        pre_bias, post_bias, res_bias = torch.split(_no_wider(self.bias, projected), [n, n, n * n])
+        pre_scale, post_scale, res_scale = _no_wider(self.scale, projected).unbind()
         h_pre = _shifted(torch.sigmoid(pre * pre_scale + pre_bias), gates.pre_eps)
         h_post = _shifted(gates.post_mult * torch.sigmoid(post * post_scale + post_bias), gates.post_eps)
         logits = torch.unflatten(res * res_scale + res_bias, -1, (n, n))
@@ -244,13 +246,19 @@ class HyperHead(_Mix):
         super().__init__(dim, streams, 1, form, init, std, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate = torch.sigmoid(self._projected(x) * self.scale + self.bias)
+        projected = self._projected(x)
+        gate = torch.sigmoid(projected * _no_wider(self.scale, projected) + _no_wider(self.bias, projected))
         h_pre = _shifted(gate, self.form.gates.pre_eps)
         return (h_pre.unsqueeze(-1) * x).sum(-2).to(x.dtype)
 
 
 def _wide(value: Tensor) -> Tensor:
     return value if value.dtype == torch.float64 else value.float()
+
+
+def _no_wider(parameter: Tensor, projected: Tensor) -> Tensor:
+    """A float64 parameter in float32, where the projection is not in float64."""
+    return parameter.float() if parameter.dtype == torch.float64 != projected.dtype else parameter
 
 
 def _shifted(value: Tensor, eps: float) -> Tensor:

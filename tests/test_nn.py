@@ -221,6 +221,17 @@ def test_dtype_of_the_streams_is_kept(dtype: torch.dtype) -> None:
     assert HyperConnection(nn.Identity(), dim=C).mixes(x)[0].dtype == torch.promote_types(dtype, torch.float32)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_float64_parameters_take_narrower_streams(dtype: torch.dtype) -> None:
+    x = torch.randn(2, N, C, dtype=dtype)
+    block = HyperConnection(nn.Identity(), dim=C, streams=N, dtype=torch.float64)
+    assert all(gate.dtype is torch.float32 for gate in block.mixes(x))
+    for module in (block, HyperHead(C, N, dtype=torch.float64)):
+        made = module(x)
+        assert made.dtype is dtype
+        torch.testing.assert_close(made, module.float()(x))
+
+
 def test_entry_and_exit() -> None:
     f = torch.randn(2, 3, C)
     x = expand(f, N)
