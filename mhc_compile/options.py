@@ -7,6 +7,7 @@ is generated from this table.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -179,4 +180,4 @@ def _places(given: Any) -> tuple[str, ...]:
 
 
 def _is_place(place: Any) -> bool:
-    return isinstance(place, str) and place.rpartition(":")[2].isdigit()
+    return isinstance(place, str) and re.fullmatch(r".+:[0-9]+", place) is not None
