@@ -319,8 +319,8 @@ class Ledger:
         graphs: list[Compiled] = []
         put = Functions(total)
         told = _told_elsewhere([*self._kept(), *self._without_frame])
-        for frame, compilations in self._frames.items():
-            kept = [number for number in compilations if (frame, number) in compat.watched.kept]
+        for frame, compilations in list(self._frames.items()):
+            kept = [number for number in list(compilations) if (frame, number) in compat.watched.kept]
             if not kept:
                 continue
             function = function_at(*compat.watched.kept[frame, kept[0]])
@@ -330,8 +330,8 @@ class Ledger:
             put.add(reports, function)
             graphs += (graph for number in kept for graph in compilations[number].graphs)
         total.breaks = _breaks_between_sites(graphs)
-        total.cut += [_left_eager(limit, self._may_hold(frame)) for frame, limit in self._limits.items()]
-        without_frame = {graph.digest(): graph for graph in self._without_frame}
+        total.cut += [_left_eager(limit, self._may_hold(frame)) for frame, limit in list(self._limits.items())]
+        without_frame = {graph.digest(): graph for graph in list(self._without_frame)}
         for graph in without_frame.values():
             total.add(graph.report(told(graph)))
         given_up = self._given_up({site.location for site in total.sites})
@@ -343,8 +343,8 @@ class Ledger:
 
     def _kept(self) -> Iterator[Compiled]:
         """The graphs of the compilations that Dynamo kept."""
-        for frame, compilations in self._frames.items():
-            for number, one in compilations.items():
+        for frame, compilations in list(self._frames.items()):
+            for number, one in list(compilations.items()):
                 if (frame, number) in compat.watched.kept:
                     yield from one.graphs
 
@@ -352,8 +352,8 @@ class Ledger:
         """Sites of graphs that Dynamo threw away, where no other graph has the same line, and what the user can do."""
         reasons: dict[tuple[str, Location], str] = {}
         lost = Report()
-        for frame, compilations in self._frames.items():
-            for number, one in compilations.items():
+        for frame, compilations in list(self._frames.items()):
+            for number, one in list(compilations.items()):
                 why = None if (frame, number) in compat.watched.kept else one.failure(frame, number)
                 if why is None:
                     continue
@@ -371,7 +371,7 @@ class Ledger:
 
     def _may_hold(self, frame: Any) -> bool:
         """Whether a frame that is compiled no more has sites, or may have some, or calls what may have some."""
-        graphs = [graph for one in self._frames.get(frame, {}).values() for graph in one.graphs]
+        graphs = [graph for one in list(self._frames.get(frame, {}).values()) for graph in one.graphs]
         return any(graph.report().sites for graph in graphs) or can_hold(self._limits[frame].reached)
 
     def finds_nothing(self, frame: Any, number: Any) -> bool:

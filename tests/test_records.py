@@ -48,6 +48,20 @@ def test_graphs_add_up_until_dynamo_is_reset() -> None:
     assert mhc_compile.report().graphs == 0
 
 
+@pytest.mark.usefixtures("passes_only")
+def test_a_report_is_made_while_another_thread_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other thread's frame comes while the report goes over the frames."""
+    torch.compile(Sublayer(4, 6, 3, 2), backend="mhc")(torch.randn(SHAPE))
+    report = records._Compilation.report
+
+    def entered_meanwhile(*args: Any) -> Report:
+        records._process._frames[object()] = {}
+        return report(*args)
+
+    monkeypatch.setattr(records._Compilation, "report", entered_meanwhile)
+    assert _operators() == BOTH
+
+
 class Around(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
