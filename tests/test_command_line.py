@@ -255,6 +255,14 @@ USAGE_ERRORS = {
         [f"{HERE}:tensor_alone"],
         f"{HERE}:tensor_alone gives a tuple (Sublayer, Tensor); expected {RESULTS}",
     ),
+    "an input of a dtype that cannot be filled": (
+        [f"{HERE}:model", "--input", "2x8:quint8"],
+        "--input 2x8:quint8 failed with ",
+    ),
+    "an input without end": (
+        [f"{HERE}:model", "--input", "9999999999x9999999999"],
+        "--input 9999999999x9999999999:float32 failed with ",
+    ),
     "inputs twice": (
         [f"{HERE}:PAIR", "--input", "2"],
         f"{HERE}:PAIR gives a tuple (Sublayer, tuple) and --input was given; expected a model alone with --input",

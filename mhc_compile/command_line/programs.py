@@ -121,7 +121,7 @@ def _is_defined_in(module: ModuleType, name: str, value: Any) -> bool:
 def _program(place: str, found: Any, inputs: Sequence[Input]) -> Program:
     if inputs and callable(found):
         device = _device(found)
-        return Program(found, tuple(one.tensor(device) for one in inputs))
+        return Program(found, tuple(_made(one, device) for one in inputs))
     if inputs:
         raise UsageError(
             f"{place} gives {_described(found)} and --input was given; expected a model alone with --input"
@@ -131,6 +131,12 @@ def _program(place: str, found: Any, inputs: Sequence[Input]) -> Program:
         if isinstance(program.args, (tuple, list)) and isinstance(program.kwargs, dict):
             return program
     raise UsageError(f"{place} gives {_described(found)}; expected {_RESULTS}")
+
+
+def _made(one: Input, device: torch.device) -> torch.Tensor:
+    shape, dtype = "x".join(map(str, one.shape)), str(one.dtype).removeprefix("torch.")
+    with users_code(f"--input {shape}:{dtype}", f"a size that fits in memory and a dtype {_DTYPES}"):
+        return one.tensor(device)
 
 
 def _described(found: Any) -> str:
