@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Generic, TypeVar
@@ -20,6 +21,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 _LOWER = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _CASTS = frozenset({torch.Tensor.float, torch.Tensor.bfloat16, torch.Tensor.half})
+_TYPE = re.compile(r"(torch(?:\.\w+)?)\.(?:Float|Half|BFloat16)Tensor")
 
 
 class KeepFloat64(TorchFunctionMode):
@@ -58,6 +60,12 @@ class KeepFloat64(TorchFunctionMode):
     ) -> Any:
         if func in _CASTS:
             return args[0].double()
+        if func in (torch.Tensor.to, torch.Tensor.type_as):
+            args, kwargs = _without_other(args, kwargs or {})
+            func = torch.Tensor.to
+        elif func is torch.Tensor.type:
+            args = (args[0], *(_raised_type(value) for value in args[1:]))
+            kwargs = {name: _raised_type(value) for name, value in (kwargs or {}).items()}
         args = tuple(_raised_dtype(value) for value in args)
         kwargs = {name: _raised_dtype(value) for name, value in (kwargs or {}).items()}
         if getattr(func, "__name__", "") == "_grouped_mm" and args[1].dim() == 3:
@@ -100,6 +108,22 @@ def _grouped_mm(
     ends = offs.tolist()
     groups = [rows[i:j] @ matrix for i, j, matrix in zip([0, *ends], ends, matrices, strict=False)]
     return torch.cat([*groups, rows.new_zeros(rows.shape[0] - ends[-1], matrices.shape[-1])])
+
+
+def _without_other(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A cast to what another tensor is, as one to its device and dtype."""
+    for name in kwargs.keys() & {"other", "tensor"}:  # as type_as and to call it
+        args, kwargs = (*args, kwargs[name]), {key: value for key, value in kwargs.items() if key != name}
+    if len(args) > 1 and isinstance(args[1], torch.Tensor):
+        args = (args[0], args[1].device, args[1].dtype, *args[2:])
+    return args, kwargs
+
+
+def _raised_type(value: Any) -> Any:
+    """A tensor type of float64 for one of a lower floating point dtype, by class or by name; else as it is."""
+    name = value if isinstance(value, str) else f"{getattr(value, '__module__', '')}.{getattr(value, '__name__', '')}"
+    found = _TYPE.fullmatch(name)
+    return f"{found[1]}.DoubleTensor" if found else value
 
 
 def _raised_dtype(value: Any) -> Any:

@@ -13,12 +13,20 @@ from torch.utils.checkpoint import checkpoint
 
 from mhc_compile.testing.float64 import Float64Reference, KeepFloat64
 
+LOWER = torch.zeros(1)
 CASTS = {
     "float": lambda x: x.float(),
     "to": lambda x: x.to(torch.float32),
     "to keyword": lambda x: x.to(dtype=torch.bfloat16),
     "to device and dtype": lambda x: x.to("cpu", torch.float16),
     "type": lambda x: x.type(torch.float32),
+    "type by class": lambda x: x.type(torch.FloatTensor),
+    "type by name": lambda x: x.type("torch.HalfTensor"),
+    "type by keyword": lambda x: x.type(dtype=torch.FloatTensor),
+    "type as": lambda x: x.type_as(LOWER),
+    "to a tensor": lambda x: x.to(LOWER),
+    "to a tensor by keyword": lambda x: x.to(tensor=LOWER, copy=True),
+    "type as by keyword": lambda x: x.type_as(other=LOWER),
     "half": lambda x: x.half(),
     "bfloat16": lambda x: x.bfloat16(),
     "softmax": lambda x: x.softmax(-1, dtype=torch.float32),
