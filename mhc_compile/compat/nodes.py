@@ -138,6 +138,8 @@ _RANDOM = {
     *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like"),
     *("dropout", "dropout1d", "dropout2d", "dropout3d", "native_dropout", "alpha_dropout", "feature_dropout"),
     *("feature_alpha_dropout", "fractional_max_pool2d", "fractional_max_pool3d"),
+    *("binomial", "_standard_gamma", "_sample_dirichlet", "_fused_dropout", "rrelu_with_noise"),
+    *("exponential", "geometric", "cauchy", "log_normal", "uniform"),
 }
 
 
@@ -158,6 +160,12 @@ def _has_dropout_of_0(node: fx.Node) -> bool:
 def _is_random(op: str, target: Any) -> bool:
     name = str(target) if op == "call_method" else getattr(target, "__name__", "") if op == "call_function" else ""
     return name.split(".")[0] in _RANDOM
+
+
+def _is_random_in_place(node: fx.Node) -> bool:
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    name = name.split(".")[0]
+    return name.endswith("_") and name[:-1] in _RANDOM | {"random"}
 
 
 def called_operator(node: fx.Node) -> OpOverload | None:
@@ -232,6 +240,11 @@ class AutogradFunction:
         (results,) = self.bodies[1].graph.find_nodes(op="output")[0].args
         known = isinstance(results, (tuple, list)) and len(results) == len(inputs)
         return [result is not None for result in results] if known else [True] * len(inputs)
+
+    def is_random(self) -> bool:
+        """Whether its forward or its backward draws random numbers, in place or not."""
+        nodes = [node for body in self.bodies for node in body.graph.nodes]
+        return any(draws_random_numbers(node) or _is_random_in_place(node) for node in nodes)
 
 
 def autograd_function(node: fx.Node) -> AutogradFunction | None:

@@ -18,6 +18,7 @@ from mhc_compile.passes.recognise.region import (
     AT_KINKS,
     Region,
     Signature,
+    draws_random_numbers,
     of_elements,
     region,
     same_beyond_numbers,
@@ -139,6 +140,8 @@ def _unlike_one_slice(value: Value, walk: AffineWalk) -> str:
         op = current.op
         if current in walk.reasons:
             return walk.reasons[current]
+        if op is not None and draws_random_numbers(op):
+            return "draws random numbers, as a dropout does; the operators compute a gate from the logits alone"
         if op is None or op.target is None or len(ordered) > _LIMIT:
             continue
         sources = [source for source in op.sources if source in walk.cone]

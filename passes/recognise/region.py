@@ -138,12 +138,19 @@ def _between(out: Value, is_leaf: Callable[[Value], bool]) -> tuple[dict[Op, Non
             ops[op] = None
         elif is_leaf(current):
             leaves.add(current)
-        elif op is None or op.target is None or _reads_a_size(op) or len(stack) > _LIMIT or len(ops) > _LIMIT:
+        elif op is None or op.target is None or _differs(op) or len(stack) > _LIMIT or len(ops) > _LIMIT:
             return None
         elif op not in ops:
             stack.append((current, True))
             stack += [(source, False) for source in op.sources]
     return ops, leaves
+
+
+def draws_random_numbers(op: Op) -> bool:
+    """Whether what an operator computes, or its gradient, is another at each run."""
+    if isinstance(op.target, compat.AutogradFunction):
+        return op.target.is_random()
+    return torch.Tag.nondeterministic_seeded in getattr(op.target, "tags", ())
 
 
 # Incoming gradients may be of any size. Torch's own backwards are linear in them. A program's own backward may clip
@@ -205,6 +212,11 @@ def _agree(ours: list[torch.Tensor] | None, theirs: list[torch.Tensor] | None, r
     if ours is None or theirs is None:
         return False
     return all(bool((a - b).norm() <= relative * b.norm()) for a, b in zip(ours, theirs, strict=True))
+
+
+def _differs(op: Op) -> bool:
+    """Whether one run does not show what an operator computes. A dropout may drop nothing there."""
+    return _reads_a_size(op) or draws_random_numbers(op)
 
 
 _FACTORIES = {"zeros", "ones", "full", "new_zeros", "new_ones", "new_full"}
