@@ -241,7 +241,7 @@ class AffineWalk:
         return _times(source, -1.0) if source else None
 
     def add(self, op: Op, to: _Spread) -> Affine | None:
-        alpha = constant(op.kwargs.get("alpha", 1))
+        alpha = constant(op.arg(2, "alpha", 1))
         for (own, other), own_factor, other_factor in zip(_orders(op), (1.0, alpha), (alpha, 1.0), strict=True):
             source = self._own(own, to)
             if source is not None and own_factor is not None and other_factor is not None:
@@ -249,7 +249,7 @@ class AffineWalk:
         return None
 
     def sub(self, op: Op, to: _Spread) -> Affine | None:
-        alpha = constant(op.kwargs.get("alpha", 1))
+        alpha = constant(op.arg(2, "alpha", 1))
         left, right = op.args[:2]
         source = self._own(left, to)
         if source is not None and alpha is not None:

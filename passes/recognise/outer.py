@@ -58,7 +58,7 @@ def _without_bias(outer: Outer, written: StreamsView) -> tuple[Outer, Value] | N
     if (
         op is None
         or op.name != "add"
-        or op.kwargs.get("alpha", 1) != 1
+        or op.arg(2, "alpha", 1) != 1
         or not all(isinstance(a, Value) for a in op.args[:2])
         or len(outer.f_layout.dims[1]) > 1
         or (outer.f_layout.dims[1] and outer.f_layout.dims[1][0][1] != 1)

@@ -300,10 +300,10 @@ class Reader:
         return (Term(1.0, factors, 1),)
 
     def add(self, op: Op) -> Terms | None:
-        return self._sum(op, op.args[0], op.args[1], _number(op.kwargs.get("alpha", 1)))
+        return self._sum(op, op.args[0], op.args[1], _number(op.arg(2, "alpha", 1)))
 
     def sub(self, op: Op) -> Terms | None:
-        alpha = _number(op.kwargs.get("alpha", 1))
+        alpha = _number(op.arg(2, "alpha", 1))
         return None if alpha is None else self._sum(op, op.args[0], op.args[1], -alpha)
 
     def _sum(self, op: Op, left: Any, right: Any, factor: float | None) -> Terms | None:

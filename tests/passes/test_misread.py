@@ -50,7 +50,7 @@ class RandomBackward(Sublayer):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")
-@pytest.mark.parametrize("kind, grad", [(Dropout, True), (Dropout, False), (Noise, True), (RandomBackward, True)])
+@pytest.mark.parametrize(("kind", "grad"), [(Dropout, True), (Dropout, False), (Noise, True), (RandomBackward, True)])
 def test_a_gate_that_draws_random_numbers_stays_the_programs_own(kind: type[Sublayer], grad: bool) -> None:
     model: Any = kind(4, 6, 3, 2)
     x = torch.randn(SHAPE)
@@ -60,3 +60,34 @@ def test_a_gate_that_draws_random_numbers_stays_the_programs_own(kind: type[Subl
     owned = [site.own for site in report.rewritten if "h_post" in site.own]
     assert owned, str(report)
     assert "draws random numbers" in owned[0]
+
+
+# --- Arguments
+
+
+class ScaledSubtrahend(Sublayer):
+    def post(self, logits: Tensor) -> Tensor:
+        return 2 * torch.sigmoid(torch.rsub(logits, 1.0, alpha=3.0))
+
+
+class ScaledNumberAdded(Sublayer):
+    def post(self, logits: Tensor) -> Tensor:
+        return 2 * torch.sigmoid(torch.ops.aten.add.Scalar(logits, 1.0, 3.0))
+
+
+class ScaledNumberSubtracted(Sublayer):
+    def post(self, logits: Tensor) -> Tensor:
+        return 2 * torch.sigmoid(torch.ops.aten.sub.Scalar(logits, 1.0, 3.0))
+
+
+def _rewritten(kind: type[Sublayer]) -> str:
+    """The report on a sublayer that computes what its eager code does."""
+    model: Any = kind(4, 6, 3, 2)
+    outcome = check.run(model, (torch.randn(SHAPE),))
+    check.assert_as_accurate(outcome)
+    return str(outcome.report)
+
+
+@pytest.mark.parametrize("kind", [ScaledSubtrahend, ScaledNumberAdded, ScaledNumberSubtracted])
+def test_alpha_is_read_where_it_is_positional(kind: type[Sublayer]) -> None:
+    assert "2 of 2" in _rewritten(kind)
