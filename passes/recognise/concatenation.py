@@ -44,13 +44,19 @@ def put_together(op: Op) -> Together | None:
         return Together(tuple(op.args[0]), op.arg(1, "dim", 0) % rank, op.name == "stack")
     name, axis = op.name, _axis(op)
     found: dict[int, Value] = {}
+    written = 0  # a bit for each place along the axis
     current: Op | None = op
     while current is not None and current.name == name and current.arg(2, "dim", 0) % rank == axis:
-        size = current.out.shape[axis]
-        start = current.arg(3, "index" if name == "select_scatter" else "start", 0)
-        if not isinstance(start, int) or current.arg(5, "step", 1) != 1:
+        place = _place(current, axis)
+        if place is None:
             return None
-        found.setdefault(start % size, current.args[1])
+        start, length = place
+        here = ((1 << length) - 1) << start
+        if here and not written & here:
+            found[start] = current.args[1]
+        elif here & ~written:  # later writes cover only a part of it
+            return None
+        written |= here
         current = current.args[0].op
     end, pieces = 0, []
     for start in sorted(found):
@@ -94,16 +100,19 @@ def _axis(op: Op) -> int:
     return op.arg(2, "dim", 0) % len(op.out.shape)  # type: ignore[no-any-return]
 
 
+def _place(op: Op, axis: int) -> tuple[int, int] | None:
+    """Where along the axis a write begins, and how long it is; None if it leaves out places, or begins anywhere."""
+    size, selects = op.out.shape[axis], op.name == "select_scatter"
+    start = op.arg(3, "index" if selects else "start", 0)
+    if not isinstance(start, int) or op.arg(5, "step", 1) != 1:
+        return None
+    return max(start + size, 0) if start < 0 else min(start, size), 1 if selects else op.args[1].shape[axis]
+
+
 def _beside(op: Op, axis: int, first: int, last: int) -> Value:
     """What a tensor was before a part of it was written, where none of these elements along the axis is in the part."""
-    start = (
-        op.arg(3, "index" if op.name == "select_scatter" else "start", 0) if op.name not in ("cat", "stack") else None
-    )
-    if not isinstance(start, int) or op.arg(5, "step", 1) != 1:
-        raise NotALayout
-    start %= op.out.shape[axis]
-    length = 1 if op.name == "select_scatter" else op.args[1].shape[axis]
-    if last >= start and first < start + length:
+    place = _place(op, axis) if op.name not in ("cat", "stack") else None
+    if place is None or (last >= place[0] and first < sum(place)):
         raise NotALayout
     return op.args[0]  # type: ignore[no-any-return]
 

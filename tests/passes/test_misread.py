@@ -91,3 +91,47 @@ def _rewritten(kind: type[Sublayer]) -> str:
 @pytest.mark.parametrize("kind", [ScaledSubtrahend, ScaledNumberAdded, ScaledNumberSubtracted])
 def test_alpha_is_read_where_it_is_positional(kind: type[Sublayer]) -> None:
     assert "2 of 2" in _rewritten(kind)
+
+
+# --- Writes
+
+
+class Overwritten(Sublayer):
+    """y is z0 z1 w2 w3: of what is written first, nothing is left."""
+
+    def forward(self, x: Tensor) -> Any:
+        z, w = (x * self.per_channel).sin(), (x * self.per_channel).cos()
+        y = torch.zeros_like(x)
+        y[..., 2:4, :] = z[..., 2:4, :]
+        y[..., 0:4, :] = w
+        y[..., 0:2, :] = z[..., 0:2, :]
+        return self.body(y)
+
+
+class OverwrittenInPart(Sublayer):
+    """y is w0 z1 z2 z3."""
+
+    def forward(self, x: Tensor) -> Any:
+        z, w = (x * self.per_channel).sin(), (x * self.per_channel).cos()
+        y = torch.zeros_like(x)
+        y[..., 0:2, :] = w[..., 0:2, :]
+        y[..., 1:4, :] = z[..., 1:4, :]
+        y[..., 4:, :] = z[..., 4:, :]
+        return self.body(y)
+
+
+class WrittenTwice(Sublayer):
+    """y is z; w is written first, where it is written over."""
+
+    def forward(self, x: Tensor) -> Any:
+        z, w = (x * self.per_channel).sin(), (x * self.per_channel).cos()
+        y = torch.zeros_like(x)
+        y[..., 0:1, :] = w[..., 0:1, :]
+        y[..., 0:2, :] = z[..., 0:2, :]
+        y[..., -2:, :] = z[..., -2:, :]
+        return self.body(y)
+
+
+@pytest.mark.parametrize("kind", [Overwritten, OverwrittenInPart, WrittenTwice])
+def test_a_piece_counts_where_no_later_write_covers_it(kind: type[Sublayer]) -> None:
+    assert "2 of 2" in _rewritten(kind)
