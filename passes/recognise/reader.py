@@ -227,10 +227,10 @@ class Reader:
         return self._product(op.args[0], op.args[0], op.out.shape) if op.args[1] == 2 else None
 
     def sum(self, op: Op) -> Terms | None:
-        return self._reduced(op, self.terms(op.args[0]), len(op.args[0].shape))
+        return self._reduced(op, self.terms(op.args[0]), len(op.args[0].shape)) if _adds_floats(op) else None
 
     def mean(self, op: Op) -> Terms | None:
-        return self._averaged(op, self.terms(op.args[0]))
+        return self._averaged(op, self.terms(op.args[0])) if _adds_floats(op) else None
 
     def _averaged(self, op: Op, terms: Terms) -> Terms | None:
         source = op.args[0]
@@ -243,7 +243,7 @@ class Reader:
 
     def reduction(self, op: Op) -> Terms | None:
         """A sum or mean over dimensions of its input, whatever that is the sum of."""
-        if op.name not in ("sum", "mean"):
+        if op.name not in ("sum", "mean") or not _adds_floats(op):
             return None
         terms = (Term(1.0, (self.views(op.args[0]),)),)
         return self._averaged(op, terms) if op.name == "mean" else self._reduced(op, terms, len(op.args[0].shape))
@@ -460,6 +460,11 @@ def is_nought(value: Value) -> bool:
     if op.name in ("full", "full_like"):
         return bool(op.arg(1, "fill_value") == 0)
     return op.name in ("zeros", "zeros_like", "new_zeros", "zero")
+
+
+def _adds_floats(op: Op) -> bool:
+    """Whether a sum or mean is not one of integers, to which it may round what it adds."""
+    return op.out.dtype.is_floating_point and op.args[0].dtype.is_floating_point
 
 
 def _axes(op: Op, rank: int) -> list[int]:

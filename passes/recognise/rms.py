@@ -194,16 +194,29 @@ def _eps_candidates(found: Region, width: int) -> set[float]:
 
 
 def _at(found: Region, given: torch.Tensor) -> torch.Tensor | None:
-    """The region's value at each of the given squares, however few tokens the program has."""
+    """The region's value at each of the given squares, however few tokens the program has.
+
+    If it has more, every token gets one of the squares, and another one in a second run; None if tokens differ.
+    """
     shape = found.shape
     count = max(1, int(torch.Size(shape).numel()))
-    pieces = []
-    for start in range(0, len(given), count):
-        chunk = given[start : start + count]
-        padded = torch.cat([chunk, chunk[-1:].expand(count - len(chunk))])
-        try:
-            pieces.append(found.run(padded.view(shape)).reshape(-1)[: len(chunk)])
-        except Exception:  # an operator that does not run as recorded is one we cannot judge
+    whole = max(count, len(given))
+    places = torch.arange(whole) % len(given)
+    orders = (places, len(given) - 1 - places) if count > len(given) else (places,)
+    result = None
+    for order in orders:
+        pieces = []
+        for start in range(0, whole, count):
+            chunk = given[order[start : start + count]]
+            padded = torch.cat([chunk, chunk[-1:].expand(count - len(chunk))])
+            try:
+                pieces.append(found.run(padded.view(shape)).reshape(-1)[: len(chunk)])
+            except Exception:  # an operator that does not run as recorded is one we cannot judge
+                return None
+        values = torch.cat(pieces)
+        if len(values) != whole or values.dtype != torch.float64:
             return None
-    result = torch.cat(pieces)
-    return result if len(result) == len(given) and result.dtype == torch.float64 else None
+        result = values[: len(given)] if result is None else result
+        if not torch.allclose(values, result[order], rtol=_TOLERANCE, atol=0.0, equal_nan=True):
+            return None
+    return result

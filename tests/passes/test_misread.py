@@ -135,3 +135,39 @@ class WrittenTwice(Sublayer):
 @pytest.mark.parametrize("kind", [Overwritten, OverwrittenInPart, WrittenTwice])
 def test_a_piece_counts_where_no_later_write_covers_it(kind: type[Sublayer]) -> None:
     assert "2 of 2" in _rewritten(kind)
+
+
+# --- Integers
+
+
+class SumOfIntegers(Sublayer):
+    def rms(self, flat: Tensor) -> Tensor:
+        return torch.rsqrt(flat.square().sum(-1, keepdim=True, dtype=torch.int64) / flat.shape[-1] + 1e-6)
+
+
+def test_a_sum_that_rounds_to_integers_is_no_sum_of_squares() -> None:
+    model: Any = SumOfIntegers(4, 6, 3, 2)
+    program, report = check.rewriting(model)
+    x = torch.randn(SHAPE)
+    with torch.no_grad():
+        torch.testing.assert_close(program(x), model(x))
+    assert "rms eps" not in str(report)
+
+
+# --- Places
+
+
+class FarToken(Sublayer):
+    """No RMS norm from the 601st token on: the squares that a norm is judged by are fewer."""
+
+    def rms(self, flat: Tensor) -> Tensor:
+        mean = flat.square().mean(-1, keepdim=True)
+        return torch.rsqrt(mean + 1e-6) + 0.5 * (torch.ones_like(mean).cumsum(1) > 600)
+
+
+def test_every_token_is_seen_where_a_token_may_have_its_own_norm() -> None:
+    model: Any = FarToken(4, 6, 1000, 1)
+    program, report = check.rewriting(model)
+    x = torch.randn(1, 1000, 4, 6)
+    torch.testing.assert_close(program(x), model(x))
+    assert "rms eps" not in str(report)
