@@ -31,6 +31,8 @@ KEEP = "keep the streams in one tensor [..., n, C]"
 LEAVE = f"the new streams leave the graph as separate tensors, so stacking them would cost a copy: {KEEP}"
 COME = f"the streams enter the graph as separate tensors, so stacking them would cost a copy: {KEEP}"
 WRITTEN = f"the program writes in place into one of the streams in the list: {KEEP}"
+GATES_WRITTEN = "the program writes in place into one of the gates in the list: keep the gates in one tensor"
+GATES_LEAVE = "views of the gates in the list leave the graph, and would share memory: keep the gates in one tensor"
 NO_STACK = f"torch does not stack these tensors, or does not take the stack apart: {KEEP}"
 SAME = "all streams in the list are one tensor, which Inductor reads once; the operator would read n copies of it"
 STREAMS_AT, GATES_AT = -2, 0
@@ -128,7 +130,11 @@ class Lists:
             if write in self._left:
                 continue
             stacked = self._is_stacked(write.new)
-            reason = self._why_not_old(write, wanted) or ("" if stacked else self._why_not_new(write))
+            reason = (
+                self._why_not_old(write, wanted)
+                or ("" if stacked else self._why_not_new(write))
+                or next(filter(None, map(self._why_not_gates, self._gates_apart(write))), "")
+            )
             if reason:
                 self._left[write] = reason
                 continue
@@ -156,6 +162,12 @@ class Lists:
         if any(map(_leaves, write.new)):
             return LEAVE
         return "" if self._can_be_stacked(write.new, STREAMS_AT) else NO_STACK
+
+    def _why_not_gates(self, gates: Streams) -> str:
+        """What returns a gate itself keeps reading this gate, so only views of gates may not leave the graph."""
+        if self._is_written(gates):
+            return GATES_WRITTEN
+        return GATES_LEAVE if any(map(_views_leave, gates)) else ""
 
     def _can_be_stacked(self, values: Streams, at: int) -> bool:
         """Whether torch stacks values and takes the stack apart, which it does not for every DTensor."""
@@ -192,31 +204,35 @@ class Lists:
     def _gates(self) -> Iterator[Streams]:
         """Gates of stacked streams that are tensors of their own: they are stacked, too."""
         stacked: set[Value] = set()
-
-        def apart(gates: Streams) -> Iterator[Streams]:
-            views = [{source.base for source in self._reader.views(gate)} for gate in gates]
-            if set.intersection(*views) or any(not base.isdisjoint(stacked) for base in views):
-                return
-            alike = len({(gate.shape, gate.dtype) for gate in gates}) == 1 and all(gate.nodes for gate in gates)
-            if alike and self._can_be_stacked(gates, GATES_AT):
+        some = [gates for write in self._writes if write not in self._left for gates in self._gates_apart(write)]
+        some += [read.gates for read in self._reads if self._are_apart(read.gates)]
+        for gates in some:
+            parts = any(source.base in stacked for gate in gates for source in self._reader.views(gate))
+            if not parts and not self._why_not_gates(gates) and self._can_be_stacked(gates, GATES_AT):
                 stacked.update(gates)
                 yield gates
 
-        for write in self._writes:
-            if write in self._left:
-                continue
-            columns = [self._common(gates) for gates in write.res]
-            if columns and all(base is not None for base in columns):
-                yield from apart(tuple(base for base in columns if base is not None))
-            rows = [self._common(gates) for gates in zip(*write.res, strict=True)] if len(write.res) > 1 else []
-            if rows and None in columns and all(base is not None for base in rows):
-                yield from apart(tuple(base for base in rows if base is not None))
-            elif (rows and None in columns) or len(write.res) == 1:
-                yield from apart(tuple(gate for gates in zip(*write.res, strict=True) for gate in gates))
-            if write.post:
-                yield from apart(write.post)
-        for read in self._reads:
-            yield from apart(read.gates)
+    def _gates_apart(self, write: ListWrite) -> Iterator[Streams]:
+        """The gates of a write, as far as they are tensors of their own."""
+        candidates: list[Iterable[Value | None]] = []
+        columns = [self._common(gates) for gates in write.res]
+        rows = [self._common(gates) for gates in zip(*write.res, strict=True)] if len(write.res) > 1 else []
+        if None not in columns:
+            candidates.append(columns)
+        if rows and None in columns and None not in rows:
+            candidates.append(rows)
+        elif (rows and None in columns) or len(write.res) == 1:
+            candidates.append([gate for gates in zip(*write.res, strict=True) for gate in gates])
+        candidates.append(write.post)
+        for candidate in candidates:
+            gates = tuple(gate for gate in candidate if gate is not None)
+            if gates and self._are_apart(gates):
+                yield gates
+
+    def _are_apart(self, gates: Streams) -> bool:
+        """Whether gates are tensors of one kind that have no tensor in common."""
+        alike = len({(gate.shape, gate.dtype) for gate in gates}) == 1 and all(gate.nodes for gate in gates)
+        return alike and not set.intersection(*({x.base for x in self._reader.views(gate)} for gate in gates))
 
     def _common(self, gates: Iterable[Value]) -> Value | None:
         """The nearest tensor of the program that these gates are parts of."""
@@ -249,7 +265,7 @@ class Lists:
                 # Of nodes inserted after the same node, the first one inserted comes last.
                 if reader in later or self._behind.get(reader, -1) >= position[last]:
                     for node in value.nodes:
-                        if reader is not stack:
+                        if reader is not stack and reader.op != "output":
                             reader.replace_input_with(self._copies[node], part)
         return stack
 
@@ -293,8 +309,12 @@ def _made(plan: Plan) -> set[fx.Node]:
 
 def _leaves(value: Value) -> bool:
     """Whether a value, or a view of it, leaves the graph."""
+    return value.is_output or _views_leave(value)
+
+
+def _views_leave(value: Value) -> bool:
     views = (op for op in value.users if is_movement(op) or op.name == "detach" or _may_view(op, value))
-    return value.is_output or any(_leaves(out) for op in views for out in op.outs)
+    return any(_leaves(out) for op in views for out in op.outs)
 
 
 def _may_view(op: Op, value: Value) -> bool:

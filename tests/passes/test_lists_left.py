@@ -1,0 +1,109 @@
+"""Lists of streams or gates that are left as they are, as a stack would change what the program does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from mhc_compile.passes import lists
+from tests.zoo import check
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+WIDTH, N = 6, 4
+
+
+class Gated(nn.Module):
+    """One sublayer over a list of streams, in which each gate is a tensor of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.p, self.r = (nn.ParameterList(torch.randn(()) for _ in range(count)) for count in (N, N, N * N))
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        for i in range(N):
+            self.register_buffer(f"b{i}", torch.ones(()))
+
+    def pre(self) -> Sequence[Tensor]:
+        return list(self.a)
+
+    def post(self) -> Sequence[Tensor]:
+        return list(self.p)
+
+    def go(self, xs: list[Tensor]) -> Any:
+        return sum(xs)
+
+    def forward(self, x: Tensor) -> Any:
+        xs, n = list(x.sin().unbind(-2)), range(N)
+        self.read = self.pre()
+        f = torch.tanh(sum(self.read[i] * xs[i] for i in n) @ self.weight)  # type: ignore[operator]
+        self.written = self.post()
+        xs = [self.written[o] * f + sum(self.r[N * o + i] * xs[i] for i in n) for o in n]
+        return self.go(xs)
+
+    def buffers_halved(self) -> list[Tensor]:
+        held = list(self.buffers())
+        for buffer in held:
+            buffer.mul_(0.5)
+        return held
+
+
+class Decaying(Gated):
+    def pre(self) -> Sequence[Tensor]:
+        return self.buffers_halved()
+
+
+class DecayingPost(Gated):
+    def post(self) -> Sequence[Tensor]:
+        return self.buffers_halved()
+
+
+class Returned(Gated):
+    def pre(self) -> Sequence[Tensor]:
+        return [torch.sigmoid(a) for a in self.a]
+
+    def post(self) -> Sequence[Tensor]:
+        return [torch.sigmoid(p) for p in self.p[:-1]] + [torch.sigmoid(self.p[-1].detach())]
+
+    def go(self, xs: list[Tensor]) -> Any:
+        return sum(xs), self.read, self.written
+
+
+class ViewsReturned(Returned):
+    def go(self, xs: list[Tensor]) -> Any:
+        return sum(xs), [a[None] for a in self.read], [p[None] for p in self.written]
+
+
+def _run(kind: type[Gated]) -> tuple[list[str], list[str]]:
+    """The operators in the new graph, and the reasons of what is left, of a model that does what it does eagerly."""
+    x = torch.randn(2, 3, N, WIDTH)
+    eager, model = kind(), kind()
+    call, report = check.rewriting(model)
+    expected, found = eager(x), call(x)
+    torch.testing.assert_close(found, expected)
+    for results in (expected, found):
+        tree_leaves(results)[0].sum().backward()
+    for one, other in zip(tree_leaves(expected), tree_leaves(found), strict=True):
+        assert one.requires_grad == other.requires_grad
+    torch.testing.assert_close(dict(model.named_buffers()), dict(eager.named_buffers()))
+    gradients = [{name: p.grad for name, p in m.named_parameters() if p.grad is not None} for m in (model, eager)]
+    torch.testing.assert_close(*gradients)
+    results = tree_leaves(found)
+    assert len({result.untyped_storage().data_ptr() for result in results}) == len(results)
+    assert not report.errors
+    return sorted(site.op for site in report.rewritten), [str(site.reason) for site in report.declined]
+
+
+def test_gates_that_the_program_writes_in_place() -> None:
+    assert _run(Decaying) == (["expand_combine"], [])
+    assert _run(DecayingPost) == ([], [lists.GATES_WRITTEN])
+
+
+def test_gates_that_leave_keep_their_memory() -> None:
+    assert _run(Returned)[0] == ["aggregate", "expand_combine"]
+    assert _run(ViewsReturned) == ([], [lists.GATES_LEAVE])
