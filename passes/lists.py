@@ -9,6 +9,7 @@ it anyway. Otherwise the write of the list is left, and told.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterable, Iterator
 
@@ -20,12 +21,13 @@ from mhc_compile.budget import Steps
 from mhc_compile.guard import guard
 from mhc_compile.passes.called import INSERTED
 from mhc_compile.passes.plan import AggregateSite, CombineSite, Declined, Plan, surface
+from mhc_compile.passes.plan.gradients import is_reached, reached_by_gradients, requires_gradient
 from mhc_compile.passes.plan.part_writes import to_some
 from mhc_compile.passes.recognise.concatenation import TOGETHER, Together, put_together
 from mhc_compile.passes.recognise.layout import is_movement, is_pointwise, origin
 from mhc_compile.passes.recognise.lists import ListRead, ListWrite, Streams, list_writes
 from mhc_compile.passes.recognise.reader import Reader
-from mhc_compile.passes.shadow import Op, Shadow, Value, memory_of
+from mhc_compile.passes.shadow import Op, Shadow, Value, memory_of, tensors_of
 
 KEEP = "keep the streams in one tensor [..., n, C]"
 LEAVE = f"the new streams leave the graph as separate tensors, so stacking them would cost a copy: {KEEP}"
@@ -33,6 +35,14 @@ COME = f"the streams enter the graph as separate tensors, so stacking them would
 WRITTEN = f"the program writes in place into one of the streams in the list: {KEEP}"
 GATES_WRITTEN = "the program writes in place into one of the gates in the list: keep the gates in one tensor"
 GATES_LEAVE = "views of the gates in the list leave the graph, and would share memory: keep the gates in one tensor"
+GRADIENTS_OFF = (
+    "gradients are off where the last tensor of a list is made and on where the list is read, so a stack of the list "
+    "would lose them: make the whole list in one mode"
+)
+ZEROS = (
+    "gradients reach only some of the new streams in the list; parameters of the others would get zeros in place of no "
+    f"gradient: {KEEP}"
+)
 NO_STACK = f"torch does not stack these tensors, or does not take the stack apart: {KEEP}"
 SAME = "all streams in the list are one tensor, which Inductor reads once; the operator would read n copies of it"
 STREAMS_AT, GATES_AT = -2, 0
@@ -154,20 +164,57 @@ class Lists:
             return WRITTEN
         if any(map(_leaves, old)) or not (all(map(_can_go_anywhere, old)) or self._is_put_together(old)):
             return COME
-        return "" if self._can_be_stacked(old, STREAMS_AT) else NO_STACK
+        return self._why_no_stack(old, STREAMS_AT)
 
     def _why_not_new(self, write: ListWrite) -> str:
         if self._is_written(write.new):
             return WRITTEN
         if any(map(_leaves, write.new)):
             return LEAVE
-        return "" if self._can_be_stacked(write.new, STREAMS_AT) else NO_STACK
+        if self._gives_zeros(write.new):
+            return ZEROS
+        return self._why_no_stack(write.new, STREAMS_AT)
 
     def _why_not_gates(self, gates: Streams) -> str:
         """What returns a gate itself keeps reading this gate, so only views of gates may not leave the graph."""
         if self._is_written(gates):
             return GATES_WRITTEN
-        return GATES_LEAVE if any(map(_views_leave, gates)) else ""
+        return GATES_LEAVE if any(map(_views_leave, gates)) else self._why_no_stack(gates, GATES_AT)
+
+    def _why_no_stack(self, values: Streams, at: int) -> str:
+        if not self._can_be_stacked(values, at):
+            return NO_STACK
+        return GRADIENTS_OFF if self._loses_gradients(values) else ""
+
+    def _gives_zeros(self, values: Streams) -> bool:
+        """Whether gradients come back to some values, and others are made of what gets no gradient but could."""
+        pending = [node for value in values if not is_reached(self._reached, value) for node in value.nodes]
+        if all(not is_reached(self._reached, value) for value in values):
+            return False
+        seen = set(self._reached)
+        while pending:
+            node = pending.pop()
+            if node not in seen and any(tensor.requires_grad for tensor in tensors_of(node)):
+                if node.op in ("placeholder", "get_attr"):
+                    return True
+                pending += node.all_input_nodes
+            seen.add(node)
+        return False
+
+    @functools.cached_property
+    def _reached(self) -> set[fx.Node]:
+        return reached_by_gradients(self._shadow)
+
+    def _loses_gradients(self, values: Streams) -> bool:
+        """Whether gradients come back to values that would be stacked where gradients are off."""
+        states, position = self._shadow.states, self._shadow.position
+        last = self._last(self._nodes(values))
+        return _is_off(states[last]) and any(
+            not _is_off(states[reader]) and position[reader] > position[last]
+            for value in filter(requires_gradient, values)
+            for node in value.nodes
+            for reader in node.users
+        )
 
     def _can_be_stacked(self, values: Streams, at: int) -> bool:
         """Whether torch stacks values and takes the stack apart, which it does not for every DTensor."""
@@ -208,7 +255,7 @@ class Lists:
         some += [read.gates for read in self._reads if self._are_apart(read.gates)]
         for gates in some:
             parts = any(source.base in stacked for gate in gates for source in self._reader.views(gate))
-            if not parts and not self._why_not_gates(gates) and self._can_be_stacked(gates, GATES_AT):
+            if not parts and not self._why_not_gates(gates):
                 stacked.update(gates)
                 yield gates
 
@@ -239,13 +286,18 @@ class Lists:
         first, *others = [[source.base for source in self._reader.views(gate)] for gate in gates]
         return next((base for base in first if base.nodes and all(base in other for other in others)), None)
 
+    def _last(self, held: Iterable[fx.Node]) -> fx.Node:
+        """The node behind which some others are stacked: the last of them, or what the graph begins with."""
+        last = max(held, key=self._shadow.position.__getitem__)
+        if last.op in ("placeholder", "get_attr"):
+            last = next(n for n in self._shadow.graph.nodes if n.next.op not in ("placeholder", "get_attr"))
+        return last
+
     def _stack(self, graph: fx.Graph, values: Streams, at: int) -> fx.Node:
         """Stack values after the last of them; later code reads the parts of the stack."""
         position = self._shadow.position
         held = self._nodes(values)
-        last = max(held, key=position.__getitem__)
-        if last.op in ("placeholder", "get_attr"):
-            last = next(n for n in self._shadow.graph.nodes if n.next.op not in ("placeholder", "get_attr"))
+        last = self._last(held)
         nodes = [self._copies[node] for node in held]
         users = [[u for n in v.nodes for u in self._copies[n].users] for v in values]
         later = {self._copies[node] for node, place in position.items() if place > position[last]}
@@ -305,6 +357,11 @@ def _can_go_anywhere(value: Value) -> bool:
 def _made(plan: Plan) -> set[fx.Node]:
     """What operators write."""
     return {node for site in plan.sites if isinstance(site, CombineSite) for node in surface(site.combine.out).nodes}
+
+
+def _is_off(state: str) -> bool:
+    """Whether gradients are off in a state of the record."""
+    return state.startswith("(False") or not state.endswith(" 0")
 
 
 def _leaves(value: Value) -> bool:

@@ -29,6 +29,9 @@ class Gated(nn.Module):
         for i in range(N):
             self.register_buffer(f"b{i}", torch.ones(()))
 
+    def come(self, x: Tensor) -> list[Tensor]:
+        return list(x.sin().unbind(-2))
+
     def pre(self) -> Sequence[Tensor]:
         return list(self.a)
 
@@ -39,7 +42,7 @@ class Gated(nn.Module):
         return sum(xs)
 
     def forward(self, x: Tensor) -> Any:
-        xs, n = list(x.sin().unbind(-2)), range(N)
+        xs, n = self.come(x), range(N)
         self.read = self.pre()
         f = torch.tanh(sum(self.read[i] * xs[i] for i in n) @ self.weight)  # type: ignore[operator]
         self.written = self.post()
@@ -79,6 +82,55 @@ class ViewsReturned(Returned):
         return sum(xs), [a[None] for a in self.read], [p[None] for p in self.written]
 
 
+class LastWithoutGradients(Gated):
+    at = N - 1
+
+    def some(self, gates: nn.ParameterList) -> list[Tensor]:
+        made = []
+        for i, gate in enumerate(gates):
+            with torch.set_grad_enabled(i != self.at):
+                made.append(torch.sigmoid(gate))
+        return made
+
+    def pre(self) -> Sequence[Tensor]:
+        return self.some(self.a)
+
+
+class FirstWithoutGradients(LastWithoutGradients):
+    at = 0
+
+
+class LastPostWithoutGradients(LastWithoutGradients):
+    def pre(self) -> Sequence[Tensor]:
+        return list(self.a)
+
+    def post(self) -> Sequence[Tensor]:
+        return self.some(self.p)
+
+
+class LastStreamWithoutGradients(Gated):
+    def come(self, x: Tensor) -> list[Tensor]:
+        made = []
+        for i, part in enumerate(x.unbind(-2)):
+            with torch.set_grad_enabled(i != N - 1):
+                made.append(torch.sin(self.p[i] * part))
+        return made
+
+
+class OneStreamUsed(Gated):
+    def go(self, xs: list[Tensor]) -> Any:
+        return torch.tanh(xs[0])
+
+
+class OneStreamUsedOfSharedGates(OneStreamUsed):
+    """One parameter has the numbers of all gates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.r = nn.Parameter(torch.randn(N * N))  # type: ignore[assignment]
+        self.p = nn.Parameter(torch.randn(N))  # type: ignore[assignment]
+
+
 def _run(kind: type[Gated]) -> tuple[list[str], list[str]]:
     """The operators in the new graph, and the reasons of what is left, of a model that does what it does eagerly."""
     x = torch.randn(2, 3, N, WIDTH)
@@ -107,3 +159,15 @@ def test_gates_that_the_program_writes_in_place() -> None:
 def test_gates_that_leave_keep_their_memory() -> None:
     assert _run(Returned)[0] == ["aggregate", "expand_combine"]
     assert _run(ViewsReturned) == ([], [lists.GATES_LEAVE])
+
+
+def test_gradients_that_are_off_where_a_list_would_be_stacked() -> None:
+    assert _run(LastWithoutGradients) == (["expand_combine"], [])
+    assert _run(LastPostWithoutGradients) == ([], [lists.GRADIENTS_OFF])
+    assert _run(LastStreamWithoutGradients) == ([], [lists.GRADIENTS_OFF])
+    assert _run(FirstWithoutGradients) == (["aggregate", "expand_combine"], [])
+
+
+def test_parameters_of_streams_without_a_gradient_get_none() -> None:
+    assert _run(OneStreamUsed) == ([], [lists.ZEROS])
+    assert _run(OneStreamUsedOfSharedGates) == (["aggregate", "expand_combine"], [])
