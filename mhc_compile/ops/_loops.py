@@ -429,7 +429,7 @@ def products(a: Tensor, b: Tensor, n: int | None = None) -> Tensor:
 
 def phi_gradient(dh: Tensor, x: Tensor) -> Tensor:
     """dh^T @ x [K, n*C] in the dtype of dh [..., K]."""
-    if compat.same_size(x.shape[:-2].numel(), 1):
+    if all(compat.same_size(size, 1) for size in x.shape[:-2]):
         # No sum: Inductor has this in one kernel with what is made of it.
         return dh.reshape(dh.shape[-1], 1) * x.reshape(1, x.shape[-2] * x.shape[-1]).to(dh.dtype)
     product = dh.new_empty((dh.shape[-1], x.shape[-2] * x.shape[-1]))
