@@ -174,8 +174,7 @@ class HyperConnection(_Mix):
             "deepseek_v4": phi normal(0, std), bias 0, scale 1, as transformers initialises that model.
         std: the standard deviation of phi; `initializer_range` of a transformers config.
 
-    Gates are computed in float32, whatever the dtype of x and of the parameters (float64 for float64 x). Under
-    autocast the product with phi is rounded to autocast's dtype, as that of any linear layer.
+    Gates are computed in float32 (float64 for float64 x), whatever the dtypes. Autocast rounds the product with phi.
 
     `forward(x, *args, **kwargs)` takes x [..., n, C] and returns x' of the same shape and dtype; the other
     arguments go to the layer. A layer that returns a tuple gives its output first: the result is then a tuple of
@@ -205,8 +204,7 @@ class HyperConnection(_Mix):
     def mixes(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """h_pre [..., n], h_post [..., n] and h_res [..., n, n] for x [..., n, C]."""
         n, gates = self.streams, self.form.gates
-        projected = self._projected(x)
-        pre, post, res = torch.split(projected, [n, n, n * n], dim=-1)
+        pre, post, res = torch.split(projected := self._projected(x), [n, n, n * n], dim=-1)
         pre_bias, post_bias, res_bias = torch.split(_no_wider(self.bias, projected), [n, n, n * n])
         pre_scale, post_scale, res_scale = _no_wider(self.scale, projected).unbind()
         h_pre = _shifted(torch.sigmoid(pre * pre_scale + pre_bias), gates.pre_eps)
@@ -246,8 +244,7 @@ class HyperHead(_Mix):
         super().__init__(dim, streams, 1, form, init, std, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        projected = self._projected(x)
-        gate = torch.sigmoid(projected * _no_wider(self.scale, projected) + _no_wider(self.bias, projected))
+        gate = torch.sigmoid((h := self._projected(x)) * _no_wider(self.scale, h) + _no_wider(self.bias, h))
         h_pre = _shifted(gate, self.form.gates.pre_eps)
         return (h_pre.unsqueeze(-1) * x).sum(-2).to(x.dtype)
 
