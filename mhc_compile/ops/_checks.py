@@ -175,8 +175,9 @@ def check_gate_rows(scale: Tensor, bias: Tensor, k: int, n: int, x: Tensor) -> i
     """
     rows, ends = k, part_ends(n)
     # A scale for all rows of phi, or for all their groups, says that bias is the one that is wrong.
-    whole = {(k,), (ends.index(k) + 1,) if k in ends else (k,)} - {tuple(bias.shape)}
-    if bias.dim() == 1 and bias.shape[0] < k and bias.shape[0] in ends and tuple(scale.shape) not in whole:
+    given, whole = tuple(scale.shape), ((k,), (ends.index(k) + 1,) if k in ends else (k,))
+    is_of_bias = given == tuple(bias.shape) or given not in whole
+    if bias.dim() == 1 and bias.shape[0] < k and bias.shape[0] in ends and is_of_bias:
         rows = bias.shape[0]
     parts = check_parts(rows, n, "phi")
     check_scale_and_bias(scale, bias, rows, parts, x)
