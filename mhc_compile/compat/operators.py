@@ -60,7 +60,10 @@ def forward_mode_is_active() -> bool:
 
 
 def forward_grad_mode() -> Any:
-    """A context in which tangents are seen, which an autograd.Function hides from its forward."""
+    """A context in which tangents are seen, which an autograd.Function hides from its forward.
+
+    torch 2.13 and 2.14 have this class.
+    """
     return torch.autograd.forward_ad._set_fwd_grad_enabled(True)
 
 

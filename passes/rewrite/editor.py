@@ -15,6 +15,7 @@ from mhc_compile.passes.beside import REASON, Beside
 from mhc_compile.passes.called import INSERTED
 from mhc_compile.passes.plan import Decline, Site, surface, visible
 from mhc_compile.passes.plan.sites import outputs
+from mhc_compile.passes.recognise.region import draws_random_numbers
 from mhc_compile.passes.rewrite.aliases import Aliases
 from mhc_compile.passes.rewrite.copies import Copies
 from mhc_compile.passes.shadow import Shadow, Value
@@ -59,7 +60,7 @@ class Editor:
         op = value.op
         if op is None or not hasattr(op.target, "_schema") or any(isinstance(a, torch.SymInt) for a in leaves(op.args)):
             raise Decline("an operand is not a value of its own in the program")
-        if torch.Tag.nondeterministic_seeded in op.target.tags:
+        if draws_random_numbers(op):
             raise Decline("an operand is drawn at random within one call of the program")
         args, kwargs = map_leaves(lambda a: self._again(a) if isinstance(a, Value) else a, (op.args, op.kwargs))
         node = self._call(op.target, *args, **kwargs)
