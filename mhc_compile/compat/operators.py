@@ -18,11 +18,12 @@ def registered_operators(namespace: str) -> set[str]:
     return {name for name in found if not name.startswith("_")}
 
 
-def custom_op_autograd_kernel(operator: Any, overload: Any) -> Any:
-    """The kernel that torch.library itself makes for a custom operator's gradient."""
-    from torch._library import autograd as library_autograd
+def hidden_from_dynamo(function: Any) -> Any:
+    """The function, which Dynamo does not trace. Unlike torch.compiler.disable it imports Dynamo when it is called.
 
-    return library_autograd.make_autograd_impl(overload, operator)
+    torch 2.11 to 2.14 have the decorator.
+    """
+    return torch._compile._disable_dynamo(function)
 
 
 def below_autograd(overload: Any, keyset: Any, args: Any, kwargs: Any) -> Any:

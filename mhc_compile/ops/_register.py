@@ -25,7 +25,7 @@ from mhc_compile.encoding import in_one_line
 from mhc_compile.forms import Gates, Rms, Sinkhorn
 from mhc_compile.ops._again import Calls, tensors_of
 from mhc_compile.ops._checks import check_present
-from mhc_compile.ops._transforms import CALLS, install
+from mhc_compile.ops._transforms import CALLS, install, library, register_fake
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +124,10 @@ def define(
     prefixed: bool = True,
     kernel: str | None = None,
 ) -> Any:
-    """Register `mhc::name`; `check`, `reference` and `fake` take all arguments, scalars grouped into `forms`.
+    """Define `mhc::name`; `check`, `reference` and `fake` take all arguments, scalars grouped into `forms`.
+
+    It is defined without torch.library.custom_op, which makes a gradient of its own for each operator: a third of the
+    time that the import takes.
 
     kernel: "module.function" below `mhc_compile.kernels`, imported at the first CUDA call and used for all
     that `mhc_compile.kernels.supports`; the rest runs the reference.
@@ -151,9 +154,11 @@ def define(
         args, grouped = prepare(given, given_scalars)
         return fake(*args, **grouped)
 
-    operator = torch.library.custom_op(f"mhc::{name}", implementation, mutates_args=(), schema=schema)
-    operator.register_fake(fake_implementation)
-    arguments = operator._opoverload._schema.arguments
+    library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+    register_fake(name, fake_implementation)
+    _implement(name, implementation, "CompositeExplicitAutograd")
+    operator = getattr(torch.ops.mhc, name).default
+    arguments = operator._schema.arguments
     required = [(index, argument.name) for index, argument in enumerate(arguments) if str(argument.type) == "Tensor"]
     positional_defaults = tuple(argument.default_value for argument in arguments if not argument.kwarg_only)
     scalar_defaults = {argument.name: argument.default_value for argument in arguments if argument.kwarg_only}
@@ -180,9 +185,14 @@ def define(
             with without_autocast(args):
                 return reference(*args, **grouped)
 
-        operator.register_kernel("cuda")(cuda_implementation)
+        _implement(name, cuda_implementation, "CUDA")
         KERNELS[name] = cuda_implementation
     return operator
+
+
+def _implement(name: str, implementation: Callable[..., Any], key: str) -> None:
+    # What Dynamo leaves to run as it is may call an operator. It is not to trace what the operator does.
+    library.impl(name, compat.hidden_from_dynamo(implementation), key)  # type: ignore[no-untyped-call]
 
 
 def differentiate(
@@ -214,21 +224,18 @@ def differentiate(
         needs = [*ctx.needs_input_grad[:tensors]]
         return needs + [False] * (tensors - len(needs))
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Scalars, output: Any) -> None:
+    def set_up(ctx: Any, inputs: tuple[Any, ...], scalars: Scalars, output: Any) -> None:
         # An output that nobody used sends None, so its part of the backward is not computed.
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*keep(inputs, output))
         ctx.rest = rest(inputs)
-        ctx.scalars = {name: value for name, value in keyword_only_inputs.items() if name not in drop}
+        ctx.scalars = {name: value for name, value in scalars.items() if name not in drop}
         ctx.inputs = len(inputs)
         outputs = output if isinstance(output, (tuple, list)) else (output,)
         # What depends on no argument with a gradient has none in eager code, where it may be returned or written.
         reached = (reaches.get(at, range(len(outputs))) for at, need in enumerate(needed(ctx)) if need)
         differentiable = {at for places in reached for at in places}
         ctx.mark_non_differentiable(*(result for at, result in enumerate(outputs) if at not in differentiable))
-
-    def setup_without_scalars(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        setup_context(ctx, inputs, {}, output)
 
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         needs = needed(ctx)
@@ -249,21 +256,12 @@ def differentiate(
         wanted += [None] * (ctx.inputs - tensors)
         return tuple(wanted)
 
-    has_scalars = any(argument.kwarg_only for argument in operator._opoverload._schema.arguments)
-    operator.register_autograd(backward, setup_context=setup_context if has_scalars else setup_without_scalars)
-    _refuse_double_backward(backward_operator)
-    install(operator)
-    install(backward_operator, operator)
-    OPERATORS.append((operator, backward_operator))
-
-
-def _refuse_double_backward(operator: Any) -> None:
-    name = operator._opoverload._schema.name
-
-    def backward(ctx: Any, *gradients: Tensor | None) -> None:
+    def refuse(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         raise RuntimeError(
-            f"{name} cannot be differentiated again: hyper-connection operators have first derivatives only "
-            "(called with create_graph=True?)"
+            f"{backward_operator._schema.name} cannot be differentiated again: hyper-connection operators have first "
+            "derivatives only (called with create_graph=True?)"
         )
 
-    operator.register_autograd(backward)
+    install(operator, backward, set_up)
+    install(backward_operator, refuse, forward=operator)
+    OPERATORS.append((operator, backward_operator))

@@ -28,7 +28,7 @@ from mhc_compile import compat
 from mhc_compile.ops import _channels
 from mhc_compile.ops._checks import shape_text
 from mhc_compile.ops._register import OPERATORS
-from mhc_compile.ops._transforms import is_of_tokens, tensors_in
+from mhc_compile.ops._transforms import is_of_tokens, library, tensors_in
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +47,8 @@ def register_rules() -> None:
 
     for forward, backward in OPERATORS:
         for each in (forward, backward):
-            operator = _described(each._opoverload, forward._opoverload, backward._opoverload)
-            each.register_torch_dispatch(DTensor, functools.partial(_dispatched, operator))
+            rule = functools.partial(_dispatched, _described(each, forward, backward))
+            torch.library.register_torch_dispatch(each._schema.name, DTensor, rule, lib=library)
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,13 @@
 """The operators under autograd and torch.func: vmap, grad, and a refusal of forward mode.
 
-torch.library gives a custom operator reverse mode only: forward mode would silently take every tangent for zero,
-torch.func.grad fails on the Function that torch.library generates, and vmap calls the operator once per element.
-
-What has a program (`ops._again`) needs nothing of torch.library either, which takes as long as two launches.
+torch.library would give a custom operator reverse mode only: forward mode would silently take every tangent for zero,
+torch.func.grad would fail, and vmap would call the operator once per element. Its way to an operator also takes as
+long as two launches, and what has a program (`ops._again`) needs nothing of it.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,9 +17,6 @@ from torch import Tensor
 
 from mhc_compile import compat
 from mhc_compile.ops._again import Calls, tensors_of
-
-# More specific than the key that torch.library registers for, so nothing is overridden.
-_KEYS = ("AutogradCPU", "AutogradCUDA", "AutogradMeta")
 
 # What is a token's, for all operators; every other tensor is a parameter. A backward operator's gradients are a
 # token's too.
@@ -42,78 +39,72 @@ def register_fake(name: str, fake: Callable[..., Any]) -> None:
     torch.library.register_fake(f"mhc::{name}", fake, lib=library)
 
 
-def install(operator: Any, forward: Any = None) -> None:
-    """Register the transforms of an operator that has a fake and, where there is one, a gradient already.
+# What keeps on ctx, of all arguments, all scalars and the result, what the backward needs.
+SetUp = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
 
-    forward: the operator whose backward it is, if it is one.
+
+def install(operator: Any, backward: Callable[..., Any], set_up: SetUp | None = None, *, forward: Any = None) -> None:
+    """Register the gradient and the transforms of an operator that has a fake.
+
+    backward: takes ctx and the gradients of the results; forward: the operator whose backward it is, if it is one.
     """
-    overload = operator._opoverload
-    name = overload._schema.name.split("::")[1]
-    kernel = _autograd_kernel(operator, overload)
-    for key in _KEYS:
-        library.impl(name, kernel, key, with_keyset=True)  # type: ignore[no-untyped-call]
-    operator.register_vmap(_vmap_rule(overload, None if forward is None else forward._opoverload))
+    kernel = _autograd_kernel(operator, backward, set_up)
+    library.impl(operator._opname, kernel, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
+    torch.library.register_vmap(operator._schema.name, _vmap_rule(operator, forward), lib=library)
 
 
-def _autograd_kernel(operator: Any, overload: Any) -> Callable[..., Any]:
-    plain: Callable[..., Any] | None = None  # made at the first call: for all operators it is a fifth of the import
-    positional = tuple(argument for argument in overload._schema.arguments if not argument.kwarg_only)
-    scalar_defaults = {a.name: a.default_value for a in overload._schema.arguments if a.kwarg_only}
+def _autograd_kernel(operator: Any, backward: Callable[..., Any], set_up: SetUp | None) -> Callable[..., Any]:
+    arguments = operator._schema.arguments
+    positional = tuple(argument for argument in arguments if not argument.kwarg_only)
+    scalar_defaults = {argument.name: argument.default_value for argument in arguments if argument.kwarg_only}
+    calls = CALLS.get(operator._opname)
 
-    calls = CALLS.get(overload._schema.name.split("::")[1])
+    def run(keyset: Any, args: Sequence[Any], scalars: dict[str, Any], program: Any) -> Any:
+        if program is not None:
+            return program(tensors_of(args))
+        return compat.below_autograd(operator, keyset, args, scalars)
 
-    def set_up(ctx: Any, args: list[Any], scalars: dict[str, Any], result: Any) -> None:
-        if operator._setup_context_fn is not None:
+    def tracked_forward(ctx: Any, *given: Any) -> Any:
+        *args, (keyset, scalars, program) = given
+        result = run(keyset, args, scalars, program)
+        if set_up is not None:
+            # The dispatcher drops arguments that equal their default.
             args += [argument.default_value for argument in positional[len(args) :]]
-            named = {"keyword_only_inputs": scalar_defaults | scalars} if scalar_defaults else {}
-            operator._setup_context_fn(ctx=ctx, inputs=tuple(args), output=result, **named)
-
-    def differentiated(ctx: Any, *gradients: Any) -> Any:
-        return (*operator._backward_fn(ctx, *gradients), None)
-
-    class Level(compat.SingleLevelFunction):  # type: ignore[misc]
-        """The gradient at one level of torch.func, where the level's own interpreter is already at work."""
-
-        @staticmethod
-        def forward(ctx: Any, *given: Any) -> Any:
-            *args, (keyset, scalars) = given
-            # The levels below track gradients and tangents of their own, which this level's Function must not turn off.
-            with torch.enable_grad(), compat.forward_grad_mode():
-                result = compat.below_autograd(overload, keyset, args, scalars)
-            set_up(ctx, args, scalars, result)
-            return result
-
-        backward = staticmethod(differentiated)
-
-    def again(ctx: Any, *given: Any) -> Any:
-        *args, (program, scalars) = given
-        result = program(tensors_of(args))
-        set_up(ctx, args, scalars, result)
+            set_up(ctx, tuple(args), scalar_defaults | scalars, result)
         return result
 
-    # The gradient of a call that has a program, by the name that torch.library gives to that of others: anomaly
-    # detection says by it where a NaN came from.
-    Again: Any = type(
-        f"GeneratedBackwardFor_{overload._namespace}_{overload._opname}_{overload._overloadname}",
-        (torch.autograd.Function,),
-        {"forward": staticmethod(again), "backward": staticmethod(differentiated)},
-    )
+    def forward_of_level(ctx: Any, *given: Any) -> Any:
+        # The levels below track gradients and tangents of their own, which this level's Function must not turn off.
+        with torch.enable_grad(), compat.forward_grad_mode():
+            return tracked_forward(ctx, *given)
+
+    def tracked_backward(ctx: Any, *gradients: Any) -> Any:
+        return (*backward(ctx, *gradients), None)
+
+    # The two are made when they are first called: for all operators they are a tenth of the import.
+    @functools.cache
+    def function() -> Any:
+        # Anomaly detection says by this name where a NaN came from. It is the one that torch.library would give.
+        name = f"GeneratedBackwardFor_mhc_{operator._opname}_default"
+        made = {"forward": staticmethod(tracked_forward), "backward": staticmethod(tracked_backward)}
+        return type(name, (torch.autograd.Function,), made)
+
+    @functools.cache
+    def function_of_level() -> Any:
+        """The gradient at one level of torch.func, where the level's own interpreter is already at work."""
+        made = {"forward": staticmethod(forward_of_level), "backward": staticmethod(tracked_backward)}
+        return type("Level", (compat.SingleLevelFunction,), made)
 
     def kernel(keyset: Any, *args: Any, **scalars: Any) -> Any:
-        nonlocal plain
         if compat.forward_mode_is_active():
-            _refuse_tangents(overload, args)
+            _refuse_tangents(operator, args)
         tracked = torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
-        if tracked and operator._backward_fn is not None and compat.functorch_is_active():
-            return compat.apply_at_this_level(Level, (*args, (keyset, scalars)))
+        if tracked and compat.functorch_is_active():
+            return compat.apply_at_this_level(function_of_level(), (*args, (keyset, scalars, None)))
         program = calls.program(args, scalars) if calls is not None and not compat.calls_are_watched() else None
-        if program is not None:
-            if tracked:
-                return Again.apply(*args, (program, scalars))
-            return program(tensors_of(args))
-        if plain is None:
-            plain = compat.custom_op_autograd_kernel(operator, overload)
-        return plain(keyset, *args, **scalars)
+        if tracked:
+            return function().apply(*args, (keyset, scalars, program))
+        return run(keyset, args, scalars, program)
 
     return kernel
 
