@@ -207,9 +207,12 @@ def check_needs(needs: Sequence[bool], count: int) -> None:
         raise ValueError(f"needs has {len(needs)} entries; expected {count}, one per differentiable argument")
 
 
-def check_out_dtype(out_dtype: torch.dtype | None, name: str = "out_dtype") -> None:
+def check_out_dtype(out_dtype: torch.dtype | None, x: Tensor, name: str = "out_dtype") -> None:
+    """A float64 result has float64 gradients, which a narrower x does not take."""
     if out_dtype is not None and out_dtype not in FLOATS:
         raise TypeError(f"{name} is {out_dtype}; expected bfloat16, float16, float32, float64 or None")
+    if out_dtype == torch.float64 != x.dtype:
+        raise TypeError(f"{name} is float64, but x is {x.dtype}; expected float64 only with float64 x")
 
 
 def _check_eps(name: str, value: float) -> None:

@@ -74,7 +74,7 @@ def pre_gradient(d_out: Tensor, x: Tensor) -> Tensor:
 def _check(x: Tensor, h_pre: Tensor, *, out_dtype: torch.dtype | None = None) -> tuple[tuple[int, ...], int, int]:
     tokens, n, width = check_x(x)
     check_tensor("h_pre", h_pre, (*tokens, n), "[..., n]", x)
-    check_out_dtype(out_dtype)
+    check_out_dtype(out_dtype, x)
     return tokens, n, width
 
 

@@ -64,7 +64,7 @@ def _check(
     check_tensor("input_norm_weight", input_norm_weight, (width,), "[C]", x)
     if not (input_norm_eps >= 0 and math.isfinite(input_norm_eps)):
         raise ValueError(f"input_norm_eps is {input_norm_eps}; expected a finite number >= 0")
-    check_out_dtype(out_dtype)
+    check_out_dtype(out_dtype, x)
     return (*tokens, width)
 
 

@@ -109,7 +109,7 @@ def _check(
     **forms: Any,
 ) -> None:
     combining.check(f, layer_bias, h_post, x, h_res)
-    check_out_dtype(streams_dtype, "streams_dtype")
+    check_out_dtype(streams_dtype, x, "streams_dtype")
     check_normed_mix(x, *parameters, out_dtype=out_dtype, **forms)
 
 

@@ -82,7 +82,7 @@ def check(
     check_tensor("layer_bias", layer_bias, (width,), "[C]", x)
     check_tensor("h_post", h_post, (*tokens, n), "[..., n]", x)
     check_tensor("h_res", h_res, (*tokens, n, n), "[..., n, n]", x)
-    check_out_dtype(out_dtype)
+    check_out_dtype(out_dtype, x)
 
 
 def _biased(rows: Tensor, layer_bias: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -87,8 +87,8 @@ def _check(
     out_dtype: torch.dtype | None = None,
 ) -> None:
     check_combine(f, layer_bias, h_post, x, h_res)
-    check_out_dtype(streams_dtype, "streams_dtype")
-    check_out_dtype(out_dtype)
+    check_out_dtype(streams_dtype, x, "streams_dtype")
+    check_out_dtype(out_dtype, x)
     check_tensor("h_pre", h_pre, x.shape[:-1], "[..., n]", x)
     if h_pre is None and phi is None:
         raise ValueError("neither h_pre nor phi was given; expected one of them, or both")

@@ -110,7 +110,7 @@ def check_normed_mix(
     """Raise TypeError or ValueError for arguments that do not go together."""
     _mix.check_mix(x, phi, scale, bias, norm_weight, **forms)
     _input_norm.check_input_norm(input_norm_weight, input_norm_eps, x)
-    check_out_dtype(out_dtype)
+    check_out_dtype(out_dtype, x)
 
 
 def reference(

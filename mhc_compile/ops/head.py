@@ -80,7 +80,7 @@ def _check_rows(x: Tensor, phi: Tensor) -> None:
 def _check(x: Tensor, phi: Tensor, *narrow: Any, rms: Rms, pre_eps: float, out_dtype: torch.dtype | None) -> None:
     _mix.check_mix(x, phi, *narrow, **_parts(rms, pre_eps))
     _check_rows(x, phi)
-    check_out_dtype(out_dtype)
+    check_out_dtype(out_dtype, x)
 
 
 def reference(

@@ -76,7 +76,7 @@ def _check(x: Tensor, h: Tensor, *, out_dtype: torch.dtype | None = None) -> tup
     if tuple(h.shape[:-1]) != (*tokens, n):
         raise ValueError(f"h has shape {shape_text(h.shape)}; expected [..., n, m] = {shape_text((*tokens, n, 'm'))}")
     check_mixed(n, h.shape[-1], f"h of shape {shape_text(h.shape)}")
-    check_out_dtype(out_dtype)
+    check_out_dtype(out_dtype, x)
     return (*tokens, h.shape[-1], width)
 
 

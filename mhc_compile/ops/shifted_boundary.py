@@ -115,8 +115,8 @@ def _check(
 ) -> None:
     check(f, layer_bias, h_post, x, h_res)
     check_tensor("h_pre", h_pre, x.shape[:-1], "[..., n]", x)
-    check_out_dtype(streams_dtype, "streams_dtype")
-    check_out_dtype(out_dtype)
+    check_out_dtype(streams_dtype, x, "streams_dtype")
+    check_out_dtype(out_dtype, x)
     _mix.check_mix(x, *parameters, **forms)
 
 

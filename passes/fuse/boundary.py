@@ -80,7 +80,7 @@ def same_block(combine: fx.Node, mix: fx.Node) -> bool:
 
 
 def same_width(x_new: fx.Node, x: fx.Node) -> bool:
-    """Whether one precision is used for both: float64 parameters need float64 streams."""
+    """Whether one precision is used for both: operators compute in float64 if their streams are float64."""
     return bool((x_new.meta["val"].dtype == torch.float64) == (x.meta["val"].dtype == torch.float64))
 
 

@@ -19,7 +19,7 @@ WRONG_SCALARS: dict[str, list[Any]] = {
     "Optional[float]": [float("nan"), float("inf"), -1.0],
     "int": [-1],
     "str": ["log"],
-    "Optional[ScalarType]": [torch.int64],
+    "Optional[ScalarType]": [torch.int64, torch.float64],
 }
 # A gate may have a negative term or factor, these not.
 NOT_NEGATIVE = {"rms_eps", "sinkhorn_eps", "sinkhorn_start_eps", "eps", "start_eps"}

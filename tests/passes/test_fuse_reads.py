@@ -215,10 +215,6 @@ FORWARD: dict[str, tuple[Program, int]] = {
         ],
         1,
     ),
-    "what is read in float64": (
-        lambda t: [mhc.aggregate(combine(t, t["x"]), t["post"], out_dtype=torch.float64)],
-        1,
-    ),
     "viewed and back": (lambda t: [read(t, combine(t, t["x"]).flatten(-2).unflatten(-1, (N, -1)))], 1),
     "gates of the new streams": (lambda t: [read(t, new := combine(t, t["x"]), new.mean(-1))], 0),
     "other streams": (lambda t: [read(t, combine(t, t["x"]) * 2)], 0),

@@ -291,13 +291,9 @@ FORWARD: dict[str, tuple[Program, dict[str, int]]] = {
         lambda t: _plain(t | {"x": t["x"].bfloat16()}, out_dtype=torch.float32),
         ONE,
     ),
-    "what is read in float64": (
-        lambda t: [mhc.aggregate(new := combine(t, t["x"]), t["post"], out_dtype=torch.float64), *gates(t, new)],
-        ONE,
-    ),
     "boundary": (_both, {"boundary": 1}),
-    "float64 from float32": (
-        lambda t: _plain(t | {"phi": t["phi"].double()}, out_dtype=torch.float64),
+    "float32 from float64": (
+        lambda t: _plain(t | {"x": t["x"].double()}, out_dtype=torch.float32),
         {},
     ),
     "gates of the read from the new streams": (

@@ -256,8 +256,8 @@ BOUNDARIES: dict[str, tuple[Program, dict[str, int]]] = {
         lambda t: mix(t, combine(t, t["x"].bfloat16(), out_dtype=torch.float32)),
         {"boundary": 1},
     ),
-    "float64 from float32": (
-        lambda t: mix(t, combine(t, t["x"], out_dtype=torch.float64), phi=t["phi"].double()),
+    "float32 from float64": (
+        lambda t: mix(t, combine(t, t["x"].double(), out_dtype=torch.float32)),
         {},
     ),
     "two mixes": (_two_mixes, {"boundary": 1}),
