@@ -120,6 +120,7 @@ from mhc_compile.compat.nodes import (
     names_of_bodies,
     on_examples,
     state_change,
+    without_gradient,
     writes,
 )
 from mhc_compile.compat.operators import (
@@ -335,6 +336,7 @@ __all__ = [
     "whole_for",
     "with_known_sizes",
     "without_fake_tracebacks",
+    "without_gradient",
     "without_graph_caches",
     "without_guards",
     "without_hooks_of_saved_tensors",

@@ -256,6 +256,43 @@ def autograd_function(node: fx.Node) -> AutogradFunction | None:
     return found if plain else None
 
 
+# The namespaces whose operators have torch's own derivatives, which have a gradient for all that they depend on.
+_OF_TORCH = {"aten", "prims", "prim", "quantized", "inductor", "_c10d_functional", "c10d"}
+
+
+def without_gradient(node: fx.Node) -> list[fx.Node]:
+    """The inputs of an autograd.Function, or of a registered operator, to which its backward gives None."""
+    function = autograd_function(node)
+    if function is not None:
+        given = node.args[2:]
+        gives = dict.fromkeys(given, False)
+        for one, some in zip(given, function.gives_gradient(given), strict=True):
+            gives[one] = gives[one] or some
+        return [one for one, some in gives.items() if isinstance(one, fx.Node) and not some]
+    if isinstance(node.target, OpOverload) and node.target.namespace not in _OF_TORCH:
+        return _tried(node)
+    return []
+
+
+def _tried(node: fx.Node) -> list[fx.Node]:
+    """`without_gradient` by the backward of an operator, on tensors without data."""
+    leaves = {one: example(one) for one in node.all_input_nodes}
+    leaves = {one: value for one, value in leaves.items() if isinstance(value, torch.Tensor) and value.requires_grad}
+    if not leaves:
+        return []
+    try:
+        with torch.enable_grad(), fake_mode_of(next(iter(leaves.values()))):
+            leaves = {one: value.detach().requires_grad_() for one, value in leaves.items()}
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda one: leaves.get(one, example(one)))
+            made = torch.utils._pytree.tree_leaves(node.target(*args, **kwargs))  # type: ignore[operator]
+            made = [value for value in made if isinstance(value, torch.Tensor) and value.requires_grad]
+            gradients = [torch.ones_like(value) for value in made]
+            found = torch.autograd.grad(made, [*leaves.values()], gradients, allow_unused=True)
+    except Exception:  # it is not understood, and may give all of them a gradient
+        return []
+    return [one for one, gradient in zip(leaves, found, strict=True) if gradient is None]
+
+
 def give_examples(graph: fx.Graph) -> None:
     """Give an example to each node that has none: those that Inductor's passes made, which come before custom ones.
 

@@ -8,8 +8,6 @@ move them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
@@ -46,7 +44,7 @@ def reached_by_gradients(shadow: Shadow) -> set[fx.Node]:
     # Nodes that hand gradients on to all that they are given, and those that do to what they compute with.
     to_all: set[fx.Node] = set()
     to_used: set[fx.Node] = set()
-    stopped = {end for node in shadow.graph.nodes for end in _without_gradient(node)}
+    stopped = {(given, node) for node in shadow.graph.nodes for given in compat.without_gradient(node)}
 
     def uses(user: fx.Node, values: set[Value]) -> bool:
         # `expand_as` is given a tensor for its shape alone; `to` may make no call, and hand on what it is called on.
@@ -64,17 +62,6 @@ def reached_by_gradients(shadow: Shadow) -> set[fx.Node]:
         elif node in found and any(tensor.requires_grad for tensor in tensors_of(node)):
             to_used.add(node)
     return found
-
-
-def _without_gradient(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Inputs of an autograd.Function to which its backward gives None, each with the node."""
-    function = compat.autograd_function(node)
-    if function is not None:
-        given = node.args[2:]
-        gives = dict.fromkeys(given, False)
-        for one, some in zip(given, function.gives_gradient(given), strict=True):
-            gives[one] = gives[one] or some
-        yield from ((one, node) for one, some in gives.items() if isinstance(one, fx.Node) and not some)
 
 
 def _values_taken(shadow: Shadow, held: dict[fx.Node, set[Value]]) -> dict[fx.Node, set[Value]]:

@@ -180,9 +180,14 @@ def _view(reading: Projection, views: dict[Value, StreamsView]) -> StreamsView |
 
 
 def _squares(shadow: Shadow, findings: Findings, reading: Projection) -> Iterator[tuple[Value, float | None]]:
-    """The program's sums of the squares of every token, with what the mean is times; None is the root of the sum."""
+    """The program's sums of the squares of every token, with what the mean is times; None is the root of the sum.
+
+    What is summed under another grad mode, for a log say, is left: one operator has one.
+    """
+    product = reading.out.op
     for op in shadow.ops:
-        if op.name in _SUMMING and op.outs and op.out.nodes and op.out.numel == reading.tokens:
+        alike = product is None or op.state == product.state
+        if alike and op.name in _SUMMING and op.outs and op.out.nodes and op.out.numel == reading.tokens:
             found = squares_of(op.out, reading, findings.reader)
             if found is not None:
                 yield op.out, None if found.root else found.const * reading.width

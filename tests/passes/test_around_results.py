@@ -158,15 +158,26 @@ class Stop(torch.autograd.Function):
         return None, gradient
 
 
+@torch.library.custom_op("tests_around_results::stop", mutates_args=())
+def stop(x: Tensor, y: Tensor) -> Tensor:
+    """As `Stop`, of a library."""
+    return x + y
+
+
+stop.register_fake(torch.add)
+stop.register_autograd(lambda ctx, gradient: (None, gradient.sum((0, 1))))
+
+
+@pytest.mark.parametrize("last", [Stop.apply, stop])
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_a_backward_that_returns_none() -> None:
+def test_a_backward_that_returns_none(last: Callable[..., Tensor]) -> None:
     """The gate of the read has no gradient, and so its parameter has none, in place of zeros."""
 
     def step(x: Tensor, phi_pre: Tensor, phi_post: Tensor, w: Tensor, shift: Tensor) -> Tensor:
         flat = x.flatten(-2)
         flat = flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + 1e-6)
         f = torch.tanh(_read(x, torch.sigmoid(F.linear(flat, phi_pre))) @ w)
-        return _write(x, torch.sigmoid(F.linear(flat, phi_post)), Stop.apply(f, shift))
+        return _write(x, torch.sigmoid(F.linear(flat, phi_post)), last(f, shift))
 
     torch.manual_seed(0)
     shapes = ((2, 3, N, C), (N, N * C), (N, N * C), (C, C), (C,))
@@ -181,3 +192,28 @@ def test_a_backward_that_returns_none() -> None:
     assert found[0] is not None
     assert wanted[0] is not None
     torch.testing.assert_close(found[0], wanted[0], rtol=1e-4, atol=1e-4)
+
+
+def test_squares_for_a_log() -> None:
+    """A mean of squares of the new streams under no_grad, whose projection makes gates of the program's own."""
+
+    def step(x: Tensor, phi: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        pre, post = _gates(x, phi)
+        x = _write(x, post, _read(x, pre) @ w)
+        flat = x.flatten(-2)
+        with torch.no_grad():
+            size = flat.square().mean(-1)
+        gate = torch.nn.functional.softplus(F.linear(flat, phi[:N])).sqrt()
+        return _read(x, gate) @ w, size
+
+    given = _arguments()
+    call, report = rewriting(step)
+    out, size = call(*given)
+    own, own_size = step(*given)
+    assert "projection" in [site.op for site in report.rewritten]
+    assert not size.requires_grad
+    torch.testing.assert_close(size, own_size)
+    found = torch.autograd.grad(out.sin().sum(), given)
+    wanted = torch.autograd.grad(own.sin().sum(), given)
+    for have, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-4)
