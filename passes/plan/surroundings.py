@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from mhc_compile import compat
-from mhc_compile.passes.plan.gradients import check_gradients
+from mhc_compile.passes.plan.gradients import check_gradients, requires_gradient
 from mhc_compile.passes.plan.sites import (
     AggregateSite,
     CombineSite,
@@ -59,11 +59,12 @@ def check_surroundings(shadow: Shadow, site: Site) -> None:
     read = memory_of(*(node for value in sources if (held := visible(value)) is not None for node in held.nodes))
     touched = read | memory_of(*(held for node in nodes for held in (node, *node.all_input_nodes)))
     _refuse_writes(shadow, touched, "a tensor that the site uses", first, last)
-    # The backward pass needs them as they are; the program may have kept copies of its own.
-    _refuse_writes(shadow, read, "a tensor that the backward pass needs", first)
     results = memory_of(*(node for value in site.targets() for node in value.nodes))
-    # Autograd refuses a program whose backward pass needs a copy that was written, unless the write is into `.data`.
-    _refuse_writes(shadow, touched - results, "a tensor that the backward pass reads", first, unseen=True)
+    if any(map(requires_gradient, site.targets())):
+        # The backward pass needs them as they are; the program may have kept copies of its own.
+        _refuse_writes(shadow, read, "a tensor that the backward pass needs", first)
+        # Autograd refuses a program whose backward pass needs a copy that was written, unless it was into `.data`.
+        _refuse_writes(shadow, touched - results, "a tensor that the backward pass reads", first, unseen=True)
     if isinstance(site, MixSite):
         # Autograd forbids writing into one of several results of an operator.
         _refuse_writes(shadow, results, "one of its results", first)

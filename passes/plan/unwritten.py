@@ -99,6 +99,9 @@ def unwritten(
 
 def _why(op: Op, read: Aggregate | Reading, reader: Reader) -> str:
     """What stopped the reading of a sum as a write: that of the streams mixed, and something else added."""
+    here, there = op.out.meta.device, read.x.meta.device
+    if here != there:
+        return f"this is computed on {here}, but the streams that the sublayer read are on {there}"
     found = list(combines(reader, op.out)) if op.out.numel == read.x.numel else []
     written = [origin(one.outer.f)[0] for one in found if isinstance(one, Combine)]
     if written:  # which is not enough

@@ -87,6 +87,18 @@ def test_a_move_to_another_device(dtype: torch.dtype) -> None:
     assert [(value.device.type, value.dtype) for value in call(*_arguments())] == [("meta", dtype)] * 2
 
 
+def test_a_move_of_streams_and_gates() -> None:
+    def step(x: Tensor, phi: Tensor, w: Tensor) -> Tensor:
+        pre, post = _gates(x, phi)
+        u = _read(x, pre) @ w
+        return _write(x.to("meta"), post.to("meta"), u.to("meta"))
+
+    call, report = rewriting(step)
+    assert call(*_arguments()).device.type == "meta"
+    (left,) = report.declined
+    assert left.reason == "this is computed on meta, but the streams that the sublayer read are on cpu"
+
+
 def test_random_numbers_of_one_call_are_drawn_once() -> None:
     """A dropout of whole streams is a product with numbers that the program has not got."""
 
@@ -217,3 +229,23 @@ def test_squares_for_a_log() -> None:
     wanted = torch.autograd.grad(own.sin().sum(), given)
     for have, want in zip(found, wanted, strict=True):
         torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-4)
+
+
+def test_streams_that_are_written_without_gradient() -> None:
+    """No backward pass needs the streams that the new ones are copied over."""
+
+    def step(x: Tensor, phi: Tensor, w: Tensor) -> Tensor:
+        with torch.no_grad():
+            for _ in range(2):
+                pre, post = _gates(x, phi)
+                x.copy_(_write(x, post, _read(x, pre) @ w))
+        return x.mean(-2)
+
+    x, phi, w = _arguments()
+    call, report = rewriting(step)
+    streams, own_streams = x.detach().clone(), x.detach().clone()
+    out, own = call(streams, phi, w), step(own_streams, phi, w)
+    assert len(report.rewritten) == 4
+    assert not report.declined
+    torch.testing.assert_close(out, own)
+    torch.testing.assert_close(streams, own_streams)
