@@ -53,7 +53,7 @@ from mhc_compile.passes.plan.sites import (
     surface,
     visible,
 )
-from mhc_compile.passes.plan.surroundings import check_site, check_surroundings
+from mhc_compile.passes.plan.surroundings import between, check_site, check_surroundings
 from mhc_compile.passes.plan.unwritten import come_back, unwritten
 from mhc_compile.passes.recognise import Findings
 from mhc_compile.passes.recognise.aggregate import Aggregate, Reading
@@ -216,7 +216,8 @@ class _Planner:
 
     def part_writes(self) -> None:
         """Writes to some of the streams, which no operator makes, and mixes of all streams in these writes or alone."""
-        found = list(_part_writes(self.findings, self.known, _views(self.sites)))
+        made = {op for site in self.sites if isinstance(site, CombineSite) for op in between(site)}
+        found = [w for w in _part_writes(self.findings, self.known, _views(self.sites)) if w.op not in made]
         self.evident |= {write.read.out for write in found}
         self.declined += (Declined("expand_combine", why_left(write), write.op.node) for write in found)
         mixings = [*self.findings.mixings, *(write.mixing for write in found if write.mixing is not None)]

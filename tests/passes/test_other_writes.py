@@ -280,6 +280,21 @@ def test_an_output_that_is_added_to_one_stream_after_the_other_is_told() -> None
     assert "to the 4 streams one after the other" in str(told.reason)
 
 
+class OneAfterTheOtherOfACopy(Static):
+    def write(self, x: Tensor, f: Tensor, p: Tensor, r: Tensor) -> Tensor:
+        x = x.clone()
+        for i in range(N):
+            x[..., i, :] = x[..., i, :] + p[i] * f
+        return x
+
+
+def test_what_one_operator_writes_is_not_told_as_left() -> None:
+    outcome = check.run(OneAfterTheOtherOfACopy(), (torch.randn(SHAPE),))
+    check.assert_as_accurate(outcome)
+    assert outcome.operators == ["aggregate", "expand_combine"], str(outcome.report)
+    assert not outcome.report.declined, str(outcome.report)
+
+
 class SumOfDiagonals(Softmax):
     """Each stream is multiplied by several numbers, which are summed with it."""
 
