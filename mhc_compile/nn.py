@@ -169,12 +169,12 @@ class HyperConnection(_Mix):
         streams: n.
         form: which of the published variants; DeepSeek-V4's if not given.
         init: "paper": phi normal(0, std), scale 0.01, and biases that make the module a pre-norm residual
-            block, up to terms of the size of scale and exp(-8): h_pre = 1/n, h_post = 1, h_res near the identity.
+            block, up to terms of the size of scale and exp(-8): h_pre 1/n, h_post post_mult / 2, h_res the identity.
             (The paper states its goal, the identity mapping, and the small scale; these biases are ours.)
             "deepseek_v4": phi normal(0, std), bias 0, scale 1, as transformers initialises that model.
         std: the standard deviation of phi; `initializer_range` of a transformers config.
 
-    Gates are computed in float32 (float64 for float64 x), whatever the dtypes. Autocast rounds the product with phi.
+    Gates are computed in float32 (float64 for float64 x), whatever the dtypes. Autocast rounds products, if it is on.
 
     `forward(x, *args, **kwargs)` takes x [..., n, C] and returns x' of the same shape and dtype; the other
     arguments go to the layer. A layer that returns a tuple gives its output first: the result is then a tuple of

@@ -128,8 +128,8 @@ def _complaint(eager: Tensor, ours: Tensor, exact: Tensor) -> str | None:
 def _check(form: Form, change: Change, dtype: torch.dtype, scale: float = 1.0) -> list[str]:
     """What is wrong with results.
 
-    Behind logits of 1e4, the last bit of an input decides the errors of a whole model. If errors seem too large, those of
-    inputs that differ in this bit are judged with them.
+    Behind logits of 1e4, the last bit of an input decides the errors of a whole model. If errors seem too large, those
+    of inputs that differ in this bit are judged with them.
     """
     if form.text in MIXED and dtype != F32:
         with pytest.raises(RuntimeError, match="expected scalar type"):

@@ -468,6 +468,7 @@ def backward_with_read(
     need_df, need_dbias, need_dpost, need_dx, need_dres, need_dpre = wanted(needs, 6)
     need_dbias = need_dbias and layer_bias is not None
     need_dres = need_dres and h_res is not None
+    need_dpre = need_dpre and read is not None
     n, width = x.shape[-2:]
     df, df_rows, df_strides = gradient_like(f, 1, need_df)
     unroll = n <= MAX_UNROLLED

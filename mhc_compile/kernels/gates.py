@@ -65,6 +65,23 @@ def _weighted_sum(d, p, AXIS: tl.constexpr):
 
 
 @triton.jit
+def larger(a, b):
+    """The larger of two numbers; NaN if one of them is, as in torch. A GPU would choose the other one."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _smaller(a, b):
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _largest(x, AXIS: tl.constexpr):
+    """The largest number along an axis; NaN if one of them is."""
+    return tl.reduce(x, AXIS, larger, keep_dims=True)
+
+
+@triton.jit
 def _power_of_2(exponent):
     """2 to the power of a whole number, exactly; 0 for one below those of normal numbers."""
     return (tl.maximum(exponent + 127.0, 0.0).to(tl.int32) << 23).to(tl.float32, bitcast=True)
@@ -83,7 +100,7 @@ def exponential(x):
 
     2^k comes in two factors, so that a result below the normal numbers is rounded once.
     """
-    k, rest = _reduced(tl.maximum(x, _LEAST_EXPONENT, propagate_nan=tl.PropagateNan.ALL))
+    k, rest = _reduced(larger(x, _LEAST_EXPONENT))
     half = tl.floor(0.5 * k)
     return rounded_product(tl.exp(rest) * _power_of_2(half), _power_of_2(k - half))
 
@@ -91,7 +108,7 @@ def exponential(x):
 @triton.jit
 def sigmoid_and_slope(x):
     """1 / (1 + exp(-x)) and its derivative, without the difference 1 - sigmoid, which would cancel."""
-    k, rest = _reduced(tl.maximum(-tl.abs(x), _LEAST_EXPONENT, propagate_nan=tl.PropagateNan.ALL))
+    k, rest = _reduced(larger(-tl.abs(x), _LEAST_EXPONENT))
     e = tl.exp(rest) * _power_of_2(k)
     inverse = 1.0 / (1.0 + e)
     return tl.where(x < 0.0, e, 1.0) * inverse, e * inverse * inverse
@@ -111,7 +128,7 @@ def rms_factor(ms, eps, MODE: tl.constexpr):
     elif MODE == "outside":
         return 1.0 / (tl.sqrt(ms) + eps)
     elif MODE == "clamp":
-        return 1.0 / tl.maximum(tl.sqrt(ms), eps)
+        return 1.0 / larger(tl.sqrt(ms), eps)
     else:
         # In the layout of ms, whatever its values are.
         return tl.where(ms > 0.0, 1.0, 1.0)
@@ -160,7 +177,7 @@ def _divisor(p, valid, eps, START: tl.constexpr, AXIS: tl.constexpr, CLAMP: tl.c
     if START == "normalised":
         total = in_units(total, START)
     elif CLAMP:
-        total = tl.maximum(total, eps)
+        total = larger(total, eps)
     else:
         total = total + eps
     return tl.where(valid, total, 1.0)
@@ -213,7 +230,7 @@ def _centred(d, p, size, AXIS: tl.constexpr):
 
 @triton.jit
 def _bounded(x):
-    return tl.minimum(tl.maximum(x, -_LARGEST_FLOAT), _LARGEST_FLOAT)
+    return _smaller(larger(x, -_LARGEST_FLOAT), _LARGEST_FLOAT)
 
 
 @triton.jit
@@ -275,9 +292,9 @@ def _normalised(logits, i, o, pairs, N: tl.constexpr, FIRST: tl.constexpr, ODD: 
 def _top(logits, i, o, N: tl.constexpr, FIRST: tl.constexpr):
     """The largest of what is normalised first."""
     if FIRST == "rows":
-        return tl.where(i < N, tl.max(logits, axis=1, keep_dims=True), 0.0)
+        return tl.where(i < N, _largest(logits, 1), 0.0)
     else:
-        return tl.where(o < N, tl.max(logits, axis=0, keep_dims=True), 0.0)
+        return tl.where(o < N, _largest(logits, 0), 0.0)
 
 
 @triton.jit
@@ -287,7 +304,7 @@ def _shift(logits, i, o, N: tl.constexpr, START: tl.constexpr, FIRST: tl.constex
     if START == "exp":
         return top
     elif START == "global_exp":
-        return tl.max(tl.max(logits, axis=0, keep_dims=True), axis=1, keep_dims=True) + top * 0.0
+        return _largest(_largest(logits, 0), 1) + top * 0.0
     else:
         return top * 0.0
 
@@ -303,7 +320,7 @@ def _start(logits, i, o, eps, start_eps, pairs, N: tl.constexpr, START: tl.const
     if START == "normalised":
         return _normalised(logits, i, o, pairs, N, FIRST, ODD)
     elif START == "softmax":
-        top = tl.where(i < N, tl.max(logits, axis=1, keep_dims=True), 0.0)
+        top = tl.where(i < N, _largest(logits, 1), 0.0)
         e = exponential(logits - top)
         total = tl.where(i < N, sum_along(e, 1), 1.0)
         return e / total, 1.0
@@ -317,7 +334,7 @@ def _start(logits, i, o, eps, start_eps, pairs, N: tl.constexpr, START: tl.const
         most = 82.5 - tl.log(tl.maximum(tl.maximum(eps, start_eps), 1e-30))
         more = shift - top
         p = exponential(tl.where(more < most, logits - top, logits - shift + most))
-        return p, exponential(0.5 * tl.minimum(more, most))
+        return p, exponential(0.5 * _smaller(more, most))
 
 
 @triton.jit

@@ -359,8 +359,8 @@ static long scales(long k, long grouped) { return grouped ? group(k - 1) + 1 : k
             V d = -0.5f * (r_dr * tile.r * tile.r);
             if (form.rms_mode == 3) d = all(0);
             else if (form.rms_mode != 0) {
-                V still = all(form.rms_mode == 2 ? form.rms_eps : 0.0f);
-                d = tile.root_ms > still ? -0.5f * (r_dr * tile.r / tile.root_ms) : all(0);
+                V least = all(form.rms_mode == 2 ? form.rms_eps : 0.0f);
+                d = (tile.root_ms > all(0)) & (tile.root_ms >= least) ? -0.5f * (r_dr * tile.r / tile.root_ms) : all(0);
             }
             store(d_ms, &d, 1, first, tokens);
         }

@@ -91,7 +91,7 @@ def _rms_factor(ms: Tensor, rms: Rms) -> Tensor:
 
 
 def _rms_gradient(r_dr: Tensor, ms: Tensor, rms: Rms, r: Tensor) -> Tensor:
-    """d ms of r * dr; 0 where the root is not differentiable or the clamp holds.
+    """d ms of r * dr; 0 where the root is not differentiable or below the clamp, as in torch.clamp_min.
 
     dr is of the size of the token and more, so that it would overflow where squares do; r * dr is of none.
     """
@@ -100,7 +100,9 @@ def _rms_gradient(r_dr: Tensor, ms: Tensor, rms: Rms, r: Tensor) -> Tensor:
     if rms.mode == "inside":
         return -0.5 * (r_dr * r * r)
     root = torch.sqrt(ms)
-    moving = root > (rms.eps if rms.mode == "clamp" else 0.0)
+    moving = root > 0
+    if rms.mode == "clamp":
+        moving &= root >= rms.eps
     return torch.where(moving, -0.5 * (r_dr * r / root), 0.0)
 
 

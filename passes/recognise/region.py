@@ -221,7 +221,9 @@ def _differs(op: Op) -> bool:
 
 def _moves(op: Op) -> bool:
     """Whether an operator copies to another device, where ours would not leave its result."""
-    return op.name in ("_to_copy", "copy", "copy_") and len({value.meta.device for value in (*op.sources, *op.outs)}) > 1
+    return (
+        op.name in ("_to_copy", "copy", "copy_") and len({value.meta.device for value in (*op.sources, *op.outs)}) > 1
+    )
 
 
 _FACTORIES = {"zeros", "ones", "full", "new_zeros", "new_ones", "new_full"}

@@ -284,3 +284,19 @@ def test_a_token_does_not_depend_on_the_batch(reads: str) -> None:
 def test_real_sizes(tokens: int, n: int, width: int, dtype: torch.dtype, bias: bool, reads: str) -> None:
     # Sums over 8,192 tokens: errors grow with their roots.
     check(_arguments(tokens, n, width, dtype, reads, bias=bias, rows=24), noise=2e-5)
+
+
+@pytest.mark.parametrize("reads", ["gates", "projection"])
+def test_the_gradient_of_a_gate_is_asked_for_in_vain(reads: str) -> None:
+    """needs says that h_pre has a gradient, but nothing gives one; over 512 columns have two partial sums."""
+    arguments = _arguments(5, 2, 700, torch.float32, reads)
+    x_new = combine(*arguments[:5])
+    gradient = draw(*x_new.shape)
+    saved = (gradient, None, None, None, *arguments, x_new)
+    found = expand_combine_and_read.backward(*saved, [True] * 8)
+    wanted = expand_combine_and_read.backward(*saved, [True] * 5 + [False, True, True])
+    for name, ours, theirs in zip(NAMES, found, wanted, strict=True):
+        if name == "dpre":
+            assert not ours.any()
+        else:
+            assert torch.equal(ours, theirs), name

@@ -363,3 +363,26 @@ def test_streams_of_other_dtypes(dtype: torch.dtype) -> None:
     if dtype == torch.float64:
         exact = torch.ops.mhc.generate_mix(t["x"], phi, t["scale"], t["bias"])
         assert all(map(torch.equal, results[:5], exact))
+
+
+@pytest.mark.parametrize("mode", RMS_MODES)
+def test_a_root_that_is_eps(mode: str) -> None:
+    """`torch.clamp_min` hands its gradient on at a tie; streams of 1 and -1 have a root of exactly 1."""
+    t = _tensors(4, 2, 3) | {"ms": torch.ones(3)}
+    forms = {"rms": Rms(1.0, mode), "gates": Gates(post_mult=1.0), "sinkhorn": Sinkhorn()}
+    ms = t["ms"].double().requires_grad_()
+    root = ms.sqrt()
+    factor = {
+        "inside": (ms + 1).rsqrt(),
+        "outside": 1 / (root + 1),
+        "clamp": 1 / root.clamp_min(1.0),
+        "none": ms * 0 + 1,
+    }
+    logits = t["h"].double() * factor[mode][:, None]
+    scales = torch.cat([t["scale"].double()[part].expand(4) for part in range(2)])
+    pre, post = torch.sigmoid(logits * scales + t["bias"].double()).split(4, -1)
+    d_pre = (t["x"].double() * t["d_layer_input"].double().unsqueeze(-2)).sum(-1)
+    (wanted,) = torch.autograd.grad([pre, post], [ms], [d_pre, t["d_h_post"].double()])
+    phi = torch.randn(8, 4 * WIDTH)
+    for found in (_by_loops(t, phi, forms), _by_references(t, phi, forms)):
+        torch.testing.assert_close(found[4].double().view(-1), wanted, rtol=1e-5, atol=1e-6)
