@@ -128,8 +128,8 @@ def _complaint(eager: Tensor, ours: Tensor, exact: Tensor) -> str | None:
 def _check(form: Form, change: Change, dtype: torch.dtype, scale: float = 1.0) -> list[str]:
     """What is wrong with results.
 
-    Behind logits of 1e4, the last bit of an input decides the errors of a whole model. If errors seem too large, those
-    of inputs that differ in this bit are judged with them.
+    Behind logits of 1e4, the last bit of a number decides the errors of a whole model. If errors seem too large, those
+    of inputs and parameters that differ in this bit are judged with them.
     """
     if form.text in MIXED and dtype != F32:
         with pytest.raises(RuntimeError, match="expected scalar type"):
@@ -139,7 +139,9 @@ def _check(form: Form, change: Change, dtype: torch.dtype, scale: float = 1.0) -
     if not _complaints(results):
         return []
     others = [_judged(form, change, dtype, scale, seed) for seed in range(5)]
-    return _complaints([[torch.stack(part) for part in zip(*draws, strict=True)] for draws in zip(results, *others)])
+    return _complaints(
+        [[torch.stack(part) for part in zip(*draws, strict=True)] for draws in zip(results, *others, strict=True)]
+    )
 
 
 def _complaints(results: list[list[Tensor]]) -> list[str]:
@@ -150,23 +152,27 @@ def _complaints(results: list[list[Tensor]]) -> list[str]:
 def _judged(
     form: Form, change: Change, dtype: torch.dtype, scale: float, differs: int | None = None
 ) -> list[list[Tensor]]:
-    """Each result of eager code, ours, and that in float64. differs: the seed of what changes the inputs' last bits."""
+    """Each result of eager code, ours, and that in float64.
+
+    differs: the seed of what changes the last bits of inputs and parameters, for the first two.
+    """
     torch._dynamo.reset()
     torch.manual_seed(3)
     model = form.build().to(dtype)
     given = [tensor.to(dtype) for tensor in form.inputs()]
     with torch.no_grad():
         change(model, given)
-    near = given
+    reference = Float64Reference(model)
+    exact_given = [tensor.double() for tensor in given]
     if differs is not None:
         generator = torch.Generator().manual_seed(differs)
-        signs = [torch.randint(-1, 2, tensor.shape, generator=generator) for tensor in given]
-        near = [tensor * (1 + torch.finfo(dtype).eps * sign) for tensor, sign in zip(given, signs, strict=True)]
-    reference = Float64Reference(model)
+        with torch.no_grad():
+            for tensor in (*given, *model.parameters()):
+                tensor *= 1 + torch.finfo(dtype).eps * torch.randint(-1, 2, tensor.shape, generator=generator)
     rewritten, report = check.rewriting(model)
-    eager = _results(model, [*model.parameters()], near, scale)
-    ours = _results(rewritten, [*model.parameters()], near, scale)
-    exact = _results(reference, [*reference.module.parameters()], [tensor.double() for tensor in given], scale)
+    eager = _results(model, [*model.parameters()], given, scale)
+    ours = _results(rewritten, [*model.parameters()], given, scale)
+    exact = _results(reference, [*reference.module.parameters()], exact_given, scale)
     assert bool(report.rewritten) == bool(form.operators)
     assert [value is None for value in eager] == [value is None for value in ours] == [value is None for value in exact]
     triples = ([*values] for values in zip(eager, ours, exact, strict=True))
