@@ -8,7 +8,7 @@ from typing import Any
 from tests.fuzz.program import Pick
 
 # Kinds in which it matters what shares memory.
-OBSERVED = {"writes", "aliasing outputs", "detach beside"}
+OBSERVED = {"writes", "aliasing outputs", "detach beside", "copied streams"}
 # One in fifty goes through Inductor itself, which takes as long as thirty others.
 INDUCTOR = (False,) * 49 + (True,)
 # One in five hundred runs on a GPU.

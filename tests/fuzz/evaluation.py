@@ -49,7 +49,8 @@ def evaluate(
 ) -> Evaluation:
     """Call a program that computes with the parameters of `module`, and take derivatives of all its outputs.
 
-    flipped: inputs need gradients where they usually do not, and every second parameter is frozen.
+    flipped: inputs need gradients where they usually do not, and every second parameter is frozen. What a model names
+    as `frozen` always is.
     """
     torch.manual_seed(11)
     module.zero_grad(set_to_none=True)
@@ -57,8 +58,9 @@ def evaluate(
     given = [value.double() if wide else value for value in inputs]
     leaves = training and program.leaves != flipped
     given = [value.detach().clone().requires_grad_(leaves) for value in given]
-    for index, parameter in enumerate(module.parameters()):
-        parameter.requires_grad_(not (flipped and index % 2))
+    frozen = getattr(module, "frozen", ())
+    for index, (name, parameter) in enumerate(module.named_parameters()):
+        parameter.requires_grad_(not (name in frozen or (flipped and index % 2)))
     for index, axis in program.marked:
         torch._dynamo.maybe_mark_dynamic(given[index], axis)
     found = Evaluation()

@@ -1,4 +1,7 @@
-"""Functions of autograd whose backward pass is not the derivative of the forward pass, as quantisers have them."""
+"""Functions whose backward pass is not the derivative of the forward pass, as quantisers have them, and operators.
+
+The operators are those of a user's own library: they are registered once, where this module is imported.
+"""
 
 from __future__ import annotations
 
@@ -32,3 +35,56 @@ class Opposed(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         return -grad * x.tanh()
+
+
+class First(torch.autograd.Function):
+    """A sum, of which the second summand gets no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+class Second(torch.autograd.Function):
+    """A sum, of which the first summand gets no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.size = y.shape
+        return x + y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None, grad.sum_to_size(ctx.size)
+
+
+class Stopped(torch.autograd.Function):
+    """The same number, without any gradient in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None
+
+
+@torch.library.custom_op("fuzz::halve_", mutates_args=("written",))
+def _halve_(written: Tensor) -> None:
+    """A user's own operator that writes into its argument."""
+    written.mul_(0.5)
+
+
+@torch.library.custom_op("fuzz::first", mutates_args=())
+def _first(x: Tensor, y: Tensor) -> Tensor:
+    """A sum, of which a library's backward pass gives the second summand no gradient."""
+    return x + y
+
+
+_first.register_fake(lambda x, y: x + y)
+_first.register_autograd(lambda ctx, grad: (grad, None))

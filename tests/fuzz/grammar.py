@@ -11,18 +11,22 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Collection
 
+from tests.fuzz.around_gates import FREEZES, MORE_OF_FROZEN, MORE_OF_LISTS, put_dropouts, put_frozen, put_lists
 from tests.fuzz.calls import draw_calls, draw_sizes
 from tests.fuzz.identities import apply_identities
 from tests.fuzz.mutated import MODELS, places, told
 from tests.fuzz.mutations import mutate, put_in_block
+from tests.fuzz.no_gradient import put_casts, put_log, put_none
+from tests.fuzz.norms import put_zeros
 from tests.fuzz.other_streams import MAKERS
 from tests.fuzz.program import Pick, Program
 from tests.fuzz.ranks import put_ranks
 from tests.fuzz.results import HEADS, put_aliases, put_detached
 from tests.fuzz.rows import put_rows
 from tests.fuzz.sublayer_lines import LAYOUTS, Layout, Line
+from tests.fuzz.sums import put_scaled, put_types
 from tests.fuzz.views import view
-from tests.fuzz.writes import put_writes, write
+from tests.fuzz.writes import put_copies, put_one_by_one, put_slices, put_writes, write
 from tests.zoo import spellings
 from tests.zoo.misses import MISSES
 
@@ -40,6 +44,25 @@ KINDS = {
     "saturated gates": 1,
     "dynamic sizes": 2,
     "process group": 2,
+    "casts under another grad mode": 1,
+    "backward of None": 1,
+    "squares for a log": 1,
+    "dropouts": 1,
+    "gates in a list": 1,
+    "frozen gates": 1,
+    "sums with a factor": 1,
+    "sums of another dtype": 1,
+    "slices one over another": 1,
+    "streams one by one": 1,
+    "copied streams": 1,
+    "norms of zeros": 1,
+}
+# Lines without which there is nothing to put a kind into.
+NEEDS = {
+    "gates in a list": {"h_pre"},
+    "frozen gates": {"h_pre"},
+    "streams one by one": {"h_post", "outer"},
+    "copied streams": {"outer"},
 }
 # Streams that are all equal, by the layout's letters.
 EQUAL = {
@@ -52,12 +75,29 @@ EQUAL = {
 }
 # What may be around a near miss, which may hold parameters of its batch and length: other sizes would not fit.
 _OF_NEAR = ("aliasing outputs", "detach beside", "equal streams", "process group")
+# In this order: those that put other lines in the place of a program's own come first, and blocks last.
 PUT = {
+    "sums of another dtype": put_types,
+    "sums with a factor": put_scaled,
+    "streams one by one": put_one_by_one,
+    "gates in a list": put_lists,
+    "frozen gates": put_frozen,
+    "norms of zeros": put_zeros,
+    "dropouts": put_dropouts,
+    "slices one over another": put_slices,
+    "copied streams": put_copies,
+    "backward of None": put_none,
+    "squares for a log": put_log,
     "writes": put_writes,
     "aliasing outputs": put_aliases,
     "detach beside": put_detached,
     "rows by index": put_rows,
+    "casts under another grad mode": put_casts,
 }
+# Those that may be around a model of the zoo.
+AROUND = {"writes", "aliasing outputs", "detach beside"}
+# What a kind adds to the model's parameters and buffers.
+MORE = {"gates in a list": MORE_OF_LISTS, "frozen gates": MORE_OF_FROZEN}
 
 
 def compose(pick: Pick) -> Program:
@@ -67,7 +107,7 @@ def compose(pick: Pick) -> Program:
 
 def _drawn_kinds(pick: Pick, kinds: Collection[str]) -> list[str]:
     weighted = [kind for kind in kinds for _ in range(KINDS[kind])]
-    return list(dict.fromkeys(pick(weighted) for _ in range(pick([0, 1, 1, 2, 2, 3, 4]))))
+    return list(dict.fromkeys(pick(weighted) for _ in range(pick([0, 1, 1, 2, 2, 3, 4, 5]))))
 
 
 def _written(pick: Pick) -> Program:
@@ -79,6 +119,8 @@ def _written(pick: Pick) -> Program:
     kind = pick([*[""] * 6, *MAKERS])
     parts, lines = MAKERS[kind](pick, layout, cast, "equal streams" in features)
     features += [kind] if kind else []
+    names = {line.names for line in lines}
+    features = [kind for kind in features if NEEDS.get(kind, names) <= names]
     if "identities" in features:
         apply_identities(pick, lines)
     texts = [[str(line)] for line in lines]
@@ -88,17 +130,22 @@ def _written(pick: Pick) -> Program:
             put(pick, lines, texts)
     given = _sizes_that_meet(pick, layout, lines, texts) if "dynamic sizes" in features else "x"
     put_in_block(pick, texts)
-    bare = bool({"writes", "aliasing outputs"} & set(features)) and pick([False, False, True])
+    bare = bool({"writes", "aliasing outputs", "copied streams"} & set(features)) and pick([False, False, True])
     letters = (layout.shape, layout.shape.replace("n", "").replace("d", "c"))[: given.count(",") + 1]
     calls = draw_calls(pick, features, letters, sizes)
-    if bare and "writes" in features:
+    if bare and {"writes", "copied streams"} & set(features):
         calls["leaves"] = False  # eager does not let anyone write into a leaf
+    if "dropouts" in features:
+        calls["inductor"] = False  # Inductor draws numbers of its own
     heads = ["out", "out", "(out, out.mean(-2))", "out.sin()"]
     settings = {
         "parts": parts,
         "checkpointing": pick([False] * 7 + [True]),
         "head": pick(list(HEADS) if {"aliasing outputs", "detach beside"} & set(features) else heads),
         "given": given,
+        "frozen": pick(FREEZES) if "frozen gates" in features else (),
+        "more": [line for kind, more in MORE.items() if kind in features for line in more],
+        "off": "copied streams" in features and pick([False, False, True]),
         "scale": pick([100, 300, 1000, 3000]) if "saturated gates" in features else 1,
         "equal": pick(EQUAL[layout.shape]) if "equal streams" in features else "x",
         "entered": "x" if bare else "(x * self.entry).to(x.dtype)",
@@ -128,6 +175,11 @@ def _sizes_that_meet(pick: Pick, layout: Layout, lines: list[Line], texts: list[
 def _source(sizes: dict[str, int], body: list[str], settings: dict[str, object]) -> str:
     n, parts = sizes["n"], settings["parts"]
     rows = {1: n, 2: 2 * n, 3: n * n + 2 * n}[parts]
+    inner = (
+        "with torch.no_grad():\n" + textwrap.indent("\n".join(body), " " * 4) if settings["off"] else "\n".join(body)
+    )
+    frozen = f"\n    frozen = {settings['frozen']!r}" if settings["frozen"] else ""
+    more = "".join(f"\n        {line}" for line in settings["more"])
     scale = "" if settings["scale"] == 1 else f"{settings['scale']} * "
     return f"""
 N, C = {n}, {sizes["c"]}
@@ -135,7 +187,7 @@ N, C = {n}, {sizes["c"]}
 
 class Model(nn.Module):
     checkpointing = {settings["checkpointing"]}
-    parts = {parts}
+    parts = {parts}{frozen}
 
     def __init__(self):
         super().__init__()
@@ -147,11 +199,11 @@ class Model(nn.Module):
         self.layer_bias = nn.Parameter(torch.randn(C))
         self.channel = nn.Parameter(1 + 0.2 * torch.randn(C))
         self.entry = nn.Parameter(1 + 0.2 * torch.randn({", ".join(map(str, settings["entry"]))}))
-        self.register_buffer("buffer", torch.ones(()))
+        self.register_buffer("buffer", torch.ones(())){more}
 
     def body(self, {settings["given"]}):
         kept = []
-{textwrap.indent(chr(10).join(body), " " * 8)}
+{textwrap.indent(inner, " " * 8)}
         return ({settings["head"]}, *kept)
 
     def forward(self, {settings["given"]}):
@@ -194,7 +246,7 @@ class Model(Spelled):
     def __init__(self):
         super().__init__({choices!r}, n={n}, width={shape[-1]})
 """
-    kinds = [kind for kind in KINDS if kind not in ("identities", "rows by index", "one token")]
+    kinds = [kind for kind in KINDS if kind not in ("identities", "one token") and kind not in PUT.keys() - AROUND]
     return _around(pick, source, shape, kinds)
 
 

@@ -17,15 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from tests.fuzz.functions import Halved, Opposed
+from tests.fuzz.functions import First, Halved, Opposed, Second, Stopped
 from tests.fuzz.ranks import gathered, local, on_all, shared_out
 """
-
-
-@torch.library.custom_op("fuzz::halve_", mutates_args=("written",))
-def _halve_(written: Tensor) -> None:
-    """A user's own operator that writes into its argument."""
-    written.mul_(0.5)
 
 
 @dataclass(frozen=True)

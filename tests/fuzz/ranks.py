@@ -21,7 +21,8 @@ from tests.fuzz.program import Pick
 
 # With a part that a split takes of it: the gradient of a DTensor's split needs all parts.
 PARAMETER = re.compile(
-    r"\bself\.(?:phi|scale|bias|gain|weight|layer_bias|channel)\b(?! = )(?:\.split\(\[[^]]*\]\)\[\d\])?"
+    r"\bself\.(?:(?:phi|scale|bias|gain|weight|layer_bias|channel|fixed)\b|each\[[^]]*\])(?! = )"
+    r"(?:\.split\(\[[^]]*\]\)\[\d\])?"
 )
 BACKEND = "same"
 # The second name is that of torch 2.12 and older.

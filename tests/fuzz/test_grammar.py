@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.fuzz import identities
+from tests.fuzz import around_gates, identities
 from tests.fuzz.__main__ import Choices
-from tests.fuzz.grammar import KINDS, compose
+from tests.fuzz.grammar import KINDS, PUT, compose
 from tests.fuzz.mutated import MODELS, mutated, places
 from tests.fuzz.other_streams import MAKERS
 
@@ -35,6 +35,32 @@ def test_the_same_choices_make_the_same_program() -> None:
         program = compose(choices)
         assert program == compose(Choices(1000, choices.made))
         ast.parse(program.source)
+
+
+@pytest.mark.parametrize("kind", PUT)
+def test_every_kind_changes_the_program(kind: str) -> None:
+    """A program that is said to have a kind is another one without it."""
+    for seed in range(3000):
+        choices = Choices(seed)
+        program = compose(choices)
+        if kind in program.features and "def body" in program.source:
+            break
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(PUT, kind, lambda *_: None)
+        assert compose(Choices(seed)).source != program.source
+
+
+@pytest.mark.parametrize("drop", around_gates.DROPOUTS)
+def test_dropouts_draw_the_same_in_float64(drop: str) -> None:
+    """So a reference in float64 drops what eager code drops."""
+    found = []
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        values = {"F": F, "torch": torch, "w": torch.ones(2, 5, 4, 8, dtype=dtype).transpose(1, 2)}
+        torch.manual_seed(1)
+        found.append(eval(drop.format(v="w", t="True"), values).double())
+    assert len(found[0].unique()) == 2
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("name", MODELS)
