@@ -30,6 +30,8 @@ TOGETHER = (
     "h_pre, h_post = F.dropout(torch.stack([h_pre, h_post]), 0.25, {t}).unbind(0)",
     "h_pre, h_post = F.dropout(torch.cat([h_pre, h_post], -1), 0.25, {t}).chunk(2, -1)",
 )
+# As a gate: each stream is dropped as a whole.
+STREAMS = "F.dropout1d(xs.flatten(0, -3), 0.5, {t}).view(xs.shape)"
 # Gates {g} as a list; those after the mark are of parameters and buffers of their own.
 LISTS = (
     "[{g}[..., i] for i in range(N)]",
@@ -87,6 +89,7 @@ MORE_OF_FROZEN = ("self.fixed = nn.Parameter(torch.randn(N, N))",)
 # Parameters that need no gradient.
 FREEZES = (
     ("fixed",),
+    ("fixed", "entry", "phi", "bias", "scale", "gain"),
     ("fixed",),
     ("fixed", "phi"),
     ("fixed", "bias"),
@@ -107,6 +110,11 @@ def put_dropouts(pick: Pick, lines: list[Line], texts: list[list[str]]) -> None:
         if both and pick([False] * 5 + [True]):
             texts[pick(both)].append(pick(TOGETHER).format(t=training))
             continue
+        read = _gates(lines, "u")
+        if _gates(lines, "h_pre") and pick([False] * 4 + [True]):
+            texts[read[0]] += [f"d = {STREAMS.format(t=training)}", "u = d.sum(-2)"]
+            texts[read[0]] += pick([["kept.append(d)"], ["kept += [d, u]"], []])
+            continue
         likely = _gates(lines, "h_pre", "h_post", "h_res", "xs", "pre", "post", "u", "f")
         made = pick([*likely * 3, *(index for index, line in enumerate(lines) if line.mutable)])
         value = lines[made].names
@@ -121,7 +129,7 @@ def put_lists(pick: Pick, lines: list[Line], texts: list[list[str]]) -> None:
         if not made:
             return
         at = made[-1]
-        texts[at].append(f"{held} = " + pick(LISTS[:5] * 2 + LISTS[5:]).format(g=gate))
+        texts[at].append(f"{held} = " + pick(LISTS).format(g=gate))
         if pick([False, False, True]):
             texts[at] = [*texts[at][:-1], "with torch.no_grad():", f"    {texts[at][-1]}"]
         later = at

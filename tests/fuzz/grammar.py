@@ -116,7 +116,7 @@ def _written(pick: Pick) -> Program:
     layout = LAYOUTS[pick([*LAYOUTS, *[*LAYOUTS][:4] * 2])]
     sizes = draw_sizes(pick, features, pick([4, 2, 3]))
     cast = pick([False] * 5 + [True])
-    kind = pick([*[""] * 6, *MAKERS])
+    kind = pick(["", "list of streams"] if "gates in a list" in features else [*[""] * 6, *MAKERS])
     parts, lines = MAKERS[kind](pick, layout, cast, "equal streams" in features)
     features += [kind] if kind else []
     names = {line.names for line in lines}
@@ -135,6 +135,9 @@ def _written(pick: Pick) -> Program:
     calls = draw_calls(pick, features, letters, sizes)
     if bare and {"writes", "copied streams"} & set(features):
         calls["leaves"] = False  # eager does not let anyone write into a leaf
+    frozen = pick(FREEZES) if "frozen gates" in features else ()
+    if "entry" in frozen:
+        calls["leaves"] = False  # so that the streams need no gradient
     if "dropouts" in features:
         calls["inductor"] = False  # Inductor draws numbers of its own
     heads = ["out", "out", "(out, out.mean(-2))", "out.sin()"]
@@ -143,7 +146,7 @@ def _written(pick: Pick) -> Program:
         "checkpointing": pick([False] * 7 + [True]),
         "head": pick(list(HEADS) if {"aliasing outputs", "detach beside"} & set(features) else heads),
         "given": given,
-        "frozen": pick(FREEZES) if "frozen gates" in features else (),
+        "frozen": frozen,
         "more": [line for kind, more in MORE.items() if kind in features for line in more],
         "off": "copied streams" in features and pick([False, False, True]),
         "scale": pick([100, 300, 1000, 3000]) if "saturated gates" in features else 1,

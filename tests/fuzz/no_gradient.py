@@ -61,29 +61,38 @@ TO_LOG = (
 )
 
 
+def _likely(lines: list[Line], *names: str) -> list[int]:
+    """Lines whose values may be changed; those of these names four times."""
+    return [
+        index
+        for index, line in enumerate(lines)
+        if line.mutable and line.names
+        for _ in range(4 if line.names in names else 1)
+    ]
+
+
 def put_casts(pick: Pick, lines: list[Line], texts: list[list[str]]) -> None:
     """Up to a few lines that run in another grad mode, and casts or moves of their last result outside."""
     for _ in range(pick([1, 1, 2])):
-        made = pick([index for index, line in enumerate(lines) if line.mutable and line.names])
+        made = pick(_likely(lines, "u", "f", "out", "h_pre", "h_post", "xs"))
         off = pick(OFF[:2] * 2 + OFF[2:])
         for index in range(max(0, made - pick([0, 0, 1, 2, 4, 8])), made + 1):
             # Each by itself: other kinds may append to any of them.
             texts[index] = [off, *(f"    {text}" for text in texts[index])]
         value = lines[made].names
-        texts[made].append(pick(CAST[:1] * 3 + CAST).format(v=value, c=pick(CASTS).format(v=value)))
+        texts[made].append(pick(CAST[:1] * 3 + CAST).format(v=value, c=pick(CASTS[:4] * 2 + CASTS).format(v=value)))
 
 
 def put_none(pick: Pick, lines: list[Line], texts: list[list[str]]) -> None:
     """One or two values that go through a function whose backward pass returns None."""
     for _ in range(pick([1, 1, 2])):
-        made = pick([index for index, line in enumerate(lines) if line.mutable])
+        made = pick(_likely(lines, "u", "f", "h_pre", "h_post", "h_res", "xs"))
         texts[made].append(pick(NONE).format(v=lines[made].names))
 
 
 def put_log(pick: Pick, lines: list[Line], texts: list[list[str]]) -> None:
     """A mean of squares under no_grad, for a log, mostly of what is normalised."""
-    likely = [index for index, line in enumerate(lines) if line.names in ("wide", "flat", "u")]
-    made = pick([*likely * 2, *(index for index, line in enumerate(lines) if line.mutable)])
+    made = pick(_likely(lines, "wide", "flat", "u"))
     value = lines[made].names
     at = min(made + pick([0, 0, 1, 2, 5]), len(texts) - 1)
     log = pick(POWERS).replace("wide", value)

@@ -55,7 +55,8 @@ def put_zeros(pick: Pick, lines: list[Line], texts: list[list[str]]) -> None:
     texts[at - 1].insert(0, f"{value} = " + pick(ZEROS).format(v=value))
     if pick([False, True]):
         texts[at - 1][1] = "ms = " + pick(SIZES).format(v=value)
-        texts[at][0] = "r = " + pick(OF_SIZES).format(v=value)
+        texts[at][0] = "r = " + pick(OF_SIZES[:1] * 2 + OF_SIZES).format(v=value)
+        texts[at] += pick([["kept.append(ms)"], []])
     texts[at] += pick(READ).format(v=value, r="r").split("; ")
     if pick([False, True]):  # the streams of such a token are zeros, too
         texts[0].insert(0, "x = " + pick(ZEROS).format(v="x"))

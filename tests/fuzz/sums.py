@@ -48,6 +48,9 @@ SCALED = (
 )
 # Of the logits of gates.
 SCALED_LOGITS = (
+    "torch.rsub({v}, 1.0, alpha=3.0)",
+    "torch.ops.aten.add.Scalar({v}, 1.0, 3.0)",
+    "torch.ops.aten.sub.Scalar({v}, 1.0, 3.0)",
     "torch.add(self.bias[:N], {v}, alpha=1.5)",
     "{v}.add(self.bias[N : 2 * N], alpha=0.5)",
     "torch.addcmul(self.bias[:N], {v}, self.scale[0], value=0.5)",
@@ -89,7 +92,14 @@ def put_types(pick: Pick, lines: list[Line], texts: list[list[str]]) -> None:
             texts[made][0],
         )
         texts[made].insert(1, f"{value} = {value}.to({where}.dtype)")
-    if not summed or pick([False] * 3 + [True]):
+    squares = [index for index in summed if lines[index].names == "ms"]
+    if squares and pick([False] * 3 + [True]):
+        value = "wide" if squares[0] < begin else "v"
+        cut = pick(["", ".detach()"])
+        texts[squares[0]][0] = (
+            f"ms = {value}.square(){cut}.sum(-1, keepdim=True, dtype=torch.int64) / {value}.shape[-1]"
+        )
+    elif not summed or pick([False] * 3 + [True]):
         made = pick([index for index, line in enumerate(lines) if line.mutable])
         how, kind = pick(["sum", "mean"]), pick(TYPES)
         texts[made].append(f"kept.append({lines[made].names}.detach().{how}(-1, dtype={_of(how, kind)}))")

@@ -118,6 +118,13 @@ def put_slices(pick: Pick, lines: list[Line], texts: list[list[str]]) -> None:
     value = lines[made].names
     form = "..., {}" if value in ("h_pre", "h_post") else pick(["..., {}, :", "..., {}, :", "..., {}"])
     texts[made] += [f"old = {value}", f"{value} = {pick(EMPTY)}"]
+    if pick([False, True]):  # all of it is written, most of it twice
+        place = form.format("i : i + 2")
+        texts[made] += [
+            f"for i in {pick(['range(N - 1)', 'reversed(range(N - 1))'])}:",
+            f"    {value}[{place}] = (old.sin() if i % 2 else {pick(SOURCES)})[{place}]",
+        ]
+        return
     for _ in range(pick([2, 3, 2, 4])):
         place = form.format(pick(SLICES))
         source = pick(SOURCES)
