@@ -15,7 +15,7 @@ DROPOUTS = (
     "torch.feature_dropout({v}, 0.25, {t})",
     "F.dropout1d({v}.flatten(0, -3), 0.25, {t}).view({v}.shape)",
     "F.dropout2d({v}.movedim(-2, 1), 0.25, {t}).movedim(1, -2)",
-    "F.dropout2d({v}[None], 0.25, {t})[0]",
+    "F.dropout2d({v}.movedim(-1, 1), 0.25, {t}).movedim(1, -1)",
 )
 TRAINING = ("self.training", "True", "False")
 DROPPED = (
