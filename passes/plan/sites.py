@@ -301,9 +301,9 @@ def surface(value: Value) -> Value:
     if len(value.users) == 1 and not value.is_output:
         (user,) = value.users
         # Operators return float64 only with float64 streams. A cast under another grad mode is not the operator's.
-        fits = user.out.dtype != torch.float64 and (value.op is None or value.op.state == user.state)
-        if user.name == "_to_copy" and keeps_order(user) and user.out.nodes and fits:
-            return user.out
+        alike = value.op is None or value.op.state == user.state
+        if user.name == "_to_copy" and keeps_order(user) and user.out.nodes and alike:
+            return user.out if user.out.dtype != torch.float64 else value
     return value
 
 

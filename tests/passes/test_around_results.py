@@ -249,3 +249,19 @@ def test_streams_that_are_written_without_gradient() -> None:
     assert not report.declined
     torch.testing.assert_close(out, own)
     torch.testing.assert_close(streams, own_streams)
+
+
+def test_a_write_that_is_assigned_to_zeros() -> None:
+    """Its one user has no result."""
+
+    def step(x: Tensor, phi: Tensor, w: Tensor) -> Tensor:
+        pre, post = _gates(x, phi)
+        y = torch.zeros_like(x)
+        y[...] = _write(x, post, torch.tanh(_read(x, pre) @ w))
+        return y
+
+    given = _arguments()
+    call, report = rewriting(step)
+    torch.testing.assert_close(call(*given), step(*given))
+    assert not report.errors
+    assert {site.op for site in report.rewritten} == {"generate_mix_and_aggregate", "expand_combine"}
