@@ -2,86 +2,103 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["KeepDraws", "ReplayDraws"]
+__all__ = ["Draw", "KeepDraws", "ReplayDraws"]
 
-# Functions that multiply their first argument by what they draw.
-_DROPOUTS = frozenset({F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout, torch.feature_dropout})
-_IN_PLACE = frozenset({torch.dropout_, torch.feature_dropout_})
-_DROPOUTS |= _IN_PLACE
-# Functions whose result, or whose first argument afterwards, is what they draw.
-_DRAWS = frozenset(
-    getattr(owner, name)
-    for owner, names in (
-        (torch, "rand randn randint randperm rand_like randn_like randint_like normal bernoulli multinomial poisson"),
-        (torch.Tensor, "bernoulli bernoulli_ uniform_ normal_ exponential_ multinomial random_ cauchy_ log_normal_"),
-    )
-    for name in names.split()
-)
+# The operator that drew, and what it drew: None if that is not among its results.
+Draw = tuple[str, torch.Tensor | None]
 
-Function = Callable[..., Any]
+_ATEN = torch.ops.aten
+_RRELU = (_ATEN.rrelu_with_noise, _ATEN.rrelu_with_noise_)
 
 
-class KeepDraws(TorchFunctionMode):
-    """Writes down, in `draws`, every random tensor that is drawn inside, and changes nothing."""
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Watches operators below autograd: of whatever function draws there, and of what a checkpoint computes again."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not _draws(func, args, kwargs):
+            return self.seen(func(*args, **kwargs))
+        with self:  # Without autograd, as in inference mode, dropout arrives whole.
+            parts = func.decompose(*args, **kwargs)
+        return self.draw(func, args, kwargs) if parts is NotImplemented else parts
+
+    def seen(self, result: Any) -> Any:
+        return result
+
+    def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+
+class KeepDraws(_Draws):  # type: ignore[no-untyped-call]
+    """Writes down, in `draws`, every random tensor that is drawn inside, and changes nothing.
+
+    narrow says whether anything inside was computed in a floating point dtype below float32.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
-        self.draws: list[torch.Tensor] = []
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.draws: list[Draw] = []
+        self.narrow = False
 
-    def __torch_function__(
-        self, func: Function, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _DROPOUTS:
-            args, kwargs, x = _without_input(args, kwargs)
-            drawn = func(torch.ones_like(x), *args, **kwargs).detach()
-            self.draws.append(drawn)
-            return _dropped(func, x, drawn, args, kwargs)
+    def seen(self, result: Any) -> Any:
+        for value in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype.itemsize < 4:
+                self.narrow = True
+        return result
+
+    def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
-        if func in _DRAWS:
-            self.draws.append(result.detach().clone())
+        drawn = result
+        if func.overloadpacket is _ATEN.native_dropout:
+            drawn = result[1]
+        elif func.overloadpacket in _RRELU:
+            drawn = args[1]
+        self.draws.append((str(func), drawn.clone() if isinstance(drawn, torch.Tensor) else None))
         return result
 
 
-class ReplayDraws(TorchFunctionMode):
+class ReplayDraws(_Draws):  # type: ignore[no-untyped-call]
     """Gives, in turn, the random tensors of `draws` to whatever draws inside, in the dtype that is asked for there."""
 
-    def __init__(self, draws: Iterable[torch.Tensor]) -> None:
-        super().__init__()
+    def __init__(self, draws: Iterable[Draw]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.draws = iter(draws)
 
-    def __torch_function__(
-        self, func: Function, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _DROPOUTS:
-            args, kwargs, x = _without_input(args, kwargs)
-            return _dropped(func, x, next(self.draws).to(x.dtype), args, kwargs)
+    def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name, drawn = next(self.draws, ("nothing", None))
+        if name != str(func):
+            raise RuntimeError(f"{func} draws random numbers, where {name} drew before")
+        if drawn is None:
+            raise RuntimeError(f"{func} draws random numbers that nothing else can draw")
+        if func.overloadpacket is _ATEN.native_dropout:
+            x, p, trains = args
+            mask = drawn.to(torch.bool)
+            return x * mask * (1 / (1 - p) if trains is not False and p < 1 else 1), mask
+        if func.overloadpacket in _RRELU:
+            args[1].copy_(drawn)
+            return args[0].mul_(drawn) if func.overloadpacket is _RRELU[1] else args[0] * args[1]
         result = func(*args, **kwargs)
-        if func in _DRAWS:
-            drawn = next(self.draws).to(result.dtype)
-            written = result is kwargs.get("out") or result is next(iter(args), None)
-            return result.copy_(drawn) if written else drawn
-        return result
+        if result.shape != drawn.shape:
+            raise RuntimeError(f"{func} draws {list(result.shape)} random numbers, where it drew {list(drawn.shape)}")
+        written = result is kwargs.get("out") or result is next(iter(args), None)
+        return result.copy_(drawn) if written else drawn.to(result.dtype)
 
 
-def _dropped(
-    func: Function, x: torch.Tensor, drawn: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> torch.Tensor:
-    """What a dropout gives; its arguments without its input are the probability, whether it trains, and in place."""
-    in_place = func in _IN_PLACE or kwargs.get("inplace", False) or any(args[2:])
-    return x.mul_(drawn) if in_place else x * drawn
-
-
-def _without_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    if args:
-        return args[1:], kwargs, args[0]
-    rest = {name: value for name, value in kwargs.items() if name != "input"}
-    return (), rest, kwargs["input"]
+def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this call draws: attention without dropout has the tag of drawing, too."""
+    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()) or func.namespace != "aten":
+        return False
+    arguments = func._schema.arguments
+    named = {a.name: a.default_value for a in arguments}
+    named |= {a.name: value for a, value in zip(arguments, args, strict=False)} | kwargs
+    return all(named.get(name, True) for name in ("training", "dropout_p", "dropout"))
