@@ -19,13 +19,19 @@ __all__ = ["Float64Reference", "KeepFloat64"]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-_LOWER = frozenset({torch.float32, torch.bfloat16, torch.float16})
-_CASTS = frozenset({torch.Tensor.float, torch.Tensor.bfloat16, torch.Tensor.half})
+_WIDE = dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), torch.float64) | dict.fromkeys(
+    (torch.complex64, torch.complex32), torch.complex128
+)
+_CASTS = {
+    getattr(torch.Tensor, name): dtype
+    for dtype, names in ((torch.float64, "float bfloat16 half"), (torch.complex128, "cfloat chalf"))
+    for name in names.split()
+}
 _TYPE = re.compile(r"(torch(?:\.\w+)?)\.(?:Float|Half|BFloat16)Tensor")
 
 
 class KeepFloat64(TorchFunctionMode):
-    """Turn every request for a lower floating point dtype into a request for float64.
+    """Turn every request for a lower floating point dtype into a request for float64, of complex for complex128.
 
     Model code casts explicitly (`x.float()`, `x.to(torch.float32)`, `softmax(..., dtype=torch.float32)`).
     In a float64 model those would cut the most sensitive places back to float32. Inside this mode such
@@ -59,7 +65,7 @@ class KeepFloat64(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func in _CASTS:
-            return args[0].double()
+            return args[0].to(_CASTS[func])
         if func in (torch.Tensor.to, torch.Tensor.type_as):
             args, kwargs = _without_other(args, kwargs or {})
             func = torch.Tensor.to
@@ -76,8 +82,9 @@ class KeepFloat64(TorchFunctionMode):
 class Float64Reference(Generic[ModuleT]):
     """A float64 copy of `module` that computes in float64 throughout, whatever casts its code contains.
 
-    Parameters and buffers are copied and widened, which is exact, so what it computes differs from exact
-    arithmetic on the original parameters by float64 rounding only. The original module is left as it is.
+    Parameters and buffers are copied and widened, complex ones to complex128. That is exact, so what it computes
+    differs from exact arithmetic on the original parameters by float64 rounding only. The original module is left as
+    it is.
 
     Args:
         module: any module that can be deep-copied.
@@ -85,15 +92,15 @@ class Float64Reference(Generic[ModuleT]):
     Attributes:
         module: the float64 copy; a backward pass fills the `.grad` fields of its parameters.
 
-    The object is called with the module's own arguments; floating point tensors among them are widened. Parts of the
-    module that are compiled, and functions that it calls, run as they are written.
+    The object is called with the module's own arguments; floating point and complex tensors among them are widened.
+    Parts of the module that are compiled, and functions that it calls, run as they are written.
     """
 
     def __init__(self, module: ModuleT) -> None:
-        self.module = copy.deepcopy(module).double()
+        self.module = copy.deepcopy(module)._apply(widened)  # type: ignore[no-untyped-call]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree_map(_widened, (args, kwargs))
+        args, kwargs = tree_map(widened, (args, kwargs))
         with compat.uncompiled(self.module), torch.compiler.set_stance("force_eager"), KeepFloat64():
             return self.module(*args, **kwargs)
 
@@ -127,14 +134,12 @@ def _raised_type(value: Any) -> Any:
 
 
 def _raised_dtype(value: Any) -> Any:
-    """float64 for a lower floating point dtype, anything else as it is."""
-    if isinstance(value, torch.dtype) and value in _LOWER:
-        return torch.float64
-    return value
+    """The widest dtype of the kind of a lower floating point or complex dtype, anything else as it is."""
+    return _WIDE.get(value, value) if isinstance(value, torch.dtype) else value
 
 
-def _widened(value: Any) -> Any:
-    """A floating point tensor as float64, anything else as it is."""
-    if isinstance(value, torch.Tensor) and value.is_floating_point():
-        return value.double()
+def widened(value: Any) -> Any:
+    """A floating point or complex tensor in the widest dtype of its kind, anything else as it is."""
+    if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex()):
+        return value.to(torch.complex128 if value.is_complex() else torch.float64)
     return value
