@@ -23,6 +23,11 @@ _LUCK = 10.0
 _WORST_LUCK = 100.0
 
 
+def _kinds(values: torch.Tensor) -> torch.Tensor:
+    """0 for numbers, 1 and -1 for infinities, 2 for NaN."""
+    return torch.where(values.isnan(), 2, values.isinf() * values.sign()).to(torch.int8)
+
+
 def _quotient(difference: float, size: float) -> float:
     return difference / size if size else math.inf if difference else 0.0
 
@@ -33,6 +38,9 @@ class Errors:
 
     Squares are added up before they are divided: else one evaluation whose gradient happens to vanish decides the mean.
     Values that vanish, as `judge` understands it, are kept once more by themselves, evaluation by evaluation.
+
+    Of integers and booleans, the squared difference is the number of those that differ, and the size how many they are.
+    Where the values and the exact ones are the same infinity, or both NaN, nothing is added up.
     """
 
     difference: dict[str, float] = field(default_factory=dict)
@@ -42,21 +50,51 @@ class Errors:
     vanishing: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
     """For each evaluation with values that vanish, the sum of their squared differences, and their number."""
 
-    def add(self, results: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor]) -> None:
-        """Take the results of one more evaluation. Raises ValueError if the names are not those of `exact`."""
+    def add(
+        self,
+        results: Mapping[str, torch.Tensor],
+        exact: Mapping[str, torch.Tensor],
+        usual: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Take the results of one more evaluation. Raises ValueError if the names or shapes are not those of `exact`.
+
+        A value that is infinite or NaN where the exact one is another is an infinite error, except where it is what
+        the results `usual` have there.
+        """
         if results.keys() != exact.keys():
             raise ValueError(f"only one of the two evaluations has {sorted(results.keys() ^ exact.keys())}")
         for name, value in results.items():
-            wide = exact[name].double()
-            difference = (value.double() - wide).square().sum().item()
-            self.difference[name] = self.difference.get(name, 0.0) + difference
-            self.reference[name] = self.reference.get(name, 0.0) + wide.square().sum().item()
-            self.numbers[name] = value.numel()
-            self.rounding[name] = torch.finfo(value.dtype).eps
-            vanishes = wide.abs() <= _NOTHING * wide.square().mean().sqrt()
-            if vanishes.any():
-                of_these = (value.double() - wide)[vanishes].square().sum().item()
-                self.vanishing.setdefault(name, []).append((of_these, int(vanishes.sum())))
+            if value.shape != exact[name].shape:
+                raise ValueError(f"{name}: its shape is {list(value.shape)}, and in float64 {list(exact[name].shape)}")
+            if value.is_floating_point():
+                self._add(name, value, exact[name], (usual or exact)[name])
+            else:
+                self._sum(name, float((value != exact[name]).sum()), value.numel(), value.numel(), 0.0)
+
+    def _add(self, name: str, value: torch.Tensor, exact: torch.Tensor, usual: torch.Tensor) -> None:
+        rounding = torch.finfo(value.dtype).eps
+        value, wide, usual = value.double(), exact.double(), usual.double()
+        difference = value - wide
+        kept = difference.isfinite() & usual.isfinite()
+        if not kept.all():
+            kinds, of_exact = _kinds(value), _kinds(wide)
+            others = (kinds != of_exact) & (kinds != _kinds(usual))
+            difference = difference.where(kept, 0.0).masked_fill(others, math.inf)
+            kept |= others
+            wide = wide.where(kept & (of_exact == 0), 0.0)
+        squares, numbers = wide.square().sum().item(), int(kept.sum())
+        self._sum(name, difference.square().sum().item(), squares, numbers, rounding)
+        vanishes = kept & (wide.abs() <= _NOTHING * math.sqrt(squares / max(1, numbers)))
+        if vanishes.any():
+            self.vanishing.setdefault(name, []).append(
+                (difference[vanishes].square().sum().item(), int(vanishes.sum()))
+            )
+
+    def _sum(self, name: str, difference: float, reference: float, numbers: int, rounding: float) -> None:
+        self.difference[name] = self.difference.get(name, 0.0) + difference
+        self.reference[name] = self.reference.get(name, 0.0) + reference
+        self.numbers[name] = numbers
+        self.rounding[name] = rounding
 
     def relative(self, *names: str) -> float:
         """The norm of the differences of these results together, relative to that of the exact values."""
@@ -126,7 +164,12 @@ def judge(trusted: Errors, errors: Errors, names: list[str], group: str, *, vani
 
     No other floor applies to them, however few the values are. `vanishing=False` leaves out the values within a tensor.
     It is for outputs: a rounded input may give exactly 0 at a kink, and nothing is divided by an output's size.
+
+    Integers and booleans are judged one tensor at a time. As many may differ from the exact ones as eager's do, with
+    the room of a tensor of their size: which value is the largest is chance if two differ by a rounding.
     """
+    counted = [name for name in names if not errors.rounding[name]]
+    names = [name for name in names if errors.rounding[name]]
     numbers = sum(errors.numbers[name] for name in names)
     size = math.sqrt(sum(trusted.reference[name] for name in names) / max(1, numbers))
     sized = [name for name in names if trusted.reference[name] >= trusted.numbers[name] * (1e-6 * size) ** 2]
@@ -148,10 +191,14 @@ def judge(trusted: Errors, errors: Errors, names: list[str], group: str, *, vani
     def room(members: list[str]) -> float:
         return 1.1 + 5 / math.sqrt(max(1, sum(errors.numbers[name] for name in members)))
 
-    compare(f"all {group}", names, room(names), lambda of: of.relative(*names))
+    for name in counted:
+        compare(name, [name], room([name]), partial(_mean, names=[name]))
+    if not names:
+        return findings
+    compare(f"all {group}", names, room(names), partial(_together, names=names))
     few = [name for name in sized if errors.numbers[name] < FEW]
     if len(few) > 1:
-        compare(f"{len(few)} small {group}", few, max(1.25, room(few)), lambda of: _mean(of, few))
+        compare(f"{len(few)} small {group}", few, max(1.25, room(few)), partial(_mean, names=few))
     typical = statistics.median(trusted.relative(name) for name in sized) if sized else 0.0
     for name in names:
         if name not in sized:
@@ -164,6 +211,10 @@ def judge(trusted: Errors, errors: Errors, names: list[str], group: str, *, vani
             vanish(f"{name}, where it vanishes", name, partial(where, quantile=0.5))
             vanish(f"{name}, where it vanishes, at worst", name, partial(where, quantile=1.0), _WORST_LUCK)
     return findings
+
+
+def _together(errors: Errors, names: list[str]) -> float:
+    return errors.relative(*names)
 
 
 def _mean(errors: Errors, names: list[str]) -> float:
