@@ -5,22 +5,24 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import random
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 
 from mhc_compile import backend, compat, records
 from mhc_compile.arguments import check_model
 from mhc_compile.encoding import in_one_line
 from mhc_compile.passes.report import Report
 from mhc_compile.testing.draws import KeepDraws, ReplayDraws
-from mhc_compile.testing.float64 import Float64Reference
+from mhc_compile.testing.float64 import Float64Reference, widened
 from mhc_compile.testing.judging import Errors, Finding, judge
 
 RUNS = ("eager", "inductor", "mhc")
@@ -29,6 +31,8 @@ _SEED = 0
 # How many more runs follow a bad verdict, and by how much their parameters are perturbed.
 _REPEATS = 8
 _PERTURBATION = 0.01
+# Larger errors of eager code than these are no roundings: in float32, and where anything is narrower.
+_LARGEST, _LARGEST_NARROW = 0.01, 0.5
 
 Results = dict[str, torch.Tensor]
 
@@ -122,17 +126,19 @@ def verify(
     """Check, before training, that `backend="mhc"` computes what `model(*args, **kwargs)` does.
 
     The model runs eagerly, compiled by Inductor, compiled by mhc, and in float64. The outputs of each run are compared
-    with float64, and so are all gradients, of parameters and of floating point inputs. The float64 run needs memory for
-    a copy of the model and its activations. mhc's errors may be as large as eager's, within a margin for chance that
-    `mhc_compile.testing.judge` explains. If some errors are larger, eager and mhc run 8 more times, with parameters
-    perturbed by 1%. All runs are then judged together: one unlucky run does not decide.
+    with float64, and so are all gradients, of parameters and of inputs. Inputs that require no gradient get one, unless
+    the model then fails. The float64 run needs memory for a copy of the model and its activations. mhc's errors may be
+    as large as eager's, within a margin for chance that `mhc_compile.testing.judge` explains. If some errors are
+    larger, eager and mhc run 8 more times, with parameters perturbed by 1%. All runs are then judged together: one
+    unlucky run does not decide.
 
     Gradients are those of the output's `loss`, if it has one, and otherwise of a fixed random combination of all
-    floating point outputs. Random draws, such as dropout, use the same seed in each run, and the float64 run takes the
-    draws of the eager run. The model may return tensors in tuples, dicts or dataclasses known to pytree.
+    outputs that require a gradient. Random draws, such as dropout, use the same seed in each run, and the float64 run
+    takes the draws of the eager run. The model may return tensors in tuples, dicts or dataclasses. Infinities and NaN
+    are right where float64 or eager has the same.
 
-    Afterwards, parameters, buffers, gradients, the training mode and the random number generators are as before.
-    Compiled code, `mhc_compile.report()` and Inductor's caches are as before, too.
+    Afterwards, parameters, buffers, inputs, gradients, the training mode and the random number generators are as
+    before. Compiled code, `mhc_compile.report()` and Inductor's caches are as before, too.
 
     Parameters and inputs may be DTensors. Then all ranks of their mesh call `verify`, and whole results are compared.
 
@@ -150,7 +156,8 @@ def verify(
     Raises:
         VerificationError: mhc is less accurate than eager, or its passes failed. The message is the table.
         MemoryError: the float64 copy of the model does not fit.
-        ValueError: an operator of the model does not take float64, or no output requires a gradient.
+        ValueError: the model does not run in float64, or draws other random numbers there; or no output requires a
+            gradient, or there is nothing to compare.
         TypeError: model is no module. A function, compiled or not, has no parameters to compare.
     """
     check_model(model)
@@ -160,11 +167,14 @@ def verify(
             f"model: expected a torch.nn.Module, got {type(model).__name__}: the float64 evaluation and the comparison "
             "of gradients need its parameters; pass the module whose method it is, or one whose forward calls it"
         )
+    if any(leaf.is_meta for leaf in _tensors(module, args, kwargs)):
+        raise ValueError("model: it or an argument is on meta; expected a device that has numbers")
     tell = say or (lambda line: None)
     runs = [run for run in RUNS if inductor or run != "inductor"]
-    result = Verification(errors={run: Errors() for run in runs})
+    result, usual = Verification(errors={run: Errors() for run in runs}), Results()
     # A cache of its own: what is found in one has no report, and what draws eager's random numbers serves no one later.
     with (
+        torch.inference_mode(False),
         _kept(module),
         compat.uncompiled(module),
         compat.fresh_inductor_cache(),
@@ -175,13 +185,11 @@ def verify(
         contextlib.ExitStack() as compilations,
     ):
         _check_memory(module)
-        draws = KeepDraws()
         tell(f"verify: runs the model {', '.join(_HOW[run] for run in ('float64', *runs))}")
         if inductor:
             tell("verify: a first compilation may take minutes; inductor=False leaves out plain Inductor's")
         tell("verify: float64 ...")
-        with draws:
-            _evaluate(module, module, args, kwargs, grad)
+        args, kwargs, draws = _first(module, args, kwargs, grad)
         exact = _exact(module, args, kwargs, grad, draws)
         for run in runs:
             tell(f"verify: {run} ...")
@@ -190,7 +198,10 @@ def verify(
             with backend.paused() if run == "inductor" else contextlib.nullcontext():
                 found = _evaluate(call, module, args, kwargs, grad)
             result.seconds[run] = time.perf_counter() - begin
-            result.errors[run].add(found, exact)
+            usual = usual or found  # eager's
+            result.errors[run].add(found, exact, usual)
+            if run == "eager":
+                _check_errors(result.errors[run], draws.narrow)
         result.findings = _findings(result.errors, list(exact))
         if _on_any_rank(bool(result.failures), module, args, kwargs):
             more = f"{_REPEATS} runs with parameters perturbed by {_PERTURBATION:.0%} show if that is chance ..."
@@ -223,8 +234,7 @@ def _on_any_rank(found: bool, *given: Any) -> bool:
 
     Ranks run models with DTensors together: all again, or none.
     """
-    parameters = [list(value.parameters()) if isinstance(value, nn.Module) else value for value in given]
-    shared = next((leaf for leaf in tree_leaves(parameters) if compat.is_dtensor(leaf)), None)
+    shared = next((leaf for leaf in _tensors(*given) if compat.is_dtensor(leaf)), None)
     if shared is None:
         return found
     from torch.distributed.tensor import DTensor, Partial
@@ -233,6 +243,12 @@ def _on_any_rank(found: bool, *given: Any) -> bool:
     local = torch.tensor([float(found)], device=mesh.device_type)
     largest = DTensor.from_local(local, mesh, [Partial("max")] * mesh.ndim, run_check=False).full_tensor()
     return bool(largest.item())
+
+
+def _tensors(*given: Any) -> list[torch.Tensor]:
+    """The tensors that are given, and those of modules."""
+    parts = [[*g.parameters(), *g.buffers()] if isinstance(g, nn.Module) else g for g in given]
+    return [leaf for leaf in tree_leaves(parts) if isinstance(leaf, torch.Tensor)]
 
 
 def _findings(errors: dict[str, Errors], names: list[str]) -> list[Finding]:
@@ -252,8 +268,9 @@ def _run_again(
     with draws:
         _evaluate(module, module, args, kwargs, grad)
     exact = _exact(module, args, kwargs, grad, draws)
-    for run, call in (("eager", module), ("mhc", compiled)):
-        errors[run].add(_evaluate(call, module, args, kwargs, grad), exact)
+    usual = _evaluate(module, module, args, kwargs, grad)
+    errors["eager"].add(usual, exact, usual)
+    errors["mhc"].add(_evaluate(compiled, module, args, kwargs, grad), exact, usual)
 
 
 @contextlib.contextmanager
@@ -300,6 +317,39 @@ def _compiled(module: nn.Module, run: str, result: Verification) -> Iterator[Cal
             result.report = records.report()
 
 
+def _first(module: nn.Module, args: Any, kwargs: Any, grad: bool) -> tuple[Any, Any, KeepDraws]:
+    """The arguments, of which all require a gradient if the model takes that, and what the model draws."""
+
+    def requiring(value: Any) -> Any:
+        wide = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+        return value.detach().clone().requires_grad_() if wide else value
+
+    if grad:
+        with contextlib.suppress(Exception), KeepDraws() as draws:
+            every = tree_map(requiring, (args, kwargs))
+            _evaluate(module, module, every[0], every[1], grad)
+            return (*every, draws)
+    with KeepDraws() as draws:
+        _evaluate(module, module, args, kwargs, grad)
+    return args, kwargs, draws
+
+
+def _check_errors(eager: Errors, narrow: bool) -> None:
+    """Eager's errors are roundings, or there is nothing to compare with."""
+    if not any(eager.numbers.values()):
+        raise ValueError("model: all of its results are infinite or NaN; expected some numbers to compare")
+    limit = _LARGEST_NARROW if narrow else _LARGEST
+    for group in ("output", "gradient"):
+        names = [name for name in eager.numbers if name.startswith(group) and eager.rounding[name]]
+        error = eager.relative(*names)
+        if error > limit:
+            raise ValueError(
+                f"model: eager's {group}s are {error:.2g} off those in float64, more than roundings are ({limit}): "
+                "float64 does not draw the same random numbers, or the model magnifies roundings; verify it without "
+                "such draws, as in eval()"
+            )
+
+
 def _exact(module: nn.Module, args: Any, kwargs: Any, grad: bool, draws: KeepDraws) -> Results:
     try:
         reference = Float64Reference(module)
@@ -309,12 +359,12 @@ def _exact(module: nn.Module, args: Any, kwargs: Any, grad: bool, draws: KeepDra
             getattr(reference.module, "gradient_checkpointing_disable", lambda: None)()
         reference.module.zero_grad(set_to_none=True)
         with ReplayDraws(draws.draws):
-            return _evaluate(reference, reference.module, args, kwargs, grad, torch.float64)
+            return _evaluate(reference, reference.module, args, kwargs, grad, wide=True)
     except torch.OutOfMemoryError as error:
         raise MemoryError(
             "model: its float64 evaluation does not fit; verify a smaller one of the same code"
         ) from error
-    except (NotImplementedError, RuntimeError, TypeError) as error:
+    except Exception as error:
         raise ValueError(
             f"model: it runs as it is, and its float64 evaluation does not: {in_one_line(error)}; verify one whose "
             "operators take float64"
@@ -345,43 +395,68 @@ def _free_memory(device: torch.device) -> float:
 
 @contextlib.contextmanager
 def _kept(module: nn.Module) -> Iterator[None]:
-    """Put gradients, training mode and random numbers back in the end; buffers are put back after every run."""
+    """Put gradients, training mode and random numbers back in the end; values are put back after every run.
+
+    What hooks do with gradients that have been accumulated, such as a step of an optimizer, is not done meanwhile.
+    """
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     training = [(part, part.training) for part in module.modules()]
+    hooks = [(of, dict(of)) for p in module.parameters() if (of := p._post_accumulate_grad_hooks)]
     devices = sorted({p.device.index for p in module.parameters() if p.device.type == "cuda"})
+    state, numpy = random.getstate(), sys.modules.get("numpy")
+    of_numpy = numpy.random.get_state() if numpy else None
     with torch.random.fork_rng(devices=devices):
         try:
             for parameter, _ in gradients:
                 parameter.grad = None
+            for of, _ in hooks:
+                of.clear()
             yield
         finally:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
+            for of, before in hooks:
+                of.update(before)
             for part, mode in training:
                 part.training = mode
+            random.setstate(state)
+            if numpy:
+                numpy.random.set_state(of_numpy)
+
+
+def _seed() -> None:
+    torch.manual_seed(_SEED)
+    random.seed(_SEED)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(_SEED)
 
 
 def _evaluate(
-    call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, grad: bool, dtype: torch.dtype | None = None
+    call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, grad: bool, wide: bool = False
 ) -> Results:
-    """Outputs by name, and the gradients of `module`'s parameters and of the inputs.
+    """Outputs by name, and the gradients of `module`'s parameters and of the inputs that require one.
 
     A module that is called itself runs as it is written: functions that it compiles on its own are not compiled.
+    wide is for a copy of the module, in float64, whose values need not be put back.
     """
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    # Parameters of subclasses, such as quantized ones, may not be written.
+    written = [p for p in module.parameters() if type(p) is nn.Parameter or compat.is_dtensor(p)]
+    values = [] if wide else [(tensor, tensor.detach().clone()) for tensor in (*module.buffers(), *written)]
     leaves: dict[str, torch.Tensor] = {}
 
     def given(path: Any, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        if not isinstance(value, torch.Tensor):
             return value
-        leaf = value.detach().to(dtype or value.dtype).clone().requires_grad_(grad)
-        leaves[keystr(path)] = leaf
-        return leaf.clone() if grad else leaf  # the model may write into what is no leaf
+        leaf = (widened(value) if wide else value).detach().clone()  # the model may write into it
+        if not (grad and value.requires_grad):
+            return leaf
+        leaves[keystr(path)] = leaf.requires_grad_()
+        return leaf.clone()  # what is no leaf may be written
 
-    torch.manual_seed(_SEED)
+    _seed()
     try:
-        written = torch.compiler.set_stance("force_eager") if call is module else contextlib.nullcontext()
-        with written, torch.set_grad_enabled(grad), warnings.catch_warnings():
+        written_so = torch.compiler.set_stance("force_eager") if call is module else contextlib.nullcontext()
+        with written_so, torch.set_grad_enabled(grad), warnings.catch_warnings():
             # Dynamo looks at the .grad of its inputs, and ours are no leaves.
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
             inputs, structure = tree_flatten_with_path((args, kwargs))
@@ -390,19 +465,25 @@ def _evaluate(
             found = _named_tensors(output)
             if grad:
                 _loss(output, found).backward()  # type: ignore[no-untyped-call]
-        results = {f"output{name}": _whole(value.detach()).clone() for name, value in found.items()}
+        if not found and not grad:
+            raise ValueError(
+                f"model: its output has nothing to compare, got {type(output).__name__}; expected tensors, in tuples, "
+                "dicts or dataclasses"
+            )
+        results = {f"output{name}": _whole(value.detach()) for name, value in found.items()}
         leaves = {f"input{name}": leaf for name, leaf in leaves.items()} | dict(module.named_parameters())
         for name, leaf in leaves.items() if grad else ():
             if leaf.requires_grad:
                 # A compiled graph gives zeros to what eager code gives no gradient, such as what met no elements.
                 gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-                results[f"gradient of {name}"] = _whole(gradient).clone()
+                results[f"gradient of {name}"] = _whole(gradient)
+        results = {name: _real(value).clone() for name, value in results.items()}
     finally:
         for parameter in module.parameters():
             parameter.grad = None
         with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+            for tensor, before in values:
+                tensor.copy_(before)
     return results
 
 
@@ -412,14 +493,22 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return whole
 
 
-def _named_tensors(output: Any) -> dict[str, torch.Tensor]:
-    """The floating point tensors of a model's output, by their place in it."""
-    paths, _ = tree_flatten_with_path(output)
-    return {
-        keystr(path): value
-        for path, value in paths
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel()
-    }
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """The real and imaginary parts of complex numbers; others as they are."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def _named_tensors(output: Any, place: str = "") -> dict[str, torch.Tensor]:
+    """The tensors of a model's output, by their place in it."""
+    found = {}
+    for path, value in tree_flatten_with_path(output)[0]:
+        name = place + keystr(path)
+        if isinstance(value, torch.Tensor) and value.numel():
+            found[name] = value
+        elif is_dataclass(value):  # pytree does not know it
+            for part in fields(value):
+                found |= _named_tensors(getattr(value, part.name), f"{name}.{part.name}")
+    return found
 
 
 def _loss(output: Any, found: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -429,9 +518,11 @@ def _loss(output: Any, found: dict[str, torch.Tensor]) -> torch.Tensor:
     generator = torch.Generator().manual_seed(_SEED)
     terms = []
     for value in found.values():
+        if not value.requires_grad:
+            continue
+        value = _real(_whole(value))
         weight = torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value.device)
-        if value.requires_grad:
-            terms.append((_whole(value).double() * weight).sum())
+        terms.append((value.double() * weight).sum())
     if not terms:
         raise ValueError("model: no output requires a gradient; pass grad=False to compare outputs alone")
     return torch.stack(terms).sum()
