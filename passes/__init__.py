@@ -361,6 +361,8 @@ def share(
             if compile_body is not None:
                 compile_body(body)
             bodies.append(body)
+        if bodies:
+            graph.lint()
         return bool(bodies)
 
     def forget() -> None:

@@ -65,7 +65,7 @@ def _saved(group: Sequence[Sublayer]) -> int:
 def _part(sublayer: Sublayer, structure: Sequence[Any], dependent: set[fx.Node]) -> Sublayer | None:
     """A part of this structure. The first and the last sublayer may have more around them, such as an embedding or a
     head. Among their nodes may be some that make an argument of the others, such as a table that was not worth
-    keeping."""
+    keeping; they move in front, so they read nothing of the structure."""
     for begin in range(len(sublayer) - len(structure) + 1):
         numbers: dict[fx.Node, int] = {}
         apart: set[fx.Node] = set()
@@ -76,7 +76,7 @@ def _part(sublayer: Sublayer, structure: Sequence[Any], dependent: set[fx.Node])
             expected = structure[len(numbers)]
             if node.target == expected[0] and _call(node, numbers) == expected:
                 numbers[node] = len(numbers)
-            elif node in dependent or not numbers:
+            elif node in dependent or not numbers or not numbers.keys().isdisjoint(node.all_input_nodes):
                 break
             else:
                 apart.add(node)

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mhc_compile import passes
+from mhc_compile.passes.fuse.joint import calls
 from mhc_compile.passes.report import Report
 from mhc_compile.passes.share.outline import Unsuitable
 from mhc_compile.passes.share.outline import outline as outlined
@@ -144,6 +145,36 @@ def test_a_layer_that_makes_what_others_are_given() -> None:
         return program_of(layer)(x, post, *weights)
 
     assert len(sublayer_calls(share(program, make_inputs()))) == LAYERS
+
+
+def test_a_layer_that_makes_an_argument_of_what_others_make_too() -> None:
+    """That cannot be made in front of the layer, since what it reads is part of the layer."""
+
+    def program(x: Tensor, post: Tensor, *weights: Tensor) -> list[Tensor]:
+        def layer(u: Tensor, w: Tensor, number: int) -> Tensor:
+            t = w.tanh()
+            return torch.tanh((u @ t) @ (t.exp() if number == 2 else weights[number - 1])) * 2 + 1
+
+        return program_of(layer)(x, post, *weights)
+
+    assert len(sublayer_calls(share(program, make_inputs()))) == LAYERS - 1
+
+
+def test_a_graph_out_of_order_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With words for what is wrong with it."""
+
+    def share(graph: fx.Graph, counts: Any) -> Any:
+        first, second, *_ = calls(graph)
+        first.prepend(second)
+        yield fx.GraphModule(torch.nn.Module(), fx.Graph())
+
+    module = trace(program_of(plain_layer), make_inputs())
+    before = str(module.graph)
+    monkeypatch.setattr(passes.sharing, "share", share)
+    bodies, report = passes.share(module.graph)
+    assert (bodies, str(module.graph)) == ([], before)
+    (error,) = report.errors
+    assert "used before it has been defined" in error
 
 
 def layer_of_two_kinds(u: Tensor, w: Tensor, number: int) -> Tensor:
