@@ -342,10 +342,15 @@ def may_be_equal(left: Any, right: Any) -> bool:
 
 
 def same_strides(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two tensors have one shape, one dtype and the same strides where these matter."""
-    alike = left.shape == right.shape and left.dtype == right.dtype
-    strides = zip(left.shape, left.stride(), right.stride(), strict=False)
-    return alike and (left.numel() == 0 or all(a == b for size, a, b in strides if size > 1))
+    """Whether two tensors are known to have one shape, one dtype and the same strides where these matter, without a
+    guard."""
+    if left.dim() != right.dim() or left.dtype != right.dtype or not all(map(same_size, left.shape, right.shape)):
+        return False
+    sizes = [as_number(size) for size in left.shape]
+    if any(isinstance(size, int) and size == 0 for size in sizes):
+        return True
+    strides = zip(sizes, left.stride(), right.stride(), strict=True)
+    return all((isinstance(size, int) and size <= 1) or same_size(a, b) for size, a, b in strides)
 
 
 def storage_of(tensor: torch.Tensor) -> Any:

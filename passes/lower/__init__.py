@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from mhc_compile import compat
 from mhc_compile.forms import SymbolicLayout
-from mhc_compile.guard import guard, told
+from mhc_compile.guard import described, guard, told
 from mhc_compile.ops._launch import compile_elsewhere
 from mhc_compile.ops._register import KERNELS, REFERENCES
 from mhc_compile.passes.fuse.joint import arguments, calls, items
@@ -88,7 +88,10 @@ def lower(graph: fx.Graph, errors: list[str] | None = None, mxfp8: bool = False)
             log.info("%s is not lowered: %s", name, reason)
             continue
         except Exception as error:  # an operator that stays costs time, never a result
-            told(error, f"{name} is not lowered", errors)
+            if compat.depends_on_data(error):
+                log.info("%s is not lowered: %s", name, described(error))
+            else:
+                told(error, f"{name} is not lowered", errors)
             continue
         counts[name] += 1
         counts["in place"] += in_place and results[_DX] is node.args[0]

@@ -165,6 +165,66 @@ def test_streams_a_symbolic_number_apart(fakes: FakeTensorMode, caplog: pytest.L
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+def test_a_number_of_tokens_that_depends_on_data(caplog: pytest.LogCaptureFixture) -> None:
+    """No program can ask whether there are any."""
+    shape_env = ShapeEnv()
+    with caplog.at_level(logging.INFO, logger="mhc_compile"):
+        graph = graph_of(step, arguments(FakeTensorMode(shape_env=shape_env), _tokens_of_data(shape_env), device="cpu"))
+        report = passes.lower(graph)
+    assert report.lowered.total() == 3
+    assert (report.errors, list(shape_env.guards)) == ([], [])
+    assert operators(graph) == ["mhc._loop.default"] * 4
+    assert "is not lowered" not in caplog.text
+
+
+def _tokens_of_data(shape_env: ShapeEnv) -> Any:
+    with shape_env.ignore_fresh_unbacked_symbols():  # no node of a graph makes it
+        return shape_env.create_unbacked_symint()
+
+
+def test_what_asks_for_data_stays(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Which is no failure, for strict options neither."""
+    aggregate = cpu.aggregate
+
+    def asks(x: Tensor, h_pre: Tensor, **rest: Any) -> Tensor:
+        return aggregate(x, h_pre, **rest) if x.shape[0] > 5 else h_pre
+
+    monkeypatch.setattr(cpu, "aggregate", asks)
+    shape_env = ShapeEnv()
+    graph = graph_of(step, arguments(FakeTensorMode(shape_env=shape_env), _tokens_of_data(shape_env), device="cpu"))
+    with caplog.at_level(logging.INFO, logger="mhc_compile"):
+        report = passes.lower(graph)
+    assert report.lowered == {"expand_combine": 1, "generate_mix_and_aggregate_backward": 1}
+    assert report.errors == []
+    assert "generate_mix_and_aggregate is not lowered: GuardOnDataDependentSymNode" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "others", "expected"),
+    [
+        (("u", 4, 8), (32, 8, 1), (32, 8, 1), True),
+        (("u", 4, 8), (32, 8, 1), (32, 1, 4), False),
+        (("u", 1, 8), (8, 8, 1), (8, 1, 1), True),
+        (("u", 0, 8), (8, 8, 1), (1, 2, 3), True),
+        ((1, "u", 8), (7, 8, 1), (5, 8, 1), True),
+        (("u", 8), (8, 1), (9, 1), False),
+    ],
+    ids=str,
+)
+def test_strides_of_a_size_that_depends_on_data(
+    shape: tuple[Any, ...], strides: tuple[int, ...], others: tuple[int, ...], expected: bool
+) -> None:
+    shape_env = ShapeEnv()
+    tokens = _tokens_of_data(shape_env)
+    sizes = [tokens if size == "u" else size for size in shape]
+    with FakeTensorMode(shape_env=shape_env):
+        left, right = (torch.empty_strided(sizes, given) for given in (strides, others))
+    assert compat.same_strides(left, right) is expected
+    assert not compat.same_strides(left, right.double())
+    assert not compat.same_strides(left, right[0])
+    assert list(shape_env.guards) == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.thorough)])
 def test_any_number_of_tokens_on_cpu(dtype: torch.dtype) -> None:
