@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.tensor import Placement, Replicate, Shard
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
 
 from mhc_compile.distributed import HyperConnectionParallel, style
 from tests import needs
@@ -119,6 +124,59 @@ def test_more_ranks_than_two(tmp_path: Path, job_device: str) -> None:
     needs.flattened_shards()
     for rank in run_job("tests.styles", tmp_path, 3, "tokens", device=job_device)["tokens"]:
         assert rank["findings"] == []
+
+
+class Gates(NamedTuple):
+    streams: Tensor
+    gates: Tensor
+
+
+class Named(nn.Module):
+    def forward(self, x: Tensor) -> Gates:
+        return Gates(x * 2, x.sum(-1))
+
+
+class Tied(nn.Module):
+    """One parameter has two names, and another is None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phi = self.psi = nn.Parameter(torch.ones(STREAMS, WIDTH))
+        self.register_parameter("bias", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.phi + self.psi
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_a_parameter_with_two_names_stays_one(mesh: DeviceMesh) -> None:
+    module = parallelize_module(Tied(), mesh, HyperConnectionParallel(Shard(1)))
+    assert isinstance(module.phi, DTensor)
+    assert module.phi is module.psi
+    module(torch.ones(BATCH, LENGTH, STREAMS, WIDTH)).sum().backward()
+    assert module.phi.grad is not None
+    # Of x * phi + phi, at so many tokens.
+    assert module.phi.grad.full_tensor().unique().tolist() == [2 * BATCH * LENGTH]
+
+
+@pytest.mark.parametrize("options", [{}, {"use_local_output": True}, {"output_layouts": (Replicate(), None)}], ids=str)
+def test_a_named_tuple_stays_one(options: dict[str, Any], mesh: DeviceMesh) -> None:
+    module = parallelize_module(Named(), mesh, HyperConnectionParallel(Shard(1), **options))
+    results = module(torch.ones(BATCH, LENGTH, STREAMS, WIDTH))
+    assert isinstance(results, Gates)
+    assert isinstance(results.streams, DTensor) != ("use_local_output" in options)
+    assert tuple(results.gates.shape) == (BATCH, LENGTH, STREAMS)
+
+
+def test_results_are_those_of_the_module_where_nothing_is_asked_for() -> None:
+    results = [torch.ones(1)], {"gates": torch.ones(1)}
+    assert HyperConnectionParallel()._leave(results) is results
 
 
 @pytest.mark.parametrize(

@@ -82,8 +82,13 @@ class HyperConnectionParallel(ParallelStyle):
             raise ValueError(f"the mesh has {device_mesh.ndim} dimensions; expected one dimension, as in mesh['tp']")
         if self.streams.is_shard() and not self.streams.is_shard(0) and not compat.flattens_shards():
             _tell_what_fails(str(self.streams))
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            module.register_parameter(name, self._whole(name, parameter, device_mesh))
+        made: dict[nn.Parameter, nn.Parameter] = {}
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                # One may have several names.
+                if parameter not in made:
+                    made[parameter] = self._whole(name, parameter, device_mesh)
+                module.register_parameter(name, made[parameter])
         module.register_forward_pre_hook(lambda _, given: self._enter(given, device_mesh))
         module.register_forward_hook(lambda _, given, results: self._leave(results))
         return module
@@ -143,8 +148,13 @@ class HyperConnectionParallel(ParallelStyle):
         )
         if len(layouts) != len(listed):
             raise ValueError(f"output_layouts has {len(layouts)}; expected one for each of {len(listed)} results")
+        if not self.use_local_output and all(layout is None for layout in layouts):
+            return results
         made = [self._handed_on(one, layout) for one, layout in zip(listed, layouts, strict=True)]
-        return tuple(made) if isinstance(results, tuple) else made[0]
+        if not isinstance(results, tuple):
+            return made[0]
+        # A named tuple stays one.
+        return type(results)._make(made) if hasattr(results, "_make") else tuple(made)
 
     def _handed_on(self, result: Any, layout: Placement | None) -> Any:
         if not isinstance(result, DTensor):
