@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,16 @@ def test_a_replica_is_a_dtensor_for_optimizers_and_plain_for_the_model(mesh: Dev
     assert isinstance(model.head, HyperHead)
     # Dynamo shares what it compiles between layers of one class.
     assert len({type(layer) for layer in model.layers}) == 1
+
+
+def test_state_dicts_are_saved_and_models_are_not(mesh: DeviceMesh, tmp_path: Path) -> None:
+    model = sharded.Model()
+    replicate(model, mesh)
+    torch.save(model.state_dict(), tmp_path / "state")
+    for name, value in torch.load(tmp_path / "state", weights_only=False).items():
+        assert torch.equal(sharded.whole(value), sharded.whole(model.state_dict()[name]))
+    with pytest.raises(pickle.PicklingError):  # docs/distributed.md says so
+        torch.save(model, tmp_path / "model")
 
 
 def test_all_sites_of_a_model_with_replicas_are_found(mesh: DeviceMesh) -> None:
