@@ -97,7 +97,7 @@ def mhc(
     """
     try:
         own, rest = split(options or {})
-        patches = {hook: chained(hook, rest.pop(hook, None), make(own)) for hook, make in HOOKS.items()}
+        patches = {hook: chained(hook, _taken(hook, rest), make(own)) for hook, make in HOOKS.items()}
         compiler = compat.inductor_compiler(mode, rest, patches)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise OptionError(str(error)) from error
@@ -106,6 +106,13 @@ def mhc(
     with _compiling(own, gm) as entry:
         compiled: Callable[..., Any] = or_as_it_was(functools.partial(compiler, gm, example_inputs), gm, entry)
     return checked(compiled, entry)
+
+
+def _taken(hook: str, options: dict[str, Any]) -> Any:
+    """A pass for a hook, taken out of Inductor's options, whose names may have hyphens; None without one."""
+    spelled = [key for key in options if str(key).replace("-", "_") == hook]
+    # As in Inductor, the last one counts.
+    return [options.pop(key) for key in spelled][-1] if spelled else None
 
 
 def _try_again() -> None:

@@ -74,6 +74,8 @@ def test_modes_and_options(stack: Stack, kwargs: dict[str, Any]) -> None:
         ({"options": {"mhc.skip": [":12"]}}, r"'mhc.skip' is \[':12'\]; expected a list of places"),
         ({"options": {"mhc.skip": ["model.py:²"]}}, r"'mhc.skip' is \['model.py:²'\]; expected a list of places"),
         ({"options": {"no_such_option": 1}}, "Unexpected optimization option no_such_option"),
+        ({"options": {"no-such-option": 1}}, "Unexpected optimization option no-such-option"),
+        ({"options": {"mhc-strict": True}}, "unknown option 'mhc-strict'; did you mean 'mhc.strict'"),
         ({"options": {"max_autotune": "yes"}}, "Unexpected type of attr max_autotune"),
         ({"options": {1: True}}, "1"),
         ({"mode": "no-such-mode"}, "Unrecognized mode=no-such-mode"),
@@ -200,6 +202,16 @@ def test_a_users_own_pass_is_kept(stack: Stack) -> None:
         warnings.simplefilter("ignore")
         _same(torch.compile(stack, backend="mhc"), stack, 2, 3)
     assert len(seen) == 1
+    assert _rewritten() == 3
+
+
+@pytest.mark.parametrize("spelled", ["pre_grad_custom_pass", "pre-grad-custom-pass", "pre_grad-custom-pass"])
+def test_a_users_own_pass_in_options_is_kept(spelled: str, stack: Stack, passes_only: None) -> None:
+    """Inductor takes hyphens, too; of two spellings, the last counts."""
+    seen: list[int] = []
+    options = {"pre_grad_custom_pass": lambda graph: seen.append(1), spelled: lambda graph: seen.append(2)}
+    torch.compile(stack, backend="mhc", options=options)(torch.randn(2, 3, 32))
+    assert seen == [2]
     assert _rewritten() == 3
 
 
