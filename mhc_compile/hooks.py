@@ -199,6 +199,7 @@ class LowerPass(Configured):
         self.be_strict(compiled)
         compiled.say("Inductor has a graph of its own")
         self.lower(graph, report)
+        self.be_strict(compiled)
         if compat.compiles_ahead_of_time():
             with guard("the package has no report", report.errors):
                 compat.put_into_package(compiled.packed())

@@ -252,6 +252,25 @@ def test_strict(monkeypatch: pytest.MonkeyPatch) -> None:
     _same(torch.compile(model, backend="mhc"), model, 2, 3)
 
 
+@pytest.mark.parametrize("stage", ["sharing.share", "lowering.lower"])
+def test_strict_options_raise_at_the_first_call_for_graphs_after_autograd(
+    stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing is compiled behind a failed pass, neither in inference nor before a backward pass."""
+
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("planted")
+
+    module, name = stage.split(".")
+    monkeypatch.setattr(getattr(passes, module), name, broken)
+    model = HyperConnection(torch.nn.Linear(8, 8), dim=8)
+    for grad in (False, True):
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="mhc", options={"mhc.strict": True})
+        with pytest.raises(mhc_compile.StrictError, match="RuntimeError: planted"), torch.set_grad_enabled(grad):
+            compiled(torch.randn(2, 4, 8))
+
+
 @pytest.mark.usefixtures("passes_only")
 def test_strict_options_that_find_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """One warning a function, unless something was found before, or may be found behind a break."""
