@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -349,11 +349,20 @@ def move(op: Op, out: Value, layout: Layout) -> Layout:
     if name == "permute":
         return layout.permute([d % rank for d in op.args[1]])
     if name in ("t", "transpose"):
+        if rank < 2:
+            return layout
         a, b = (0, rank - 1) if name == "t" else (op.args[1] % rank, op.args[2] % rank)
         order = list(range(rank))
         order[a], order[b] = order[b], order[a]
         return layout.permute(order)
     return _part(op, out, layout)
+
+
+def axes_of(dims: Any, rank: int) -> list[int]:
+    """The axes, counted from the front, of a reduction over `dims`. A number has none, and takes 0 or -1 for one."""
+    if dims is None or dims == [] or not rank:
+        return list(range(rank))
+    return [d % rank for d in (dims if isinstance(dims, (list, tuple)) else [dims])]
 
 
 def _part(op: Op, out: Value, layout: Layout) -> Layout:

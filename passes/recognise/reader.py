@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from mhc_compile.passes.recognise.concatenation import TOGETHER, piece_of, put_together
-from mhc_compile.passes.recognise.layout import Layout, NotALayout, broadcasts, is_movement, move, origin, tidy
+from mhc_compile.passes.recognise.layout import Layout, NotALayout, axes_of, broadcasts, is_movement, move, origin, tidy
 from mhc_compile.passes.recognise.sums_of_products import Factor, Source, Term, Terms, collected
 from mhc_compile.passes.shadow import Op, Value
 
@@ -91,15 +91,14 @@ class Reader:
             if op.name == "repeat":
                 source = next(op.inputs())
                 return self._moved(self.views(source), len(source.shape), lambda lead: _repeated(lead, value.shape))
-            source, axis, index = op.args[0], op.args[1] % len(value.shape), _integers(op.args[2])
-            if op.name != "index_select" or index is None:
+            source, rank, index = op.args[0], len(value.shape), _integers(op.args[2])
+            if op.name != "index_select" or not rank or not index:
                 return ()
+            axis = op.args[1] % rank
             step = index[1] - index[0] if len(index) > 1 else 1
             if step < 1:
                 return ()
-            return self._moved(
-                self.views(source), len(source.shape), lambda lead: lead.select(axis, index[0], len(index), step)
-            )
+            return self._moved(self.views(source), rank, lambda lead: lead.select(axis, index[0], len(index), step))
         except NotALayout:
             return ()
 
@@ -234,7 +233,7 @@ class Reader:
 
     def _averaged(self, op: Op, terms: Terms) -> Terms | None:
         source = op.args[0]
-        sizes = [source.meta.shape[d] for d in _axes(op, len(source.shape))]
+        sizes = [source.meta.shape[d] for d in axes_of(op.arg(1, "dim"), len(source.shape))]
         if not all(isinstance(size, int) for size in sizes):
             return None  # the number of elements differs from call to call
         count = reduce(lambda a, b: a * b, sizes, 1)
@@ -249,7 +248,7 @@ class Reader:
         return self._averaged(op, terms) if op.name == "mean" else self._reduced(op, terms, len(op.args[0].shape))
 
     def _reduced(self, op: Op, terms: Terms, rank: int) -> Terms:
-        axes, keep = _axes(op, rank), bool(op.arg(2, "keepdim", False))
+        axes, keep = axes_of(op.arg(1, "dim"), rank), bool(op.arg(2, "keepdim", False))
 
         def view(layout: Layout) -> Layout:
             lead = [() if d in axes else dim for d, dim in enumerate(layout.dims[:rank]) if keep or d not in axes]
@@ -465,13 +464,6 @@ def is_nought(value: Value) -> bool:
 def _adds_floats(op: Op) -> bool:
     """Whether a sum or mean is not one of integers, to which it may round what it adds."""
     return op.out.dtype.is_floating_point and op.args[0].dtype.is_floating_point
-
-
-def _axes(op: Op, rank: int) -> list[int]:
-    dims = op.arg(1, "dim")
-    if dims is None or dims == []:
-        return list(range(rank))
-    return [d % rank for d in (dims if isinstance(dims, (list, tuple)) else [dims])]
 
 
 def _spread_dim(size: int) -> tuple[tuple[int, int], ...]:

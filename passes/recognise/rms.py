@@ -14,7 +14,7 @@ from mhc_compile.forms import Rms
 from mhc_compile.passes.recognise.contraction import exact
 from mhc_compile.passes.recognise.fewer_tokens import on_few_tokens
 from mhc_compile.passes.recognise.layout import Factor as Step
-from mhc_compile.passes.recognise.layout import Layout, is_movement, keeps_order, origin, tidy, walk
+from mhc_compile.passes.recognise.layout import Layout, axes_of, is_movement, keeps_order, origin, tidy, walk
 from mhc_compile.passes.recognise.projection import Projection, Scaling, token_factor
 from mhc_compile.passes.recognise.reader import Reader
 from mhc_compile.passes.recognise.region import Region, region, same_gradient
@@ -95,11 +95,10 @@ def squares_of(value: Value, projection: Projection, reader: Reader) -> Squares 
     if op is None or value.numel != projection.tokens:
         return None
     if op.name == "linalg_vector_norm":
-        dims = op.arg(2, "dim")
         if float(op.arg(1, "ord", 2)) != 2.0 or not isinstance(op.args[0], Value):
             return None
         source = op.args[0]
-        axes = range(len(source.shape)) if dims is None else [d % len(source.shape) for d in dims]
+        axes = axes_of(op.arg(2, "dim"), len(source.shape))
         for seen in exact(reader.views(source)):
             layout = seen.layout
             rest = tuple(dim for d, dim in enumerate(layout.dims) if d not in axes)

@@ -172,3 +172,26 @@ def test_explain_finds_what_the_run_finds_though_inductor_takes_composites_apart
             report = mhc_compile.explain(model, torch.randn(2, 3, 4, 6))
         found.append([(site.op, site.reason) for site in report.sites])
     assert found[0] == found[1]
+
+
+NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda s: s.sum(-1),
+    "mean": lambda s: s.mean(0, keepdim=True),
+    "transpose": lambda s: s.transpose(0, -1),
+    "t": lambda s: s.t(),
+    "index_select": lambda s: s.index_select(0, torch.arange(1)),
+}
+
+
+@pytest.mark.parametrize("spelling", NUMBERS)
+def test_a_number_has_an_axis_as_in_torch(spelling: str) -> None:
+    """It is 0 or -1, though a number has no dimensions. A loss is often reduced once more."""
+    model, of = Sublayer(4, 6, 3, 2), NUMBERS[spelling]
+
+    def program(x: Tensor) -> Tensor:
+        x = model(x)
+        return (of(x.square().mean()) * x).sum(-2)
+
+    report = mhc_compile.explain(program, torch.randn(2, 3, 4, 6))
+    assert report.errors == []
+    assert "expand_combine" in {site.op for site in report.rewritten}
