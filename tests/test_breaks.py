@@ -330,6 +330,104 @@ def test_looks_do_not_use_up_compilations() -> None:
     assert _names(mhc_compile.report().rewritten) == BOTH
 
 
+class Static(nn.Module):
+    """A connection of streams of six channels that has the same gates for all tokens, and a break around it."""
+
+    def __init__(self, keep: Callable[[nn.Module, str, Tensor], None]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        for name, gate in self.made().items():
+            keep(self, name, gate)
+
+    def made(self) -> dict[str, Tensor]:
+        return {"pre": torch.rand(4), "post": torch.rand(1, 1, 4), "mix": torch.rand(4, 4)}
+
+    def gates(self) -> tuple[Any, ...]:
+        return self.pre, self.post, self.mix
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        pre, post, mix = self.gates()
+        f = self.layer((pre.unsqueeze(-1) * x).sum(-2))
+        out: Tensor = post.unsqueeze(-1) * f.unsqueeze(-2) + mix @ x
+        return out
+
+
+class StaticTogether(Static):
+    """The gates are columns and blocks of one matrix."""
+
+    def made(self) -> dict[str, Tensor]:
+        return {"all": torch.rand(4, 6)}
+
+    def gates(self) -> tuple[Any, ...]:
+        return self.all[:, 0], self.all[:, 1], self.all[:, 2:]
+
+
+KEPT: dict[str, Callable[[Any, str, Tensor], None]] = {
+    "a buffer": lambda model, name, gate: model.register_buffer(name, gate),
+    "a plain attribute": setattr,
+    "a parameter": lambda model, name, gate: setattr(model, name, nn.Parameter(gate)),
+}
+
+
+@pytest.mark.parametrize("tokens", [(2, 3), (2, 1)], ids=str)
+@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("kind", [Static, StaticTogether])
+def test_static_gates_are_not_cut(kind: type[Static], kept: str, tokens: tuple[int, ...]) -> None:
+    report = mhc_compile.explain(kind(KEPT[kept]), torch.randn(*tokens, 4, 6))
+    assert (_names(report.rewritten), report.cut) == (["aggregate", "expand_combine"], [])
+
+
+def test_static_gates_of_one_token_are_not_cut() -> None:
+    """They have no dimension for tokens."""
+
+    class OneToken(Static):
+        def made(self) -> dict[str, Tensor]:
+            return super().made() | {"post": torch.rand(4)}
+
+    report = mhc_compile.explain(OneToken(KEPT["a buffer"]), torch.randn(1, 1, 4, 6))
+    assert (_names(report.rewritten), report.cut) == (["aggregate", "expand_combine"], [])
+
+
+def test_static_gates_of_a_functional_call_are_not_cut() -> None:
+    model = Static(KEPT["a parameter"])
+    given = {name: one.detach() for name, one in model.named_parameters()}
+    report = mhc_compile.explain(lambda x: torch.func.functional_call(model, given, (x,)), torch.randn(X))
+    assert (_names(report.rewritten), report.cut) == (["aggregate", "expand_combine"], [])
+
+
+@pytest.mark.parametrize("tokens", [(1, 1), (1, 3), (3,), (1,)], ids=str)
+def test_gates_of_few_tokens_are_cut(tokens: tuple[int, ...]) -> None:
+    """One token's have as many elements as static ones."""
+    if len(tokens) > 1:
+        report = mhc_compile.explain(Broken(4, 6, 3, 2), torch.randn(*tokens, 4, 6))
+        assert _names(report.cut) == BOTH
+        return
+
+    def read(x: Tensor) -> Tensor:
+        pre = x.mean(-1).softmax(-1)
+        torch._dynamo.graph_break()
+        return (pre.unsqueeze(-1) * x).sum(-2)
+
+    report = mhc_compile.explain(read, torch.randn(*tokens, 4, 6))
+    assert _names(report.rewritten) == _names(report.cut)
+
+
+def test_a_gate_for_each_sequence_is_cut() -> None:
+    """It is the same for all tokens of a sequence, and another graph makes it."""
+
+    mix = nn.Parameter(torch.rand(4, 4))
+
+    def connection(x: Tensor) -> Tensor:
+        post = x.mean((1, 3)).sigmoid().unsqueeze(1)
+        torch._dynamo.graph_break()
+        f = (x.mean(-1).softmax(-1).unsqueeze(-1) * x).sum(-2).tanh()
+        return post.unsqueeze(-1) * f.unsqueeze(-2) + mix @ x
+
+    report = mhc_compile.explain(connection, torch.randn(X))
+    assert (_names(report.rewritten), _names(report.cut)) == (["aggregate", "expand_combine"], ["expand_combine"])
+
+
 def test_a_region_that_gets_its_gates_is_not_cut() -> None:
     """A checkpoint region is a graph of its own, that another calls, whatever else Dynamo breaks."""
 

@@ -205,6 +205,45 @@ def test_the_most_streams_that_operators_take() -> None:
         mhc_compile.ops.aggregate(streams, streams[..., 0])
 
 
+@pytest.mark.parametrize("n", [4, 7, 8, 9, 16])
+def test_a_phi_of_matrices_beside_their_streams(n: int) -> None:
+    """Its rows are often the width of other layers, such as 64: without n streams they say nothing."""
+    streams = compat.Reached((2, 8, n, C), False)
+    for rows in (n * n, 3 * n * n):
+        assert can_hold({compat.Reached((rows, n * C), True), streams})
+        assert can_hold({compat.Reached((n * C, rows), True), streams})
+    assert can_hold({compat.Reached((n * n + n, n * C), True)})
+
+
+@pytest.mark.parametrize("rows", [64, 192, 256, 768])
+def test_usual_layers_cannot_hold_a_site(rows: int) -> None:
+    """Not even beside heads, unless these are the n streams of n * n rows."""
+    others = {compat.Reached(shape, False) for shape in ((2, 8, 512), (2, 8, 4, 128), (2, 8, 32, 16), (2, 8, 512, 1))}
+    assert not can_hold({compat.Reached((rows, 512), True), *others})
+    assert not can_hold({compat.Reached((512, rows), True), *others})
+    assert not can_hold({compat.Reached((64, 512), False), compat.Reached((2, 16, 8, 64), False)})  # is not learned
+
+
+@pytest.mark.parametrize("n", [4, 8])
+def test_the_rest_of_a_write_whose_gates_are_of_one_phi(n: int) -> None:
+    class Write(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.phi = nn.Linear(n * C, n + n * n)
+
+        def forward(self, x: Tensor, f: Tensor) -> Tensor:
+            try:
+                logits = self.phi(x.flatten(-2))
+                torch._dynamo.graph_break()
+                post, mix = logits.sigmoid().split([n, n * n], -1)
+                return post[..., None] * f[..., None, :] + mix.unflatten(-1, (n, n)) @ x
+            except ValueError:
+                return x
+
+    report = mhc_compile.explain(Write(), torch.randn(2, 3, n, C), torch.randn(2, 3, C))
+    assert [site.detail for site in report.torn] == ["not compiled"]
+
+
 @pytest.mark.usefixtures("passes_only")
 def test_what_another_backend_gave_up_stays_eager() -> None:
     """Nobody is asked again, so it is not reported."""
