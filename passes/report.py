@@ -5,23 +5,25 @@ from __future__ import annotations
 import linecache
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
+import torch
 from torch import fx
 
-from mhc_compile import ops
+from mhc_compile import compat, ops
 from mhc_compile.encoding import printable_line
 
-# The compiled module, in its own code. Dynamo wraps torch's own modules, or their methods, into a function of fn.
-_COMPILED = re.compile(r"^L\['(self|fn)'\](\.__self__)?\.?")
+# A variable at the begin of a path. Dynamo wraps torch's own modules, or their methods, into a function of fn.
+_VARIABLE = re.compile(r"^([LG])\['(\w+)'\](\.__self__)?\.?")
 # The line by which a function's definition is known.
 _DEF = re.compile(r"\s*(?:async\s+)?def\s+(\w+)")
-# Whose lines stand for the user's line that calls them: libraries, and the typed wrappers of the operators.
-_SPELLERS = ("/einops/", "/torch/")
-_WRAPPERS = os.path.join(os.path.dirname(ops.__file__), "")
+# Whose lines stand for the user's line that calls them: torch, the typed wrappers of the operators, and libraries.
+_SPELLERS = tuple(os.path.join(os.path.dirname(str(package.__file__)), "") for package in (torch, ops))
+_LIBRARIES = ("einops",)
 
 
 def _working_directory() -> str:
@@ -30,6 +32,10 @@ def _working_directory() -> str:
         return os.path.join(os.getcwd(), "")
     except OSError:
         return ""
+
+
+def _whole(path: str) -> str:
+    return os.path.normpath(os.path.join(_working_directory(), path))
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,12 @@ class Location:
 
     def is_among(self, places: Iterable[str]) -> bool:
         """Whether `file.py:12`, with or without folders, names this line in a list of such places."""
-        return any(f"/{self}".endswith(f"/{printable_line(place).lstrip('/')}") for place in places)
+        names = [f"/{self}", f"{printable_line(_whole(self.file))}:{self.line}"] if self.file else []
+        for place in map(printable_line, places):
+            ends = f"/{os.path.normpath(place).lstrip('/')}", f"/{place.lstrip('/')}"
+            if any(name.endswith(ends) or name == _whole(place) for name in names):
+                return True
+        return False
 
     def __str__(self) -> str:
         return f"{printable_line(self.name)}:{self.line}" if self.file else "unknown source"
@@ -484,15 +495,25 @@ def function_at(file: str, line: int, name: str) -> Location:
 
 
 def module_path(node: fx.Node | None) -> str:
-    """The module whose code made a node: "layers.0.attention"; "" for the compiled module itself, or if unknown."""
+    """The module whose code made a node: "layers.0.attention"; "" for the compiled module itself, or if unknown.
+
+    A path that does not begin at the compiled module begins with the name of a variable: "model.layers.0".
+    """
     stack = node.meta.get("nn_module_stack") if node is not None else None
     if not stack:
         return ""
-    return _COMPILED.sub("", str(list(stack.values())[-1][0]))
+    path = str(next(reversed(stack.values()))[0])
+    found = _VARIABLE.match(path)
+    if found is None:
+        return path
+    scope, name, _ = found.groups()
+    is_compiled = scope == "L" and (name in ("self", "fn") or name == compat.own_local())
+    return path[found.end() :] if is_compiled else name + path[len(f"L['{name}']") :]
 
 
 def _spells(file: str) -> bool:
-    return file.startswith(_WRAPPERS) or any(part in file for part in _SPELLERS)
+    used = [getattr(sys.modules.get(name), "__file__", None) for name in _LIBRARIES]
+    return file.startswith((*_SPELLERS, *(os.path.join(os.path.dirname(one), "") for one in used if one)))
 
 
 def number(node: fx.Node | None) -> int | None:

@@ -43,7 +43,7 @@ ALLOWED = {
         "mhc_compile.compat",
     ),
     # The report knows the page that shows it, and the page knows nothing but reports.
-    "mhc_compile.passes.report": ("mhc_compile.ops", "mhc_compile.page", "mhc_compile.encoding"),
+    "mhc_compile.passes.report": ("mhc_compile.ops", "mhc_compile.page", "mhc_compile.encoding", "mhc_compile.compat"),
     "mhc_compile.page": ("mhc_compile.page", "mhc_compile.passes.report", "mhc_compile.encoding"),
     "mhc_compile.passes.lower": (
         "mhc_compile.agreement",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import os
 import re
@@ -361,18 +362,33 @@ def _at_work() -> tuple[Any, Look | None]:
 def module_at(path: str) -> torch.nn.Module | None:
     """The module that a report's path names in the function that Dynamo is compiling, outermost first; None if unknown.
 
-    A path begins at the function's own module, or with a local or global variable: "L['args'][0].layers.1".
+    A path begins at the function's own module, or with a local or global variable: "args[0].layers.1".
     """
     if not _converting.get():
         return None
     frame = _converting.get()[-1][0]
-    scope = {"L[": frame.f_locals, "G[": frame.f_globals}.get(path[:2])
-    if scope is not None:
-        found: Any = _followed(scope, path[1:])
-    else:
-        own = next((frame.f_locals[name] for name in ("self", "fn") if name in frame.f_locals), None)
-        found = _followed(getattr(own, "__self__", own), path)
-    return found if isinstance(found, torch.nn.Module) else None
+    own = next((frame.f_locals[name] for name in (own_local(), "self", "fn") if name in frame.f_locals), None)
+    first = re.match(r"\w*", path)[0]  # type: ignore[index]
+    named = [
+        _followed(names[first], path[len(first) :]) for names in (frame.f_locals, frame.f_globals) if first in names
+    ]
+    found = [_followed(getattr(own, "__self__", own), path), *named]
+    return next((one for one in found if isinstance(one, torch.nn.Module)), None)
+
+
+def own_local() -> str | None:
+    """What the method of a module that Dynamo is compiling, outermost first, calls its module; None if it is none."""
+    if not _converting.get():
+        return None
+    frame = _converting.get()[-1][0]
+    code = frame.f_code
+    for name, value in frame.f_locals.items():
+        if isinstance(value, torch.nn.Module):
+            method: Any = getattr(type(value), own_name(code.co_name), None)
+            there = getattr(inspect.unwrap(method), "__code__", None)
+            if there is not None and there.co_filename == code.co_filename and there.co_varnames[:1] == (name,):
+                return str(name)
+    return None
 
 
 def _followed(value: Any, path: str) -> Any:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import einops
 import pytest
 import torch
 from torch import nn
@@ -18,7 +19,8 @@ import mhc_compile
 from mhc_compile import compat, hooks, passes, records
 from mhc_compile.passes.called import INSERTED
 from mhc_compile.passes.places import Places
-from mhc_compile.passes.report import Fused, Location, Report, SiteReport
+from mhc_compile.passes.report import Fused, Location, Report, SiteReport, location
+from tests.zoo.near import Sublayer
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -196,6 +198,95 @@ def test_lines_to_skip_are_those_of_now() -> None:
     assert known(1, ["model.py:1"]) != known(2, ["model.py:1"])
     assert known(1, ["model.py:9"]) == known(2, ["model.py:9"])
     records.forget()
+
+
+def test_a_line_is_named_with_all_its_folders_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for file in (tmp_path / "models" / "block.py", tmp_path.parent / "block.py", Path("models/block.py")):
+        place = Location(str(file), 12, "x = y")
+        assert place.is_among([f"{file}:12"])
+        assert place.is_among(["other.py:3", "block.py:12"])
+        assert not place.is_among(
+            [f"{file}:1", f"{file}:2", f"{tmp_path}/other/block.py:12", "lock.py:12", "other/block.py:12"]
+        )
+    inside = Location(str(tmp_path / "models" / "block.py"), 12, "x = y")
+    for name in (
+        "./models/block.py",
+        "models/./block.py",
+        "models/../models/block.py",
+        f"../{tmp_path.name}/models/block.py",
+    ):
+        assert inside.is_among([f"{name}:12"])
+    assert not Location("", 0, "").is_among(["unknown source:0", f"{tmp_path}:0"])
+
+
+@pytest.mark.parametrize("folder", ["torch", "einops", "site-packages/torch_models"])
+def test_a_folder_that_is_called_as_a_library_has_code_of_the_user(tmp_path: Path, folder: str) -> None:
+    (tmp_path / folder).mkdir(parents=True)
+    model = _model(tmp_path / folder, "model.py")
+    _, report = _looked_at(model)
+    codes = [site.location.code for site in report.sites if Path(site.location.file).parent == tmp_path / folder]
+    assert "return (h_pre.unsqueeze(-1) * x).sum(2)" in codes
+
+
+def test_lines_of_installed_libraries_stand_for_those_that_call_them() -> None:
+    def at(*files: str) -> str:
+        node = torch.fx.Graph().placeholder("x")
+        node.meta["stack_trace"] = "".join(f'  File "{file}", line 3, in f\n' for file in files)
+        return location(node).file
+
+    assert at("model.py", torch.nn.functional.__file__) == "model.py"
+    assert at("model.py", einops.__file__) == "model.py"
+    assert at("model.py", mhc_compile.ops.__file__) == "model.py"
+    assert at("model.py", "projects/torch/model.py") == "projects/torch/model.py"
+
+
+class Named(nn.Module):
+    """Its method calls the module by another name than self."""
+
+    broken = False
+
+    def __init__(this) -> None:
+        super().__init__()
+        this.layers = nn.ModuleList([Sublayer(4, 6, 3, 2)])
+
+    def forward(this, x: Any) -> Any:
+        if this.broken:
+            x = x.sin()
+            torch._dynamo.graph_break()
+        return this.layers[0](x)
+
+
+class NamedAndBroken(Named):
+    broken = True
+
+
+NAMED = Named()
+BY_NAME = {"one": NAMED}
+PATHS: dict[str, tuple[Callable[..., Any], str]] = {
+    "a method": (NAMED, "layers.0"),
+    "a bound method": (NAMED.forward, "layers.0"),
+    "a method after a break": (NamedAndBroken(), "layers.0"),
+    "a method in another module": (nn.Sequential(NAMED), "0.layers.0"),
+    "a global": (lambda x: NAMED(x), "NAMED.layers.0"),
+    "a part of a global": (lambda x: NAMED.layers[0](x), "NAMED.layers.0"),
+    "an item of a global": (lambda x: BY_NAME["one"](x), "BY_NAME['one'].layers.0"),
+    "a local": (lambda x, model=NAMED: model(x), "model.layers.0"),
+}
+
+
+@pytest.mark.parametrize("case", PATHS)
+def test_a_path_begins_at_the_compiled_module_or_with_a_variable(case: str) -> None:
+    function, path = PATHS[case]
+    assert {site.module for site in mhc_compile.explain(function, torch.randn(X)).sites} == {path}
+
+
+def test_a_path_names_its_module_in_reports_of_several_functions() -> None:
+    """A site counts once, whatever leads to its module."""
+    layer = NAMED.layers[0]
+    for function in (NAMED, lambda x: NAMED(x).sin(), lambda x: BY_NAME["one"](x).cos(), layer):
+        torch.compile(function, backend="mhc", options={"mhc.lower": False})(torch.randn(X))
+    assert len(mhc_compile.report().rewritten) == 2
 
 
 def test_a_loaded_file_of_an_older_version(tmp_path: Path) -> None:
