@@ -174,7 +174,7 @@ class HyperConnection(_Mix):
             "deepseek_v4": phi normal(0, std), bias 0, scale 1, as transformers initialises that model.
         std: the standard deviation of phi; `initializer_range` of a transformers config.
 
-    Gates are computed in float32 (float64 for float64 x), whatever the dtypes. Autocast rounds products, if it is on.
+    Gates are computed in float32 (float64 for float64 x), whatever the dtypes. Autocast rounds the product with phi.
 
     `forward(x, *args, **kwargs)` takes x [..., n, C] and returns x' of the same shape and dtype; the other
     arguments go to the layer. A layer that returns a tuple gives its output first: the result is then a tuple of

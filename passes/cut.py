@@ -139,7 +139,7 @@ def _is_given(gate: fx.Node, dims: int) -> bool:
     dims: how many dimensions of the gate are not those of tokens.
     """
     *tokens, each = _shapes(gate, dims)
-    while True:
+    while not _is_static(gate, tokens, each):
         # A matrix as a gate is summed over its rows or columns for the operator.
         summed = _name(gate) == "sum" and INSERTED in gate.meta
         if not (summed or _name(gate) in _FORMS) or not gate.all_input_nodes:
@@ -147,8 +147,8 @@ def _is_given(gate: fx.Node, dims: int) -> bool:
         gate = gate.all_input_nodes[0]
         if summed:
             *tokens, each = _shapes(gate, dims + 1)
-        if _is_static(gate, tokens, each):
-            return False
+    else:
+        return False
     return gate.op == "placeholder" and not isinstance(compat.example(gate), torch.nn.Parameter)
 
 
@@ -159,7 +159,7 @@ def _shapes(gate: fx.Node, dims: int) -> tuple[Any, ...]:
 
 
 def _is_static(gate: fx.Node, tokens: Sequence[Any], each: tuple[Any, ...]) -> bool:
-    """Whether a gate is the same for all tokens; with one token it is, if it has no dimension for tokens."""
+    """Whether a gate is the same for all tokens. With one token it is only if it has no dimension for tokens."""
     shape = getattr(compat.example(gate), "shape", None)
     if shape is None or not all(isinstance(size, int) for size in (*shape, *each)):
         return False

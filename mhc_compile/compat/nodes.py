@@ -13,7 +13,7 @@ from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 from mhc_compile.compat.graphs import example
-from mhc_compile.compat.values import fake_mode_of
+from mhc_compile.compat.values import fake_mode_of, quiet_shape_env
 
 _STATE_CHANGES = {
     "_set_grad_enabled": "grad",
@@ -256,7 +256,7 @@ def autograd_function(node: fx.Node) -> AutogradFunction | None:
     return found if plain else None
 
 
-# The namespaces whose operators have torch's own derivatives, which have a gradient for all that they depend on.
+# The namespaces of torch's own operators, whose backward gives a gradient to every input that needs one.
 _OF_TORCH = {"aten", "prims", "prim", "quantized", "inductor", "_c10d_functional", "c10d"}
 
 
@@ -281,7 +281,8 @@ def _tried(node: fx.Node) -> list[fx.Node]:
     if not leaves:
         return []
     try:
-        with torch.enable_grad(), fake_mode_of(next(iter(leaves.values()))):
+        mode = fake_mode_of(next(iter(leaves.values())))
+        with torch.enable_grad(), quiet_shape_env(mode), mode:
             leaves = {one: value.detach().requires_grad_() for one, value in leaves.items()}
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda one: leaves.get(one, example(one)))
             made = torch.utils._pytree.tree_leaves(node.target(*args, **kwargs))  # type: ignore[operator]

@@ -65,8 +65,8 @@ def _weighted_sum(d, p, AXIS: tl.constexpr):
 
 
 @triton.jit
-def larger(a, b):
-    """The larger of two numbers; NaN if one of them is, as in torch. A GPU would choose the other one."""
+def _larger(a, b):
+    """The larger of two numbers; NaN if one of them is, as in torch. A GPU's own maximum would drop the NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -78,7 +78,7 @@ def _smaller(a, b):
 @triton.jit
 def _largest(x, AXIS: tl.constexpr):
     """The largest number along an axis; NaN if one of them is."""
-    return tl.reduce(x, AXIS, larger, keep_dims=True)
+    return tl.reduce(x, AXIS, _larger, keep_dims=True)
 
 
 @triton.jit
@@ -100,7 +100,7 @@ def exponential(x):
 
     2^k comes in two factors, so that a result below the normal numbers is rounded once.
     """
-    k, rest = _reduced(larger(x, _LEAST_EXPONENT))
+    k, rest = _reduced(_larger(x, _LEAST_EXPONENT))
     half = tl.floor(0.5 * k)
     return rounded_product(tl.exp(rest) * _power_of_2(half), _power_of_2(k - half))
 
@@ -108,7 +108,7 @@ def exponential(x):
 @triton.jit
 def sigmoid_and_slope(x):
     """1 / (1 + exp(-x)) and its derivative, without the difference 1 - sigmoid, which would cancel."""
-    k, rest = _reduced(larger(-tl.abs(x), _LEAST_EXPONENT))
+    k, rest = _reduced(_larger(-tl.abs(x), _LEAST_EXPONENT))
     e = tl.exp(rest) * _power_of_2(k)
     inverse = 1.0 / (1.0 + e)
     return tl.where(x < 0.0, e, 1.0) * inverse, e * inverse * inverse
@@ -128,7 +128,7 @@ def rms_factor(ms, eps, MODE: tl.constexpr):
     elif MODE == "outside":
         return 1.0 / (tl.sqrt(ms) + eps)
     elif MODE == "clamp":
-        return 1.0 / larger(tl.sqrt(ms), eps)
+        return 1.0 / _larger(tl.sqrt(ms), eps)
     else:
         # In the layout of ms, whatever its values are.
         return tl.where(ms > 0.0, 1.0, 1.0)
@@ -177,7 +177,7 @@ def _divisor(p, valid, eps, START: tl.constexpr, AXIS: tl.constexpr, CLAMP: tl.c
     if START == "normalised":
         total = in_units(total, START)
     elif CLAMP:
-        total = larger(total, eps)
+        total = _larger(total, eps)
     else:
         total = total + eps
     return tl.where(valid, total, 1.0)
@@ -230,7 +230,7 @@ def _centred(d, p, size, AXIS: tl.constexpr):
 
 @triton.jit
 def _bounded(x):
-    return _smaller(larger(x, -_LARGEST_FLOAT), _LARGEST_FLOAT)
+    return _smaller(_larger(x, -_LARGEST_FLOAT), _LARGEST_FLOAT)
 
 
 @triton.jit

@@ -126,7 +126,7 @@ def define(
 ) -> Any:
     """Define `mhc::name`; `check`, `reference` and `fake` take all arguments, scalars grouped into `forms`.
 
-    It is defined without torch.library.custom_op, which makes a gradient of its own for each operator: a third of the
+    It is defined without torch.library.custom_op, which would make an autograd class for each operator: a third of the
     time that the import takes.
 
     kernel: "module.function" below `mhc_compile.kernels`, imported at the first CUDA call and used for all
@@ -191,7 +191,7 @@ def define(
 
 
 def _implement(name: str, implementation: Callable[..., Any], key: str) -> None:
-    # What Dynamo leaves to run as it is may call an operator. It is not to trace what the operator does.
+    # As the gradients (`ops._transforms`).
     library.impl(name, compat.hidden_from_dynamo(implementation), key)  # type: ignore[no-untyped-call]
 
 

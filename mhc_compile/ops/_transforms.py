@@ -1,13 +1,12 @@
 """The operators under autograd and torch.func: vmap, grad, and a refusal of forward mode.
 
 torch.library would give a custom operator reverse mode only: forward mode would silently take every tangent for zero,
-torch.func.grad would fail, and vmap would call the operator once per element. Its way to an operator also takes as
-long as two launches, and what has a program (`ops._again`) needs nothing of it.
+torch.func.grad would fail, and vmap would call the operator once per element. A call through it also takes as long as
+two launches. A call with a program (`ops._again`) needs nothing of it.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,7 +34,7 @@ library = torch.library.Library("mhc", "FRAGMENT")  # type: ignore[no-untyped-ca
 
 
 def register_fake(name: str, fake: Callable[..., Any]) -> None:
-    """Give an operator of `library` its fake. For each file that does so, torch looks through all modules: 2 ms."""
+    """Give an operator of `library` its fake. For each file that calls it, torch looks through all modules (2 ms)."""
     torch.library.register_fake(f"mhc::{name}", fake, lib=library)
 
 
@@ -81,32 +80,35 @@ def _autograd_kernel(operator: Any, backward: Callable[..., Any], set_up: SetUp 
     def tracked_backward(ctx: Any, *gradients: Any) -> Any:
         return (*backward(ctx, *gradients), None)
 
-    # The two are made when they are first called: for all operators they are a tenth of the import.
-    @functools.cache
-    def function() -> Any:
-        # Anomaly detection says by this name where a NaN came from. It is the one that torch.library would give.
-        name = f"GeneratedBackwardFor_mhc_{operator._opname}_default"
-        made = {"forward": staticmethod(tracked_forward), "backward": staticmethod(tracked_backward)}
-        return type(name, (torch.autograd.Function,), made)
+    # Made at the first call: for all operators they are a tenth of the import.
+    function: Any = None
+    function_of_level: Any = None
 
-    @functools.cache
-    def function_of_level() -> Any:
-        """The gradient at one level of torch.func, where the level's own interpreter is already at work."""
-        made = {"forward": staticmethod(forward_of_level), "backward": staticmethod(tracked_backward)}
-        return type("Level", (compat.SingleLevelFunction,), made)
+    def make() -> None:
+        nonlocal function, function_of_level
+        # Dynamo leaves some calls to run as they are. It is not to trace what an operator does there.
+        backward = staticmethod(compat.hidden_from_dynamo(tracked_backward))
+        made = {"forward": staticmethod(tracked_forward), "backward": backward}
+        of_level = {"forward": staticmethod(forward_of_level), "backward": backward}
+        # At one level of torch.func, the level's own interpreter is already at work.
+        function_of_level = type("Level", (compat.SingleLevelFunction,), of_level)
+        # Anomaly detection says by this name where a NaN came from. It is the one that torch.library would give.
+        function = type(f"GeneratedBackwardFor_mhc_{operator._opname}_default", (torch.autograd.Function,), made)
 
     def kernel(keyset: Any, *args: Any, **scalars: Any) -> Any:
         if compat.forward_mode_is_active():
             _refuse_tangents(operator, args)
         tracked = torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
+        if tracked and function is None:
+            make()
         if tracked and compat.functorch_is_active():
-            return compat.apply_at_this_level(function_of_level(), (*args, (keyset, scalars, None)))
+            return compat.apply_at_this_level(function_of_level, (*args, (keyset, scalars, None)))
         program = calls.program(args, scalars) if calls is not None and not compat.calls_are_watched() else None
         if tracked:
-            return function().apply(*args, (keyset, scalars, program))
+            return function.apply(*args, (keyset, scalars, program))
         return run(keyset, args, scalars, program)
 
-    return kernel
+    return compat.hidden_from_dynamo(kernel)  # type: ignore[no-any-return]
 
 
 def _refuse_tangents(overload: Any, args: Sequence[Any]) -> None:

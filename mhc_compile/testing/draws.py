@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["Draw", "KeepDraws", "ReplayDraws"]
 
-# The operator that drew, and what it drew: None if that is not among its results.
+# The operator's name, and what it drew; None if no result shows it.
 Draw = tuple[str, torch.Tensor | None]
 
 _ATEN = torch.ops.aten
@@ -101,4 +101,5 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     arguments = func._schema.arguments
     named = {a.name: a.default_value for a in arguments}
     named |= {a.name: value for a, value in zip(arguments, args, strict=False)} | kwargs
-    return all(named.get(name, True) for name in ("training", "dropout_p", "dropout"))
+    trains = all(named.get(name) is not False for name in ("training", "train"))
+    return trains and all(named.get(name, 1) != 0 for name in ("dropout_p", "dropout"))

@@ -31,7 +31,7 @@ _TYPE = re.compile(r"(torch(?:\.\w+)?)\.(?:Float|Half|BFloat16)Tensor")
 
 
 class KeepFloat64(TorchFunctionMode):
-    """Turn every request for a lower floating point dtype into a request for float64, of complex for complex128.
+    """Turn requests for lower floating point dtypes into float64, and for lower complex dtypes into complex128.
 
     Model code casts explicitly (`x.float()`, `x.to(torch.float32)`, `softmax(..., dtype=torch.float32)`).
     In a float64 model those would cut the most sensitive places back to float32. Inside this mode such

@@ -16,6 +16,8 @@ __all__ = ["FEW", "Errors", "Finding", "judge"]
 FEW = 1000
 # The result's own rounding, a few times over, is no error that one evaluation can avoid and the other cannot.
 _ROUNDINGS = 4.0
+# Of integers, one in 10,000, by the root of their part.
+_FLIPS = 0.01
 # Exact values below this part of a root mean square vanish: the float64 evaluation cannot distinguish them from 0.
 _NOTHING = 1e-12
 # How many times the trusted error an error may be there: in most evaluations, and in the worst one.
@@ -58,8 +60,7 @@ class Errors:
     ) -> None:
         """Take the results of one more evaluation. Raises ValueError if the names or shapes are not those of `exact`.
 
-        A value that is infinite or NaN where the exact one is another is an infinite error, except where it is what
-        the results `usual` have there.
+        Another infinity or NaN than the exact value is an infinite error, unless the results `usual` have it there.
         """
         if results.keys() != exact.keys():
             raise ValueError(f"only one of the two evaluations has {sorted(results.keys() ^ exact.keys())}")
@@ -166,7 +167,7 @@ def judge(trusted: Errors, errors: Errors, names: list[str], group: str, *, vani
     It is for outputs: a rounded input may give exactly 0 at a kink, and nothing is divided by an output's size.
 
     Integers and booleans are judged one tensor at a time. As many may differ from the exact ones as eager's do, with
-    the room of a tensor of their size: which value is the largest is chance if two differ by a rounding.
+    the usual room, and one in 10,000: between two values one rounding apart, chance decides which is larger.
     """
     counted = [name for name in names if not errors.rounding[name]]
     names = [name for name in names if errors.rounding[name]]
@@ -179,7 +180,7 @@ def judge(trusted: Errors, errors: Errors, names: list[str], group: str, *, vani
         what: str, members: list[str], room: float, measure: Callable[[Errors], float], usual: float = 0.0
     ) -> None:
         of_trusted = max(measure(trusted), usual)
-        floor = _ROUNDINGS * max(errors.rounding[name] for name in members)
+        floor = max(_ROUNDINGS * errors.rounding[name] if errors.rounding[name] else _FLIPS for name in members)
         limit = max(room * of_trusted, floor)
         findings.append(Finding(what, tuple(members), of_trusted, measure(errors), limit, measure))
 

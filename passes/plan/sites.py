@@ -302,8 +302,14 @@ def surface(value: Value) -> Value:
         (user,) = value.users
         # Operators return float64 only with float64 streams. A cast under another grad mode is not the operator's.
         alike = value.op is None or value.op.state == user.state
-        if user.name == "_to_copy" and keeps_order(user) and user.out.nodes and alike:
-            return user.out if user.out.dtype != torch.float64 else value
+        if (
+            user.name == "_to_copy"
+            and keeps_order(user)
+            and user.out.nodes
+            and user.out.dtype != torch.float64
+            and alike
+        ):
+            return user.out
     return value
 
 

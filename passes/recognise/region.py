@@ -107,6 +107,8 @@ def region(out: Value, is_leaf: Callable[[Value], bool]) -> Region | None:
         return None
     ops, leaves = found
     leaf = next(iter(leaves))
+    if leaf.meta.device != out.meta.device:  # where an operator would not leave its result
+        return None
     return Region(leaf, out, tuple(ops), sample_shape(leaf), tuple((op.args, op.kwargs) for op in ops))
 
 
@@ -138,7 +140,7 @@ def _between(out: Value, is_leaf: Callable[[Value], bool]) -> tuple[dict[Op, Non
             ops[op] = None
         elif is_leaf(current):
             leaves.add(current)
-        elif op is None or op.target is None or _differs(op) or _moves(op) or max(len(stack), len(ops)) > _LIMIT:
+        elif op is None or op.target is None or _differs(op) or len(stack) > _LIMIT or len(ops) > _LIMIT:
             return None
         elif op not in ops:
             stack.append((current, True))
@@ -217,13 +219,6 @@ def _agree(ours: list[torch.Tensor] | None, theirs: list[torch.Tensor] | None, r
 def _differs(op: Op) -> bool:
     """Whether one run does not show what an operator computes. A dropout may drop nothing there."""
     return _reads_a_size(op) or draws_random_numbers(op)
-
-
-def _moves(op: Op) -> bool:
-    """Whether an operator copies to another device, where ours would not leave its result."""
-    return (
-        op.name in ("_to_copy", "copy", "copy_") and len({value.meta.device for value in (*op.sources, *op.outs)}) > 1
-    )
 
 
 _FACTORIES = {"zeros", "ones", "full", "new_zeros", "new_ones", "new_full"}

@@ -359,7 +359,8 @@ number of values.
 - **Gradients that vanish** may have 10 times eager's error, or 1e-12 of the root mean square of all gradients.
   If only some gradients of a tensor vanish, 10 times holds for the median run, and 100 times for the worst one.
 - An error of 4 roundings always passes, except for gradients that vanish.
-- **Integers and booleans** may differ from float64 as often as eager's do, with the room of a tensor of N values.
+- **Integers and booleans** may differ from float64 as often as eager's, times the factor for N values. One in 10,000
+  always may.
 - **Infinities and NaN** are right where float64 has the same. In `verify`, the same as in eager code is right, too.
 
 A gradient vanishes if it is below 1e-12 of its tensor's root mean square. All gradients of a tensor vanish if their

@@ -204,3 +204,22 @@ class _Count(torch.utils._python_dispatch.TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen += function.namespace == "mhc"
         return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_dynamo_looks_into_no_operator() -> None:
+    """A frame that Dynamo leaves calls operators as they are, forward and backward."""
+
+    @torch.compile(backend="eager")
+    def step(x: Tensor, gate: Tensor) -> Tensor:
+        for _ in range(2):
+            torch._dynamo.graph_break()
+            x = x + torch.ops.mhc.aggregate(x, gate).unsqueeze(-2)
+        x.sum().backward()  # type: ignore[no-untyped-call]
+        return x
+
+    torch._dynamo.utils.clear_compilation_metrics()
+    step(torch.randn(3, 4, 8, requires_grad=True), torch.rand(3, 4, requires_grad=True))
+    seen = [metrics.co_filename or "" for metrics in torch._dynamo.utils.get_compilation_metrics()]
+    assert seen
+    assert not [file for file in seen if "mhc_compile" in file]

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mhc_compile import passes
+from mhc_compile.passes.report import Report
 from tests.zoo.check import rewriting
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -265,3 +267,39 @@ def test_a_write_that_is_assigned_to_zeros() -> None:
     torch.testing.assert_close(call(*given), step(*given))
     assert not report.errors
     assert {site.op for site in report.rewritten} == {"generate_mix_and_aggregate", "expand_combine"}
+
+
+@torch.library.custom_op("tests_around_results::pick", mutates_args=())
+def pick(x: Tensor) -> Tensor:
+    """As many tokens as the data says."""
+    return x[x[:, 0] > 0]
+
+
+@pick.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty(torch.library.get_ctx().new_dynamic_size(), x.shape[1])
+
+
+pick.register_autograd(
+    lambda ctx, gradient: ctx.like.new_zeros(ctx.like.shape),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "like", inputs[0]),
+)
+
+
+def test_an_operator_whose_result_depends_on_data() -> None:
+    """What its backward gives is looked at, and no size is left behind."""
+
+    def step(x: Tensor, phi: Tensor, w: Tensor) -> Tensor:
+        pre, post = _gates(x, phi)
+        x = _write(x, post, torch.tanh(_read(x, pre) @ w))
+        return pick(x.mean(-2).flatten(0, 1)).sum()
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: list[Tensor]) -> Any:
+        report.add(passes.run_recursively(gm))
+        return torch._dynamo.lookup_backend("aot_eager")(gm, example_inputs)
+
+    report, given = Report(), _arguments()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        out = torch.compile(step, backend=backend)(*given)
+    assert len(report.rewritten) == 2
+    torch.testing.assert_close(out, step(*given))
