@@ -4,37 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
-import random
-import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 
 from mhc_compile import backend, compat, kernels, records
 from mhc_compile.arguments import check_model
-from mhc_compile.encoding import in_one_line
 from mhc_compile.passes.report import Report
-from mhc_compile.testing.draws import KeepDraws, ReplayDraws
-from mhc_compile.testing.float64 import Float64Reference, widened
+from mhc_compile.testing.draws import KeepDraws
+from mhc_compile.testing.evaluation import (
+    check_memory,
+    evaluate,
+    exact_results,
+    first_results,
+    kept,
+    tensors_of,
+)
 from mhc_compile.testing.judging import Errors, Finding, judge
 
 RUNS = ("eager", "inductor", "mhc")
 _HOW = {"float64": "in float64", "eager": "eagerly", "inductor": "compiled by Inductor", "mhc": "compiled by mhc"}
-_SEED = 0
 # How many more runs follow a bad verdict, and by how much their parameters are perturbed.
 _REPEATS = 8
 _PERTURBATION = 0.01
 # Larger errors of eager code than these are no roundings: in float32, and where anything is narrower.
 _LARGEST, _LARGEST_NARROW = 0.01, 0.5
-
-Results = dict[str, torch.Tensor]
 
 
 class VerificationError(RuntimeError):
@@ -167,16 +165,15 @@ def verify(
             f"model: expected a torch.nn.Module, got {type(model).__name__}: the float64 evaluation and the comparison "
             "of gradients need its parameters; pass the module whose method it is, or one whose forward calls it"
         )
-    if any(leaf.is_meta for leaf in _tensors(module, args, kwargs)):
+    if any(leaf.is_meta for leaf in tensors_of(module, args, kwargs)):
         raise ValueError("model: it or an argument is on meta; expected a device that has numbers")
     tell = say or (lambda line: None)
     runs = [run for run in RUNS if inductor or run != "inductor"]
     result = Verification(errors={run: Errors() for run in runs})
-    usual: Results = {}
     # A cache of its own: what is found in one has no report, and what draws eager's random numbers serves no one later.
     with (
         torch.inference_mode(False),
-        _kept(module),
+        kept(module),
         compat.uncompiled(module),
         compat.fresh_inductor_cache(),
         compat.inductor_config().patch(fallback_random=True),
@@ -185,25 +182,27 @@ def verify(
         records.aside(),
         contextlib.ExitStack() as compilations,
     ):
-        _check_memory(module)
+        check_memory(module)
         tell(f"verify: runs the model {', '.join(_HOW[run] for run in ('float64', *runs))}")
         if inductor:
             tell("verify: a first compilation may take minutes; inductor=False leaves out plain Inductor's")
+        tell("verify: eager ...")
+        begin = time.perf_counter()
+        args, kwargs, draws, usual = first_results(module, args, kwargs, grad)
+        result.seconds["eager"] = time.perf_counter() - begin
         tell("verify: float64 ...")
-        args, kwargs, draws = _first(module, args, kwargs, grad)
-        exact = _exact(module, args, kwargs, grad, draws)
-        for run in runs:
+        exact = exact_results(module, args, kwargs, grad, draws)
+        result.errors["eager"].add(usual, exact, usual)
+        narrow = draws.narrow or not kernels.products_are_exact()
+        _check_errors(result.errors["eager"], narrow, module, args, kwargs)
+        for run in runs[1:]:
             tell(f"verify: {run} ...")
             begin = time.perf_counter()
             call = compilations.enter_context(_compiled(module, run, result))
             with backend.paused() if run == "inductor" else contextlib.nullcontext():
-                found = _evaluate(call, module, args, kwargs, grad)
+                found = evaluate(call, module, args, kwargs, grad)
             result.seconds[run] = time.perf_counter() - begin
-            usual = usual or found  # eager's
             result.errors[run].add(found, exact, usual)
-            if run == "eager":
-                narrow = draws.narrow or not kernels.products_are_exact()
-                _check_errors(result.errors[run], narrow, module, args, kwargs)
         result.findings = _findings(result.errors, list(exact))
         if _on_any_rank(bool(result.failures), module, args, kwargs):
             more = f"{_REPEATS} runs with parameters perturbed by {_PERTURBATION:.0%} show if that is chance ..."
@@ -236,7 +235,7 @@ def _on_any_rank(found: bool, *given: Any) -> bool:
 
     Ranks run models with DTensors together: all again, or none.
     """
-    shared = next((leaf for leaf in _tensors(*given) if compat.is_dtensor(leaf)), None)
+    shared = next((leaf for leaf in tensors_of(*given) if compat.is_dtensor(leaf)), None)
     if shared is None:
         return found
     from torch.distributed.tensor import DTensor, Partial
@@ -245,12 +244,6 @@ def _on_any_rank(found: bool, *given: Any) -> bool:
     local = torch.tensor([float(found)], device=mesh.device_type)
     largest = DTensor.from_local(local, mesh, [Partial("max")] * mesh.ndim, run_check=False).full_tensor()
     return bool(largest.item())
-
-
-def _tensors(*given: Any) -> list[torch.Tensor]:
-    """The tensors that are given, and those of modules."""
-    parts = [[*g.parameters(), *g.buffers()] if isinstance(g, nn.Module) else g for g in given]
-    return [leaf for leaf in tree_leaves(parts) if isinstance(leaf, torch.Tensor)]
 
 
 def _findings(errors: dict[str, Errors], names: list[str]) -> list[Finding]:
@@ -268,10 +261,10 @@ def _run_again(
     """Add one more run to the errors of eager and mhc."""
     draws = KeepDraws()
     with draws:
-        usual = _evaluate(module, module, args, kwargs, grad)
-    exact = _exact(module, args, kwargs, grad, draws)
+        usual = evaluate(module, module, args, kwargs, grad)
+    exact = exact_results(module, args, kwargs, grad, draws)
     errors["eager"].add(usual, exact, usual)
-    errors["mhc"].add(_evaluate(compiled, module, args, kwargs, grad), exact, usual)
+    errors["mhc"].add(evaluate(compiled, module, args, kwargs, grad), exact, usual)
 
 
 @contextlib.contextmanager
@@ -301,9 +294,6 @@ def _perturbed(module: nn.Module, seed: int) -> Iterator[None]:
 @contextlib.contextmanager
 def _compiled(module: nn.Module, run: str, result: Verification) -> Iterator[Callable[..., Any]]:
     """What a run calls. In the end Dynamo forgets what it compiled for the run, and `result` has the report of mhc."""
-    if run == "eager":
-        yield module
-        return
     compile_graph: Callable[..., Any] = backend.mhc if run == "mhc" else compat.compile_by_inductor
 
     # A backend of its own: code that the process has compiled by the backend of this name does not serve here.
@@ -316,23 +306,6 @@ def _compiled(module: nn.Module, run: str, result: Verification) -> Iterator[Cal
         yield torch.compile(module, backend=compiler)
         if run == "mhc":
             result.report = records.report()
-
-
-def _first(module: nn.Module, args: Any, kwargs: Any, grad: bool) -> tuple[Any, Any, KeepDraws]:
-    """The arguments, of which all require a gradient if the model takes that, and what the model draws."""
-
-    def requiring(value: Any) -> Any:
-        wide = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
-        return value.detach().clone().requires_grad_() if wide else value
-
-    if grad:
-        with contextlib.suppress(Exception), KeepDraws() as draws:
-            every = tree_map(requiring, (args, kwargs))
-            _evaluate(module, module, every[0], every[1], grad)
-            return (*every, draws)
-    with KeepDraws() as draws:
-        _evaluate(module, module, args, kwargs, grad)
-    return args, kwargs, draws
 
 
 def _check_errors(eager: Errors, narrow: bool, *given: Any) -> None:
@@ -348,189 +321,3 @@ def _check_errors(eager: Errors, narrow: bool, *given: Any) -> None:
                 f"model: eager's {group}s are {error:.2g} off those in float64, where {limit} is the most; either "
                 "float64 drew other random numbers (try eval()), or the model magnifies roundings and cannot be judged"
             )
-
-
-def _exact(module: nn.Module, args: Any, kwargs: Any, grad: bool, draws: KeepDraws) -> Results:
-    try:
-        reference = Float64Reference(module)
-        # Recomputation runs in backward, which torch calls without function modes: it would leave float64.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # transformers is about to rename it
-            getattr(reference.module, "gradient_checkpointing_disable", lambda: None)()
-        reference.module.zero_grad(set_to_none=True)
-        with ReplayDraws(draws.draws):
-            return _evaluate(reference, reference.module, args, kwargs, grad, wide=True)
-    except torch.OutOfMemoryError as error:
-        raise MemoryError(
-            "model: its float64 evaluation does not fit; verify a smaller one of the same code"
-        ) from error
-    except Exception as error:
-        raise ValueError(
-            f"model: it runs as it is, and its float64 evaluation does not: {in_one_line(error)}; verify one whose "
-            "operators take float64"
-        ) from error
-
-
-def _check_memory(module: nn.Module) -> None:
-    tensors = [*module.parameters(), *module.buffers()]
-    for device in {tensor.device for tensor in tensors}:
-        held = [tensor for tensor in tensors if tensor.device == device]
-        needed = 8 * sum(tensor.numel() * (1 + tensor.requires_grad) for tensor in held)
-        free = _free_memory(device)
-        if needed > free:
-            raise MemoryError(
-                f"model: its float64 copy and gradients need {needed / 2**30:.1f} GiB on {device}, which has "
-                f"{free / 2**30:.1f} GiB left; verify a smaller one of the same code"
-            )
-
-
-def _free_memory(device: torch.device) -> float:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    # Windows has no such names, and macOS not this one.
-    if device.type == "cpu" and "SC_AVPHYS_PAGES" in getattr(os, "sysconf_names", {}):
-        return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    return float("inf")
-
-
-@contextlib.contextmanager
-def _kept(module: nn.Module) -> Iterator[None]:
-    """Put gradients, training mode and random numbers back in the end; values are put back after every run.
-
-    Hooks of parameters, such as one that makes a step of an optimizer, are not called meanwhile: the float64 copy has
-    none.
-    """
-    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
-    training = [(part, part.training) for part in module.modules()]
-    every = [hooks for p in module.parameters() for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks)]
-    hooks = [(of, dict(of)) for of in every if of]
-    devices = sorted({p.device.index for p in module.parameters() if p.device.type == "cuda"})
-    state, numpy = random.getstate(), sys.modules.get("numpy")
-    of_numpy = numpy.random.get_state() if numpy else None
-    with torch.random.fork_rng(devices=devices):
-        try:
-            for parameter, _ in gradients:
-                parameter.grad = None
-            for of, _ in hooks:
-                of.clear()
-            yield
-        finally:
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
-            for of, before in hooks:
-                of.update(before)
-            for part, mode in training:
-                part.training = mode
-            random.setstate(state)
-            if numpy:
-                numpy.random.set_state(of_numpy)
-
-
-def _seed() -> None:
-    torch.manual_seed(_SEED)
-    random.seed(_SEED)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(_SEED)
-
-
-def _evaluate(
-    call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, grad: bool, wide: bool = False
-) -> Results:
-    """Outputs by name, and the gradients of `module`'s parameters and of the inputs that require one.
-
-    A module that is called itself runs as it is written: functions that it compiles on its own are not compiled.
-    wide is for a copy of the module, in float64, whose values need not be put back.
-    """
-    held = [] if wide else [tensor for tensor in (*module.buffers(), *module.parameters()) if _can_be_written(tensor)]
-    values = [(tensor, tensor.detach().clone()) for tensor in held]
-    leaves: dict[str, torch.Tensor] = {}
-
-    def given(path: Any, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        leaf = (widened(value) if wide else value).detach().clone()  # the model may write into it
-        if not (grad and value.requires_grad):
-            return leaf
-        leaves[keystr(path)] = leaf.requires_grad_()
-        return leaf.clone()  # what is no leaf may be written
-
-    _seed()
-    try:
-        stance = torch.compiler.set_stance("force_eager") if call is module else contextlib.nullcontext()
-        with stance, torch.set_grad_enabled(grad), warnings.catch_warnings():
-            # Dynamo looks at the .grad of its inputs, and ours are no leaves.
-            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-            inputs, structure = tree_flatten_with_path((args, kwargs))
-            given_args, given_kwargs = structure.unflatten([given(path, value) for path, value in inputs])
-            output = call(*given_args, **given_kwargs)
-            found = _named_tensors(output)
-            if grad:
-                _loss(output, found).backward()  # type: ignore[no-untyped-call]
-        if not found and not grad:
-            raise ValueError(
-                f"model: its output has nothing to compare, got {type(output).__name__}; expected tensors, in tuples, "
-                "dicts or dataclasses"
-            )
-        results = {f"output{name}": _whole(value.detach()) for name, value in found.items()}
-        leaves = {f"input{name}": leaf for name, leaf in leaves.items()} | dict(module.named_parameters())
-        for name, leaf in leaves.items() if grad else ():
-            if leaf.requires_grad:
-                # A compiled graph gives zeros to what eager code gives no gradient, such as what met no elements.
-                gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-                results[f"gradient of {name}"] = _whole(gradient)
-        results = {name: _real(value).clone() for name, value in results.items()}
-    finally:
-        for parameter in module.parameters():
-            parameter.grad = None
-        with torch.no_grad():
-            for tensor, before in values:
-                tensor.copy_(before)
-    return results
-
-
-def _can_be_written(tensor: torch.Tensor) -> bool:
-    """Not parameters of subclasses, such as quantized ones, nor what is expanded, or was made in inference mode."""
-    plain = type(tensor) in (torch.Tensor, nn.Parameter) or not isinstance(tensor, nn.Parameter)
-    once = all(stride or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (plain or compat.is_dtensor(tensor)) and once and not tensor.is_inference()
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a DTensor, as a plain tensor; others as they are."""
-    whole: torch.Tensor = tensor.full_tensor() if compat.is_dtensor(tensor) else tensor
-    return whole
-
-
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """The real and imaginary parts of complex numbers; others as they are."""
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-
-
-def _named_tensors(output: Any, place: str = "") -> dict[str, torch.Tensor]:
-    """The tensors of a model's output, by their place in it."""
-    found = {}
-    for path, value in tree_flatten_with_path(output)[0]:
-        name = place + keystr(path)
-        if isinstance(value, torch.Tensor) and value.numel():
-            found[name] = value
-        elif is_dataclass(value) and not isinstance(value, type):  # pytree does not know it
-            for part in fields(value):
-                found |= _named_tensors(getattr(value, part.name), f"{name}.{part.name}")
-    return found
-
-
-def _loss(output: Any, found: dict[str, torch.Tensor]) -> torch.Tensor:
-    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad:
-        return _whole(loss)
-    generator = torch.Generator().manual_seed(_SEED)
-    terms = []
-    for value in found.values():
-        if not value.requires_grad:
-            continue
-        value = _real(_whole(value))
-        weight = torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value.device)
-        terms.append((value.double() * weight).sum())
-    if not terms:
-        raise ValueError("model: no output requires a gradient; pass grad=False to compare outputs alone")
-    return torch.stack(terms).sum()

@@ -347,7 +347,7 @@ def test_verify_says_what_it_runs_and_prints_the_table(capsys: pytest.CaptureFix
     assert lines[:3] == [
         "the factory is at work",
         "verify: runs the model in float64, eagerly, compiled by mhc",
-        "verify: float64 ...",
+        "verify: eager ...",
     ]
     assert lines[-1] == "ok: as accurate as eager"
     assert [line for line in lines if line.startswith("gradient of ")]

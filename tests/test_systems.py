@@ -47,7 +47,7 @@ import mhc_compile
 from mhc_compile import ops
 from mhc_compile.nn import HyperConnection
 from mhc_compile.testing import capture
-from mhc_compile.verification import _free_memory
+from mhc_compile.testing.evaluation import _free_memory
 
 model, x = HyperConnection(torch.nn.Linear(8, 8), dim=8), torch.randn(2, 3, 4, 8)
 assert "expand_combine" in str(capture(model, x))

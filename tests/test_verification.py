@@ -318,7 +318,7 @@ def test_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
             mhc_compile.verify(function, torch.ones(2))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no output requires a gradient; pass grad=False"):
         mhc_compile.verify(nn.Embedding(3, 2).requires_grad_(False), torch.tensor([1]), **quietly)
-    monkeypatch.setattr("mhc_compile.verification._free_memory", lambda device: 8.0)
+    monkeypatch.setattr("mhc_compile.testing.evaluation._free_memory", lambda device: 8.0)
     with pytest.raises(MemoryError, match=r"its float64 copy and gradients need .* on cpu, which has .* left"):
         mhc_compile.verify(nn.Linear(4, 3), torch.randn(2, 4), **quietly)
 
@@ -326,19 +326,19 @@ def test_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_inductor_alone_is_run_while_ours_is_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what will be run is said before it is."""
     at_work: list[bool] = []
-    evaluate = verification._evaluate
+    evaluate = verification.evaluate
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         at_work.append(bool(backend._settings()))
         return evaluate(*args, **kwargs)
 
-    monkeypatch.setattr(verification, "_evaluate", watched)
+    monkeypatch.setattr(verification, "evaluate", watched)
     lines: list[str] = []
     with mhc_compile.enable():
         mhc_compile.verify(nn.Linear(4, 3), input=torch.randn(2, 4), say=lines.append)
         assert backend._settings()
-    # Twice in float64 and eagerly before, mhc after it.
-    assert at_work == [True, True, True, False, True]
+    # mhc after it.
+    assert at_work == [False, True]
     assert lines[:2] == [
         "verify: runs the model in float64, eagerly, compiled by Inductor, compiled by mhc",
         "verify: a first compilation may take minutes; inductor=False leaves out plain Inductor's",
