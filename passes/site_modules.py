@@ -40,7 +40,7 @@ def alone(shadow: Shadow, site: Site) -> Alone:
     outputs = [min(value.nodes, key=shadow.position.__getitem__) for value in replaced(site)]
     made = [copies.current(node) for node in outputs]
     inside = {*extent(site)[0], *outputs}
-    fixed = {op.node for op in shadow.ops if copies.get(op.node) in copies.barriers}
+    fixed = {op.node for op in shadow.ops if op.node in copies and copies.has_effect(copies[op.node])}
 
     def is_end(new: fx.Node) -> bool:
         return new in origins and origins[new] not in inside

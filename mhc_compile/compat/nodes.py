@@ -144,8 +144,17 @@ _RANDOM = {
 
 
 def draws_random_numbers(node: fx.Node) -> bool:
-    """Whether a node's result depends on where it stands among those that draw random numbers."""
+    """Whether a node's result may depend on where it stands among those that draw random numbers.
+
+    An operator that torch does not have itself may draw without a tag that says so.
+    """
+    if is_higher_order(node):
+        return any(_draws(each) for body in bodies(node) for each in body.graph.nodes)
     return _is_random(node.op, node.target) and not _has_dropout_of_0(node)
+
+
+def _draws(node: fx.Node) -> bool:
+    return draws_random_numbers(node) or _is_random_in_place(node)
 
 
 def _has_dropout_of_0(node: fx.Node) -> bool:
@@ -158,6 +167,8 @@ def _has_dropout_of_0(node: fx.Node) -> bool:
 
 @functools.lru_cache(4096)
 def _is_random(op: str, target: Any) -> bool:
+    if isinstance(target, (OpOverload, OpOverloadPacket)) and _namespace(target) not in {*_OF_TORCH, "mhc"}:
+        return True
     name = str(target) if op == "call_method" else getattr(target, "__name__", "") if op == "call_function" else ""
     return name.split(".")[0] in _RANDOM
 
@@ -243,8 +254,7 @@ class AutogradFunction:
 
     def is_random(self) -> bool:
         """Whether its forward or its backward draws random numbers, in place or not."""
-        nodes = [node for body in self.bodies for node in body.graph.nodes]
-        return any(draws_random_numbers(node) or _is_random_in_place(node) for node in nodes)
+        return any(_draws(node) for body in self.bodies for node in body.graph.nodes)
 
 
 def autograd_function(node: fx.Node) -> AutogradFunction | None:
@@ -260,6 +270,11 @@ def autograd_function(node: fx.Node) -> AutogradFunction | None:
 _OF_TORCH = {"aten", "prims", "prim", "quantized", "inductor", "_c10d_functional", "c10d"}
 
 
+def _namespace(operator: OpOverload | OpOverloadPacket) -> str:
+    name = operator._qualified_op_name if isinstance(operator, OpOverloadPacket) else operator.name()
+    return name.split("::")[0]
+
+
 def without_gradient(node: fx.Node) -> list[fx.Node]:
     """The inputs of an autograd.Function, or of a registered operator, to which its backward gives None."""
     function = autograd_function(node)
@@ -269,7 +284,7 @@ def without_gradient(node: fx.Node) -> list[fx.Node]:
         for one, some in zip(given, function.gives_gradient(given), strict=True):
             gives[one] = gives[one] or some
         return [one for one, some in gives.items() if isinstance(one, fx.Node) and not some]
-    if isinstance(node.target, OpOverload) and node.target.namespace not in _OF_TORCH:
+    if isinstance(node.target, OpOverload) and _namespace(node.target) not in _OF_TORCH:
         return _tried(node)
     return []
 

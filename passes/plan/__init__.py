@@ -364,8 +364,8 @@ def _derivatives_beyond(shadow: Shadow) -> str:
         return "forward-mode derivatives are taken (torch.func.jvp), and the operators have none"
     if derives_again(shadow):
         return (
-            "derivatives are taken within the program (torch.func.grad, vjp or jacrev) and gradients come back to its "
-            "results, and the operators have first derivatives only: detach the results or what is not trained"
+            "derivatives are taken within the program (torch.func.grad, vjp or jacrev) and differentiated again, and "
+            "the operators have first derivatives only: detach the results or what is not trained"
         )
     return ""
 

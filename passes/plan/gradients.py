@@ -19,20 +19,39 @@ from mhc_compile.passes.shadow import Shadow, Value, tensors_of
 
 def takes_forward_derivatives(shadow: Shadow) -> bool:
     """Whether the program gives a tensor a tangent, as torch.func.jvp does."""
-    return _calls(shadow, "_make_dual")
+    return bool(_calls(shadow, "_make_dual"))
 
 
 def derives_again(shadow: Shadow) -> bool:
-    """Whether the program takes derivatives itself, as torch.func.grad does, and gradients come back to its results."""
-    results = shadow.graph.find_nodes(op="output") if _calls(shadow, "_autograd_grad", "grad") else ()
-    return any(
-        tensor.requires_grad for result in results for node in result.all_input_nodes for tensor in tensors_of(node)
-    )
+    """Whether the program takes derivatives itself, as torch.func.grad does, and they are differentiated again.
+
+    So they are if gradients come back to the program's results, or if it takes derivatives of derivatives.
+    """
+    derivatives = _calls(shadow, "_autograd_grad", "grad")
+    results = [node for output in shadow.graph.find_nodes(op="output") for node in output.all_input_nodes]
+    return bool(derivatives) and (any(map(_requires_gradient, results)) or _meet(derivatives))
 
 
-def _calls(shadow: Shadow, *names: str) -> bool:
-    """Whether a function of one of these names is called."""
-    return any(getattr(node.target, "__name__", "") in names for node in shadow.graph.nodes)
+def _meet(derivatives: list[fx.Node]) -> bool:
+    """Whether a gradient can come back from one of these nodes to another."""
+    pending, seen = [*derivatives], set(derivatives)
+    while pending:
+        for user in pending.pop().users:
+            if user in derivatives:
+                return True
+            if user not in seen and _requires_gradient(user):
+                seen.add(user)
+                pending.append(user)
+    return False
+
+
+def _requires_gradient(node: fx.Node) -> bool:
+    return any(tensor.requires_grad for tensor in tensors_of(node))
+
+
+def _calls(shadow: Shadow, *names: str) -> list[fx.Node]:
+    """The calls of functions of these names."""
+    return [node for node in shadow.graph.nodes if getattr(node.target, "__name__", "") in names]
 
 
 def reached_by_gradients(shadow: Shadow) -> set[fx.Node]:
@@ -59,7 +78,7 @@ def reached_by_gradients(shadow: Shadow) -> set[fx.Node]:
             to_all.update({node} & found)
         elif node.op == "output" or node in writing or not compat.is_plain_call(node):
             to_all.add(node)
-        elif node in found and any(tensor.requires_grad for tensor in tensors_of(node)):
+        elif node in found and _requires_gradient(node):
             to_used.add(node)
     return found
 
@@ -137,7 +156,7 @@ def _parameters(rows: Rows) -> set[Value]:
 
 def requires_gradient(value: Value) -> bool:
     """Whether a value has a gradient, as far as the graph says."""
-    return any(tensor.requires_grad for node in _nodes(value) for tensor in tensors_of(node))
+    return any(map(_requires_gradient, _nodes(value)))
 
 
 def _nodes(value: Value) -> list[fx.Node]:

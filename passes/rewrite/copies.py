@@ -25,8 +25,9 @@ class Copies(dict[fx.Node, fx.Node]):
         graph: the new graph.
         replaced: new nodes and what has come in their places.
         on_demand: the copies that somebody asked for.
-        barriers: the new nodes that write, set global state or draw random numbers, so that nothing may move past them.
+        barriers: the new nodes that write or set global state, so that nothing may move past them.
         epochs: for each new node, how many barriers there are up to it.
+        draws: the new nodes that draw random numbers, in an order that has to stay.
     """
 
     def __init__(self, shadow: Shadow, targets: Iterable[fx.Node], sources: Iterable[fx.Node]) -> None:
@@ -39,8 +40,10 @@ class Copies(dict[fx.Node, fx.Node]):
         self.epochs: dict[fx.Node, int] = {}
         self._old_epochs: dict[fx.Node, int] = {}
         self.barriers: set[fx.Node] = set()
+        self.draws: dict[fx.Node, None] = {}
         barriers = {node for node in old.nodes if _is_barrier(node)} | {node for node, _ in shadow.writes}
-        kept = {node for node in old.nodes if node.op not in ("call_function", "call_method")} | barriers
+        draws = {node for node in old.nodes if compat.draws_random_numbers(node)}
+        kept = {node for node in old.nodes if node.op not in ("call_function", "call_method")} | barriers | draws
         stubs = set(targets) - kept
         doomed = _only_for(stubs, kept.union(sources))
         epoch = 0
@@ -53,6 +56,8 @@ class Copies(dict[fx.Node, fx.Node]):
                 self._copy(node)
                 if node in barriers:
                     self.barriers.add(self[node])
+                if node in draws:
+                    self.draws[self[node]] = None
         self._kept = list(self)  # in the order of the program
         self._positions = [self.position[node] for node in self._kept]
         self.graph.set_codegen(old._codegen)  # an exported graph's arguments are a tree
@@ -69,6 +74,10 @@ class Copies(dict[fx.Node, fx.Node]):
                 self._copy(old)
             self.on_demand.append(self[old])
         return self[node]
+
+    def has_effect(self, new: fx.Node) -> bool:
+        """Whether a node does something else than to make its result."""
+        return new in self.barriers or new in self.draws
 
     def current(self, old: fx.Node) -> fx.Node:
         """The new node for an old one: its copy, or what has replaced the copy."""
@@ -89,7 +98,7 @@ class Copies(dict[fx.Node, fx.Node]):
 
 
 def _is_barrier(node: fx.Node) -> bool:
-    return compat.may_mutate(node) or compat.changes_global_state(node) or compat.draws_random_numbers(node)
+    return compat.may_mutate(node) or compat.changes_global_state(node)
 
 
 def _only_for(nodes: set[fx.Node], kept: set[fx.Node]) -> set[fx.Node]:

@@ -17,8 +17,9 @@ Calls = list[tuple[fx.Node, Site]]
 def sort(copies: Copies, calls: Calls) -> None:
     """Order nodes after what they use, otherwise as they were.
 
-    A node that would have to move past one that writes, sets global state or draws random numbers might compute
-    something else there: then the site that pulls it is declined, as is one that depends on its own result.
+    A node that would have to move past one that writes or sets global state might compute something else there: then
+    the site that pulls it is declined, as is one that depends on its own result. So are those that would change the
+    order in which random numbers are drawn.
     """
     done: set[fx.Node] = set()
     order: list[fx.Node] = []
@@ -47,8 +48,16 @@ def sort(copies: Copies, calls: Calls) -> None:
             _blame(
                 calls,
                 node,
-                f"an operand is computed at {in_words(node)}, after an operation that writes in place, sets global "
-                "state or draws random numbers",
+                f"an operand is computed at {in_words(node)}, after an operation that writes in place or sets global "
+                "state",
+            )
+    for drawing, before in zip([node for node in order if node in copies.draws], copies.draws, strict=True):
+        if drawing is not before:
+            _blame(
+                calls,
+                drawing,
+                f"an operand is computed at {in_words(drawing)}, which may draw random numbers, as {in_words(before)} "
+                "does before it",
             )
     previous = copies.graph._root
     for node in order:
@@ -89,7 +98,7 @@ def erase_unused(copies: Copies, nodes: Iterable[fx.Node]) -> None:
         node = pending.pop()
         if node.users or node.op not in ("call_function", "call_method") or node._erased:
             continue
-        if node in copies.barriers:
+        if copies.has_effect(node):
             continue
         sources = node.all_input_nodes
         copies.graph.erase_node(node)

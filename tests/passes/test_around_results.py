@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from mhc_compile import passes
 from mhc_compile.passes.report import Report
@@ -113,6 +114,64 @@ def test_random_numbers_of_one_call_are_drawn_once() -> None:
     call, _ = rewriting(step)
     _, d, u = call(torch.randn(6, N, C), torch.randn(N * C, N), torch.randn(C, C))
     torch.testing.assert_close(u, d.sum(-2))
+
+
+def _noise(x: Tensor) -> Tensor:
+    return x * torch.rand(x.shape)
+
+
+def _noise_of(name: str, tags: Sequence[torch.Tag] = ()) -> Callable[[Tensor], Tensor]:
+    operator = torch.library.custom_op(
+        f"mhc_test::{name}", _noise, mutates_args=(), schema="(Tensor x) -> Tensor", tags=tags
+    )
+    operator.register_fake(torch.empty_like)
+    return operator
+
+
+class _Noise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return _noise(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+NOISES: dict[str, Callable[[Tensor], Tensor]] = {
+    "function": _noise,
+    "operator": _noise_of("noise", (torch.Tag.nondeterministic_seeded,)),
+    "operator without a tag": _noise_of("untagged_noise"),
+    "autograd.Function": _Noise.apply,
+    "region": lambda x: checkpoint(F.dropout, x, 0.5, use_reentrant=False),
+}
+
+
+# Dynamo instantiates autograd.Function while it traces one, which torch itself warns about.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("kind", NOISES)
+@pytest.mark.parametrize("drawn", [True, False])
+def test_random_numbers_are_drawn_in_order(kind: str, drawn: bool) -> None:
+    """An operand that draws may not come before the sublayer, if that draws as well. Any other may."""
+    noise = NOISES[kind]
+
+    def step(x: Tensor, phi: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        flat = x.flatten(-2)
+        logits = F.linear(flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + 1e-6), phi)
+        f = torch.tanh(noise(_read(x, torch.sigmoid(logits[..., :N])) @ w))
+        return _write(x, torch.sigmoid(logits[..., N:] + (noise(b) if drawn else b.exp())), f)
+
+    given = [*_arguments(), torch.randn(N)]
+    call, report = rewriting(step)
+    with torch.set_grad_enabled("Function" in kind):
+        torch.manual_seed(5)
+        found = call(*given)
+        torch.manual_seed(5)
+        wanted = step(*given)
+    torch.testing.assert_close(found, wanted)
+    assert any("which may draw random numbers, as " in str(site.reason) for site in report.declined) == drawn
+    assert bool(report.declined) == drawn
+    assert report.rewritten
 
 
 def test_what_needs_no_gradient_gets_none() -> None:

@@ -163,6 +163,33 @@ def test_derivatives_within_a_program(take: str, come_back: bool) -> None:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("take", ["grad", "vjp", "jacrev"])
+def test_derivatives_of_derivatives(take: str) -> None:
+    """Also where no gradient comes back to the result."""
+    model = Sublayer("nothing", False, False).requires_grad_(False)
+    x = torch.randn(1, 2, N, C)
+
+    def first(x: Tensor) -> Tensor:
+        return torch.func.grad(lambda x: model(x).square().sum())(x)
+
+    def derive(x: Tensor) -> Tensor:
+        if take == "grad":
+            return torch.func.grad(lambda x: first(x).square().sum())(x)
+        if take == "vjp":
+            (result,) = torch.func.vjp(first, x)[1](x.cos())
+            return result
+        return torch.func.jacrev(lambda x: first(x).sum((-1, -2)))(x)
+
+    program, report = rewriting(derive)
+    torch.testing.assert_close(program(x), derive(x), rtol=1e-3, atol=1e-4)
+    assert not report.rewritten
+    assert any("and differentiated again" in declined.reason for declined in report.declined)
+    program, report = rewriting(lambda x: first(first(x)))
+    torch.testing.assert_close(program(x), first(first(x)), rtol=1e-3, atol=1e-4)
+    assert report.rewritten
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_a_scale_that_is_made_within_torch_func() -> None:
     """The tensors there are wrapped, and tensors that are made there are fake as well."""
     model = Sublayer("nothing", False, False)

@@ -26,12 +26,12 @@ class Cast(Layer):
 
 
 class CastAgainAndAgain(Layer):
-    """The program reads the streams as a cast of casts, which it makes after it has drawn random numbers."""
+    """The program reads the streams as a cast of casts, which it makes after it has written random numbers."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.project(x)
         pre, post, res = self.pre(h), self.post(h), sinkhorn(self.logits(h))
-        noise = torch.rand(C)
+        noise = torch.empty(C).uniform_()
         for _ in range(10):
             x = x.float()
         return self.write(torch.tanh(self.read(pre, x)) + noise, post, x, res)
