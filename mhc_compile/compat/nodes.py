@@ -271,8 +271,8 @@ _OF_TORCH = {"aten", "prims", "prim", "quantized", "inductor", "_c10d_functional
 
 
 def _namespace(operator: OpOverload | OpOverloadPacket) -> str:
-    name = operator._qualified_op_name if isinstance(operator, OpOverloadPacket) else operator.name()
-    return name.split("::")[0]
+    packet = operator if isinstance(operator, OpOverloadPacket) else operator._overloadpacket
+    return packet._qualified_op_name.split("::")[0]
 
 
 def without_gradient(node: fx.Node) -> list[fx.Node]:
