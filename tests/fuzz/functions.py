@@ -74,6 +74,45 @@ class Stopped(torch.autograd.Function):
         return None
 
 
+def _noisy(x: Tensor) -> Tensor:
+    return x * (0.5 + torch.rand(x.shape)).to(x)
+
+
+class Noise(torch.autograd.Function):
+    """A product with random numbers, which has the gradient of its first factor alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return _noisy(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 0.5 * grad
+
+
+def _noise(name: str, *tags: torch.Tag) -> None:
+    """A user's own operator that draws random numbers; it may not say so."""
+    operator = torch.library.custom_op(
+        f"fuzz::{name}", _noisy, mutates_args=(), schema="(Tensor x) -> Tensor", tags=tags
+    )
+    operator.register_fake(torch.empty_like)
+    operator.register_autograd(lambda ctx, grad: 0.5 * grad)
+
+
+_noise("noise", torch.Tag.nondeterministic_seeded)
+_noise("untagged_noise")
+
+
+@torch.library.custom_op("fuzz::as_it_lies", mutates_args=())
+def _as_it_lies(x: Tensor) -> Tensor:
+    """A user's own kernel, whose result shows how the memory lies that its caller gives it."""
+    return torch.empty(x.shape).to(x).copy_(x * (2 if x.is_contiguous() else 3))
+
+
+_as_it_lies.register_fake(lambda x: x.new_empty(x.shape))
+_as_it_lies.register_autograd(lambda ctx, grad: 2 * grad)
+
+
 @torch.library.custom_op("fuzz::halve_", mutates_args=("written",))
 def _halve_(written: Tensor) -> None:
     """A user's own operator that writes into its argument."""

@@ -18,6 +18,7 @@ from tests.fuzz.mutated import MODELS, places, told
 from tests.fuzz.mutations import mutate, put_in_block
 from tests.fuzz.no_gradient import put_casts, put_log, put_none
 from tests.fuzz.norms import put_zeros
+from tests.fuzz.orders import put_chains, put_late_casts, put_noises, put_products
 from tests.fuzz.other_streams import MAKERS
 from tests.fuzz.program import Pick, Program
 from tests.fuzz.ranks import put_ranks
@@ -54,8 +55,12 @@ KINDS = {
     "sums of another dtype": 1,
     "slices one over another": 1,
     "streams one by one": 1,
-    "copied streams": 1,
+    "copied streams": 2,
     "norms of zeros": 1,
+    "random numbers in order": 1,
+    "writes before casts": 1,
+    "chains in place": 1,
+    "products in place": 1,
 }
 # Lines without which there is nothing to put a kind into.
 NEEDS = {
@@ -88,6 +93,10 @@ PUT = {
     "copied streams": put_copies,
     "backward of None": put_none,
     "squares for a log": put_log,
+    "chains in place": put_chains,
+    "products in place": put_products,
+    "random numbers in order": put_noises,
+    "writes before casts": put_late_casts,
     "writes": put_writes,
     "aliasing outputs": put_aliases,
     "detach beside": put_detached,
@@ -130,15 +139,16 @@ def _written(pick: Pick) -> Program:
             put(pick, lines, texts)
     given = _sizes_that_meet(pick, layout, lines, texts) if "dynamic sizes" in features else "x"
     put_in_block(pick, texts)
-    bare = bool({"writes", "aliasing outputs", "copied streams"} & set(features)) and pick([False, False, True])
+    written = {"writes", "copied streams", "writes before casts"} & set(features)
+    bare = bool(written or "aliasing outputs" in features) and pick([False, False, True])
     letters = (layout.shape, layout.shape.replace("n", "").replace("d", "c"))[: given.count(",") + 1]
     calls = draw_calls(pick, features, letters, sizes)
-    if bare and {"writes", "copied streams"} & set(features):
+    if bare and written:
         calls["leaves"] = False  # eager does not let anyone write into a leaf
     frozen = pick(FREEZES) if "frozen gates" in features else ()
     if "entry" in frozen:
         calls["leaves"] = False  # so that the streams need no gradient
-    if "dropouts" in features:
+    if {"dropouts", "random numbers in order"} & set(features):
         calls["inductor"] = False  # Inductor draws numbers of its own
     heads = ["out", "out", "(out, out.mean(-2))", "out.sin()"]
     settings = {

@@ -72,6 +72,19 @@ LIST_WRITES = (
     "[sum(h_res[..., i, o, None] * ss[i - 1] for i in range(N)) + h_post[..., o, None] * f for o in range(N)]",
     "[*reversed([h_post[..., o, None] * f + ss[o] for o in range(N)])]",
 )
+# What else is done with streams in a list: results, operators that see how they lie, and other dtypes or gradients.
+BESIDE_LISTS = (
+    "kept.extend(ss)",
+    "kept.append(ss[0].exp())",
+    "kept.append(torch.ops.fuzz.as_it_lies(ss[-1]))",
+    "kept.append(ss[1].contiguous().view(-1, C).sin())",
+    "kept.append(ss[1].reshape(-1).view(ss[1].shape))",
+    "ss[0] = ss[0].detach()",
+    "ss[-1] = ss[-1].to(torch.bfloat16)",
+    "ss[0] = ss[0].to(torch.bfloat16).to(x.dtype); kept.append(ss[0] * 1.5)",
+    "ss = [*ss[1:], ss[0]]",
+    "ss[1] = torch.ops.fuzz.as_it_lies(ss[1]); kept.append(ss[1].cos())",
+)
 LIST_ENDS = ("torch.stack(ss, -2)", "torch.cat([s.unsqueeze(-2) for s in ss], -2)", "torch.stack(ss, -1).mT")
 # The gates of the first read, before any are made.
 FIRST = (
@@ -112,8 +125,9 @@ def listed(pick: Pick, layout: Layout, cast: bool, long: bool) -> tuple[int, lis
         lines.append(Line("ss", pick(LIST_WRITES[:4] * 2 + LIST_WRITES[4:]), mutable=False))
         if cast:
             lines.append(Line("ss", "[s.to(x.dtype) for s in ss]", mutable=False))
-        if pick([False] * 5 + [True]):
-            lines.append(Line("", "kept.extend(ss)", mutable=False))
+        if pick([False] * 3 + [True]):
+            beside = pick(BESIDE_LISTS[:1] * 3 + BESIDE_LISTS).split("; ")
+            lines += [Line("", statement, mutable=False) for statement in beside]
     lines.append(Line("out", pick(LIST_ENDS)))
     return 3, [*lines, Line("out", layout.back.format("out"))]
 
