@@ -16,6 +16,9 @@ from mhc_compile.forms import SINKHORN_STARTS, Gates, Rms, Sinkhorn
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 MARKS = [] if INTERPRETED else [pytest.mark.gpu]
+CAPTURES = pytest.mark.skipif(
+    "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ, reason="a graph that is captured takes memory from torch's cache"
+)
 
 FORMS = {
     "deepseek": (Rms(), Gates(pre_eps=1e-6), Sinkhorn()),

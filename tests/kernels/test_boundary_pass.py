@@ -3,7 +3,6 @@ GPU it is that of two kernels."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +20,7 @@ from mhc_compile.kernels import (
 )
 from mhc_compile.kernels.common import cdiv, recorded
 from mhc_compile.kernels.opaque import Opaque
-from tests.kernels.cases import DEVICE, FORMS, MARKS, USUAL, draw, keywords, mix_case
+from tests.kernels.cases import CAPTURES, DEVICE, FORMS, MARKS, USUAL, draw, keywords, mix_case
 from tests.kernels.gluon import GPU
 from tests.kernels.holder import Holder, wait_until
 from tests.kernels.test_boundary import before, check
@@ -30,9 +29,6 @@ from tests.kernels.test_mix import check as check_mix
 pytestmark = MARKS
 BF16 = torch.bfloat16
 KERNEL, REST = "boundary_pass_kernel", "boundary_rest_kernel"
-CAPTURES = pytest.mark.skipif(
-    "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ, reason="a graph that is captured takes memory from torch's cache"
-)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from mhc_compile.kernels.opaque import Opaque, Start, span
 from mhc_compile.ops._again import Calls, tensors_of
 from mhc_compile.ops._register import KERNELS
 from mhc_compile.ops._transforms import CALLS
-from tests.kernels.cases import INTERPRETED, MARKS
+from tests.kernels.cases import CAPTURES, INTERPRETED, MARKS
 from tests.ops.calls import RARE, Sizes, arguments, call, keywords, results
 
 pytestmark = MARKS
@@ -279,6 +279,7 @@ def test_other_kinds_have_programs_of_their_own(calls: dict[str, Calls]) -> None
 
 
 @gpu_only
+@CAPTURES
 def test_in_a_cuda_graph_and_on_another_stream(calls: dict[str, Calls]) -> None:
     x, h = arguments("aggregate", Sizes(n=4, width=256, tokens=(40,)), torch.float32, device="cuda").values()
     for _ in range(3):
