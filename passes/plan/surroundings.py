@@ -39,7 +39,7 @@ def check_site(shadow: Shadow, reached: set[fx.Node], site: Site) -> None:
 
 def check_surroundings(shadow: Shadow, site: Site) -> None:
     """Refuse a site around which memory or grad mode changes, or whose types the operators do not take."""
-    outputs(site)  # a site without any has no place in the program
+    shown = outputs(site)  # a site without any has no place in the program
     sources = list(site.sources())
     for value in sources:
         if value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -55,7 +55,9 @@ def check_surroundings(shadow: Shadow, site: Site) -> None:
         raise Decline("grad mode or inference mode changes between its parts")
     if not shadow.writes:
         return
-    first, last = min(shadow.position[n] for n in nodes), max(shadow.position[n] for n in nodes)
+    first = min(shadow.position[node] for node in nodes)
+    # An operator is put where its result is shown, which may be behind these nodes: at a cast of the sum.
+    last = max(shadow.position[node] for node in nodes.union(value.nodes[0] for value in shown))
     read = memory_of(*(node for value in sources if (held := visible(value)) is not None for node in held.nodes))
     touched = read | memory_of(*(held for node in nodes for held in (node, *node.all_input_nodes)))
     _refuse_writes(shadow, touched, "a tensor that the site uses", first, last)

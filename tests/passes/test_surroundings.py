@@ -385,3 +385,54 @@ def test_a_cast_to_float64_is_not_part_of_an_operator() -> None:
     outcome = check.run(_WidensTheSum(N, C, 3, 2), (torch.randn(2, 3, N, C),))
     check.assert_as_accurate(outcome)
     assert outcome.operators
+
+
+class _WrittenBeforeCast(Layer):
+    """Streams, the sublayer's output or a gate change after the sums in float32 and before these are cast.
+
+    The operators return bfloat16, and so stand where the casts are.
+    """
+
+    def __init__(self, write: Callable[..., Any]) -> None:
+        super().__init__()
+        self.change = write
+
+    def forward(self, x: Tensor) -> Tensor:
+        pre, post, res = self.bias[:N], self.bias[N : 2 * N], self.bias[2 * N :].view(N, N)
+        kept = x.clone()
+        u = self.read(pre, x)
+        self.change(x, pre, u)
+        f = torch.tanh(u.bfloat16().float() @ self.weight)
+        new = self.write(f, post, kept, res)
+        self.change(kept, post, f)
+        return new.bfloat16()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x, gate, f: x.zero_(),
+        lambda x, gate, f: x.detach()[:, 1:].mul_(2.0),
+        lambda x, gate, f: x.flatten(-2).__setitem__(0, 1.0),
+        lambda x, gate, f: torch.exp(x, out=x),
+        lambda x, gate, f: gate.add_(1.0),
+        lambda x, gate, f: x.unbind(-2)[0].copy_(f),
+    ],
+)
+def test_a_write_before_the_cast_comes_after_the_sum(write: Callable[..., Any]) -> None:
+    model, rewrite = _WrittenBeforeCast(write), _Rewrite()
+    x = torch.randn(2, 3, N, C)
+    with torch.no_grad():
+        want = copy.deepcopy(model)(x.clone())
+        got = torch.compile(model, backend=rewrite)(x.clone())
+    torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-6)  # one rounding to bfloat16, and that of u before f
+    assert not rewrite.report.errors
+    assert any("writes in place into a tensor that the site uses" in str(s.reason) for s in rewrite.report.declined)
+
+
+def test_a_write_elsewhere_before_the_cast_costs_nothing() -> None:
+    model, rewrite = _WrittenBeforeCast(lambda x, gate, f: model.buffer.add_(1.0)), _Rewrite()
+    model.register_buffer("buffer", torch.ones(()))
+    with torch.no_grad():
+        torch.compile(model, backend=rewrite)(torch.randn(2, 3, N, C))
+    assert {site.op for site in rewrite.report.rewritten} == {"aggregate", "expand_combine"}, str(rewrite.report)
