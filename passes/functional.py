@@ -8,7 +8,9 @@ This is done if all of these hold:
   autograd does not see that, and the backward pass may read what was written.
 - No detached result lies beside one with a gradient that AOTAutograd would make it from wrongly (`beside`).
 - Grad mode, inference mode and autocast are as when the memory was made. Under no_grad, a write keeps the gradient of
-  the tensor that it writes into, but a new tensor has none. Autocast chooses types for new tensors only.
+  the tensor that it writes into, but a new tensor has none.
+- Autocast does not cast what the new operation computes with, as it does for `addmm`, but not for `addmm_`.
+- All later views are views of the new tensor, too, so that later writes into it are seen.
 
 Everything else stays as it is, and the later stages treat it as a write.
 """
@@ -23,6 +25,7 @@ import torch
 from torch import fx
 
 from mhc_compile import compat
+from mhc_compile.passes.aten_calls import tensors
 from mhc_compile.passes.beside import Beside
 from mhc_compile.passes.shadow import tensors_of
 
@@ -43,7 +46,7 @@ _SUMS = {operator.iadd, operator.isub}
 
 def functional(graph: fx.Graph) -> fx.Graph:
     """The graph itself, or a copy in which in-place operations are replaced as far as that is provably the same."""
-    if compat.autocast_state() or not any(_plain_form(node) for node in graph.nodes):
+    if not any(_plain_form(node) for node in graph.nodes):
         return graph
     new, _ = compat.copy_graph(graph)
     _Functional(new).run()
@@ -54,7 +57,9 @@ class _Functional:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.beside = Beside(graph)
+        # What is being replaced, and the nodes made for it.
         self.current: fx.Node
+        self.made: list[fx.Node] = []
         self.position = {node: i for i, node in enumerate(graph.nodes)}
         # How often grad mode, inference mode or autocast have changed before a node.
         self.epoch: dict[fx.Node, int] = {}
@@ -73,11 +78,13 @@ class _Functional:
                     self.memory.setdefault(node, key)
 
     def run(self) -> None:
-        for node in list(self.graph.nodes):
-            if _goes_back(node):
-                self._replace(node, back=True)
-            elif _plain_form(node) and self._is_private(node):
-                self._replace(node)
+        with compat.autocast_regions() as follow_autocast:
+            for node in list(self.graph.nodes):
+                follow_autocast(node)
+                if _goes_back(node):
+                    self._replace(node, back=True)
+                elif _plain_form(node) and self._is_private(node):
+                    self._replace(node)
 
     def _is_private(self, node: fx.Node) -> bool:
         """Whether the memory written was made in the graph, and is read afterwards through the written tensor only."""
@@ -105,61 +112,68 @@ class _Functional:
         """Replace a node, if the new node has the same strides; back: also if the next node assigns it."""
         target = node.args[0]
         assert isinstance(target, fx.Node)
-        self.current = node
+        self.current, self.made = node, []
         with self.graph.inserting_before(node):
-            made = self._inserted(node, target)
-        if made is None:
-            return
-        old, new = compat.example(target), compat.example(made[-1])
-        alike = (new.shape, new.dtype, compat.placements(new)) == (old.shape, old.dtype, compat.placements(old))
-        if not alike or (not back and new.stride() != old.stride()):
-            for extra in reversed(made):
+            result = self._inserted(node, target)
+        views = self._views(node, target, result, back=back) if result is not None else None
+        if result is None or views is None:
+            for extra in reversed(self.made):
                 self.graph.erase_node(extra)
             return
-        result, here = made[-1], self.position[node]
-        for extra in made:
+        here = self.position[node]
+        for extra in self.made:
             self.position[extra] = here
             self.epoch[extra] = self.epoch[node]
         node.replace_all_uses_with(result)
         for user in list(target.users):
             if self.position[user] > here:
                 user.replace_input_with(target, result)
+        self.graph.erase_node(node)
         if back:  # the result is assigned to where it would have been written
-            self.graph.erase_node(node)
             return
+        for view, example in views.items():
+            view.meta[compat.example_key(view)] = example
         key = self.memory[target]
         self.memory[result] = key
-        self.holders[key].append(result)
-        self.graph.erase_node(node)
-        self.holders[key] = [holder for holder in self.holders[key] if holder is not node]
-        for holder in self.holders[key]:
-            if self.position.get(holder, here) > here:
-                self._view_again(holder)
+        self.holders[key] = [*(holder for holder in self.holders[key] if holder is not node), result]
 
-    def _view_again(self, node: fx.Node) -> None:
-        """Let the example of a view share memory with the new base of the view."""
-        key = compat.example_key(node)
-        old = node.meta[key]
-        made = compat.on_examples(node.target, *node.args, **node.kwargs) if not _plain_form(node) else None
-        if _alike(made, old):
-            node.meta[key] = made
+    def _views(self, node: fx.Node, target: fx.Node, result: fx.Node, *, back: bool) -> dict[fx.Node, Any] | None:
+        """The examples of later views once they are views of the result; None if the result or a view is not alike."""
+        old, new = compat.example(target), compat.example(result)
+        if not _alike(new, old, strides=not back) or compat.placements(new) != compat.placements(old):
+            return None
+        views: dict[fx.Node, Any] = {}
+        if back:
+            return views
+        found = {node: new, target: new}
+        for holder in self.holders[self.memory[target]]:
+            if self.position[holder] <= self.position[node]:
+                continue
+            before = compat.example(holder)
+            args, kwargs = fx.node.map_arg(
+                (holder.args, holder.kwargs), lambda source: found.get(source, compat.example(source))
+            )
+            # Of in-place operations with a plain form there are many, and these return what they write into.
+            made = args[0] if _plain_form(holder) else self._on_examples(before, holder.target, *args, **kwargs)
+            if not _alike(made, before) or {*map(compat.storage_of, tensors(made))} != {compat.storage_of(new)}:
+                return None
+            found[holder] = views[holder] = made
+        return views
 
-    def _inserted(self, node: fx.Node, target: fx.Node) -> list[fx.Node] | None:
+    def _on_examples(self, like: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """What a function makes of examples, with gradients if another example has one: grad mode is the program's."""
+        gradients = any(tensor.requires_grad for tensor in tensors(like))
+        return compat.on_examples(function, *args, gradients=gradients, **kwargs)
+
+    def _inserted(self, node: fx.Node, target: fx.Node) -> fx.Node | None:
         if node.target is operator.setitem:
             return self._scattered(node, target)
-        if node.op == "call_method":
-            made = self._call(str(node.target)[:-1], *node.args, **node.kwargs)
-        else:
-            made = self._call(_OPERATORS[node.target], *node.args)
-        if made is None:
-            return None
+        function = str(node.target)[:-1] if node.op == "call_method" else _OPERATORS[node.target]
+        made = self._call(function, *node.args, **node.kwargs)
         dtype = compat.example(target).dtype
-        if compat.example(made).dtype == dtype:
-            return [made]
-        cast = self._call("to", made, dtype)
-        return [made] if cast is None else [made, cast]
+        return made if made is None or compat.example(made).dtype == dtype else self._call("to", made, dtype)
 
-    def _scattered(self, node: fx.Node, target: fx.Node) -> list[fx.Node] | None:
+    def _scattered(self, node: fx.Node, target: fx.Node) -> fx.Node | None:
         """`target[..., i, :] = value` as select_scatter, `target[:, a:b] = value` as slice_scatter."""
         whole, value = compat.example(target), cast(Any, node.args[2])
         place = _place(node.args[1], whole.dim())
@@ -169,13 +183,6 @@ class _Functional:
         if place is None or not (is_number or is_tensor) or compat.is_dtensor(whole):
             return None
         axis, index = place
-        made: list[fx.Node] = []
-
-        def call(*args: Any) -> bool:
-            found = self._call(*args)
-            made.extend([found] if found is not None else [])
-            return found is not None
-
         shape = list(whole.shape)
         if isinstance(index, int):
             shape.pop(axis)
@@ -187,36 +194,41 @@ class _Functional:
                 return None
             shape[axis] = stop - start
         if is_number:
-            part = (
-                ("select", target, axis, index)
-                if isinstance(index, int)
-                else ("narrow", target, axis, start, shape[axis])
-            )
-            if not call(*part) or not call(torch.full_like, made[-1], value):
+            if isinstance(index, int):
+                part = self._call("select", target, axis, index)
+            else:
+                part = self._call("narrow", target, axis, start, shape[axis])
+            value = part and self._call(torch.full_like, part, value)
+            if value is None:
                 return None
-            value = made[-1]
         have = compat.example(value).shape
         if len(have) != len(shape) or not all(compat.same_size(a, b) for a, b in zip(have, shape, strict=True)):
             return None
         if compat.example(value).dtype != whole.dtype:
-            if not call("to", value, whole.dtype):
+            value = self._call("to", value, whole.dtype)
+            if value is None:
                 return None
-            value = made[-1]
         if isinstance(index, int):
-            done = call(torch.select_scatter, target, value, axis, index)
-        else:
-            done = call(torch.slice_scatter, target, value, axis, start, stop)
-        return made if done else None
+            return self._call(torch.select_scatter, target, value, axis, index)
+        return self._call(torch.slice_scatter, target, value, axis, start, stop)
 
     def _call(self, function: Any, *args: Any, **kwargs: Any) -> fx.Node | None:
-        example = compat.on_examples(function, *args, **kwargs)
+        """A new node; None if its function does not take these arguments, or if autocast casts them."""
+        like = compat.example(self.current.args[0])  # type: ignore[arg-type]
+        example = self._on_examples(like, function, *args, **kwargs)
         if example is None:
             return None
+        if compat.autocast_state():
+            with compat.without_autocast():
+                plain = self._on_examples(like, function, *args, **kwargs)
+            if plain is None or plain.dtype != example.dtype:
+                return None
         source = args[0]
         if isinstance(function, str):
             node = self.graph.call_method(function, args, kwargs)
         else:
             node = self.graph.call_function(function, args, kwargs)
+        self.made.append(node)
         node.meta[compat.example_key(source)] = example
         for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
             if key in self.current.meta:
@@ -224,13 +236,14 @@ class _Functional:
         return node
 
 
-def _alike(made: Any, old: Any) -> bool:
-    """Whether two examples, tensors or tuples of tensors, differ in memory only."""
+def _alike(made: Any, old: Any, *, strides: bool = True) -> bool:
+    """Whether two examples, tensors or tuples of tensors, differ in memory only; without strides, also in these."""
     new, before = (value if isinstance(value, (tuple, list)) else (value,) for value in (made, old))
     return len(new) == len(before) and all(
         isinstance(a, torch.Tensor)
         and isinstance(b, torch.Tensor)
-        and (a.shape, a.stride(), a.dtype, a.requires_grad) == (b.shape, b.stride(), b.dtype, b.requires_grad)
+        and (a.shape, a.dtype, a.requires_grad) == (b.shape, b.dtype, b.requires_grad)
+        and (not strides or a.stride() == b.stride())
         for a, b in zip(new, before, strict=True)
     )
 

@@ -171,7 +171,6 @@ class _Tracer:
         self.recorded: dict[tuple[Any, ...], _Recorded | None] = {}
         self.tensor_kinds: dict[int, Kind] = {}
         self.kinds: dict[str, Kind] = {}
-        self.autocasts: list[Any] = []
         # Dynamo restores at the end of a graph what it found at the beginning.
         changes = [n for n in graph.nodes if compat.changes_global_state(n) and compat.state_change(n) == "grad"]
         self.grad_mode = str(changes[-1].args) if changes else ""
@@ -180,16 +179,17 @@ class _Tracer:
     def run(self) -> Shadow:
         position = {node: i for i, node in enumerate(self.graph.nodes)}
         states: dict[fx.Node, str] = {}
-        with torch.no_grad(), compat.no_autocast_cache(), compat.quiet_shape_env(self.fake_mode):
+        regions, quiet = compat.autocast_regions(), compat.quiet_shape_env(self.fake_mode)
+        # Casts that autocast makes show up only if nodes are run under it too.
+        with torch.no_grad(), regions as follow_autocast, quiet:
             self.state = self._state()
             for node in self.graph.nodes:
                 if compat.changes_global_state(node):
                     self._follow(node)
+                    follow_autocast(node)
                     self.state = self._state()
                 states[node] = self.state
                 self._visit(node)
-        while self.autocasts:
-            self.autocasts.pop().__exit__(None, None, None)
         for value in _values(self.graph_outputs):
             value.is_output = True
         return Shadow(self.graph, self.ops, self.values, position, states, self.writes, self.doubles)
@@ -199,7 +199,7 @@ class _Tracer:
         return f"{self.grad_mode} {self.inference_modes}"
 
     def _follow(self, node: fx.Node) -> None:
-        """Keep track of global state. Casts that autocast makes show up only if nodes are run under it too."""
+        """Keep track of grad and inference mode."""
         change = compat.state_change(node)
         if change == "grad":
             self.grad_mode = str(node.args)
@@ -207,11 +207,6 @@ class _Tracer:
             self.inference_modes += 1
         elif change == "exit_inference":
             self.inference_modes -= 1
-        elif change == "enter_autocast":
-            self.autocasts.append(compat.autocast_like(node))
-            self.autocasts[-1].__enter__()
-        elif self.autocasts:
-            self.autocasts.pop().__exit__(None, None, None)
 
     def _visit(self, node: fx.Node) -> None:
         if node.op == "output":

@@ -126,7 +126,7 @@ from mhc_compile.compat.nodes import (
 from mhc_compile.compat.operators import (
     SingleLevelFunction,
     apply_at_this_level,
-    autocast_like,
+    autocast_regions,
     autocast_state,
     below_autograd,
     calls_are_watched,
@@ -134,8 +134,8 @@ from mhc_compile.compat.operators import (
     forward_mode_is_active,
     functorch_is_active,
     hidden_from_dynamo,
-    no_autocast_cache,
     registered_operators,
+    without_autocast,
 )
 from mhc_compile.compat.reaching import (
     Reached,
@@ -209,7 +209,7 @@ __all__ = [
     "as_number",
     "as_plain",
     "asks_to_trace_again",
-    "autocast_like",
+    "autocast_regions",
     "autocast_state",
     "autograd_function",
     "before_ddp_splits",
@@ -296,7 +296,6 @@ __all__ = [
     "module_at",
     "module_of",
     "names_of_bodies",
-    "no_autocast_cache",
     "on_dynamo_reset",
     "on_examples",
     "own_local",
@@ -336,6 +335,7 @@ __all__ = [
     "when_dtensors_exist",
     "whole_for",
     "with_known_sizes",
+    "without_autocast",
     "without_fake_tracebacks",
     "without_gradient",
     "without_graph_caches",

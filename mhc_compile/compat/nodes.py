@@ -323,15 +323,18 @@ def give_examples(graph: fx.Graph) -> None:
                 node.meta["example_value"] = made
 
 
-def on_examples(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """The result of a function, or of a method by its name, for nodes' examples; None if it does not take them."""
+def on_examples(function: Any, *args: Any, gradients: bool = True, **kwargs: Any) -> Any:
+    """The result of a function, or of a method by its name, for nodes' examples; None if it does not take them.
+
+    gradients says whether the program has gradients on there.
+    """
     values, options = fx.node.map_arg((args, kwargs), example)
     leaves = torch.utils._pytree.tree_leaves((values, options))
     tensor = next((value for value in leaves if isinstance(value, torch.Tensor)), None)
     if tensor is None:
         return None
     try:
-        with torch.enable_grad(), fake_mode_of(tensor):
+        with torch.set_grad_enabled(gradients), fake_mode_of(tensor):
             if isinstance(function, str):
                 return getattr(values[0], function)(*values[1:], **options)
             return function(*values, **options)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import fx
+
+from mhc_compile.compat.nodes import changes_global_state, state_change
 
 
 def registered_operators(namespace: str) -> set[str]:
@@ -78,19 +80,38 @@ def autocast_state() -> tuple[tuple[str, torch.dtype], ...]:
     )
 
 
-def autocast_like(node: fx.Node) -> Any:
-    """The context that an `_enter_autocast` node enters; for a device this machine lacks it warns, and is off."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch.autocast(*node.args)  # type: ignore[arg-type]
+@contextlib.contextmanager
+def without_autocast() -> Iterator[None]:
+    """A context in which no autocast is on."""
+    with contextlib.ExitStack() as stack:
+        for device, _ in autocast_state():
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 @contextlib.contextmanager
-def no_autocast_cache() -> Iterator[None]:
-    """Autocast keeps its casts of parameters; each node has to show its own."""
+def autocast_regions() -> Iterator[Callable[[fx.Node], None]]:
+    """A function that enters or leaves the autocast that a node enters or leaves; all are left with the context.
+
+    Autocast keeps its casts of parameters, but here each node has to show its own.
+    """
+    entered: list[Any] = []
+
+    def follow(node: fx.Node) -> None:
+        change = state_change(node) if changes_global_state(node) else ""
+        if change == "enter_autocast":
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # for a device that this machine lacks it warns, and is off
+                entered.append(torch.autocast(*node.args))  # type: ignore[arg-type]
+            entered[-1].__enter__()
+        elif change == "exit_autocast" and entered:
+            entered.pop().__exit__(None, None, None)
+
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
-        yield
+        yield follow
     finally:
+        while entered:
+            entered.pop().__exit__(None, None, None)
         torch.set_autocast_cache_enabled(before)
