@@ -218,8 +218,10 @@ class Lists:
 
     def _can_be_stacked(self, values: Streams, at: int) -> bool:
         """Whether torch stacks values and takes the stack apart, which it does not for every DTensor."""
-        stack = compat.on_examples(torch.stack, self._nodes(values), at)
-        return stack is not None and compat.on_examples("unbind", stack, at) is not None
+        nodes = self._nodes(values)
+        on = not _is_off(self._shadow.states[self._last(nodes)])
+        stack = compat.on_examples(torch.stack, nodes, at, gradients=on)
+        return stack is not None and compat.on_examples("unbind", stack, at, gradients=on) is not None
 
     def _nodes(self, values: Streams) -> list[fx.Node]:
         return [min(value.nodes, key=self._shadow.position.__getitem__) for value in values]
@@ -327,7 +329,7 @@ class Lists:
         node.meta[compat.example_key(source)] = (
             compat.example(source)[node.args[1]]
             if node.target is operator.getitem
-            else compat.on_examples(node.target, *node.args)
+            else compat.on_examples(node.target, *node.args, gradients=not _is_off(self._shadow.states[like]))
         )
         node.meta[INSERTED] = True
         node.meta |= {key: like.meta[key] for key in ("stack_trace", "nn_module_stack") if key in like.meta}

@@ -118,7 +118,8 @@ class Editor:
         """Call one of our operators. Checking arguments takes long, so it is done once for all equal calls."""
         target = getattr(torch.ops.mhc, name).default
         args = (first, *others)
-        key = (name, str(kwargs), tuple(_kind(compat.example(arg)) if arg is not None else None for arg in args))
+        kinds = [_kind(compat.example(arg)) if arg is not None else None for arg in args]
+        key = (name, str(kwargs), self._needs_gradients(), *kinds)
         known = self.examples.get(key)
         if known is None:
             try:
@@ -142,7 +143,9 @@ class Editor:
         if example is None:
             values, options = fx.node.map_arg((args, kwargs), compat.example)
             try:
-                with torch.enable_grad(), compat.fake_mode_of(compat.example(self.anchor)):
+                # A program without gradients may write into views of parameters. Autograd refuses these.
+                gradients = torch.set_grad_enabled(self._needs_gradients())
+                with gradients, compat.fake_mode_of(compat.example(self.anchor)):
                     example = (
                         getattr(values[0], target)(*values[1:], **options)
                         if isinstance(target, str)
@@ -185,7 +188,7 @@ class Editor:
         fitted = self._placed(fitted, example)
         if compat.example(fitted).stride() != example.stride():
             fitted = self._restrided(fitted, example, old)
-        if compat.example(fitted).requires_grad and not example.requires_grad and self._others_need_gradients():
+        if compat.example(fitted).requires_grad and not example.requires_grad:
             fitted = self._call("detach", fitted)
         first = not example._is_view() or bool(self.beside.pairs(old))
         if self._is_seen(old) and compat.example(fitted)._is_view() and first:
@@ -200,7 +203,7 @@ class Editor:
             node.replace_all_uses_with(fitted)
             self.copies.replaced[node] = fitted
 
-    def _others_need_gradients(self) -> bool:
+    def _needs_gradients(self) -> bool:
         """Whether a result of the site has a gradient in the program: it is not under `no_grad`."""
         assert self.site is not None
         nodes = (node for value in outputs(self.site) for node in value.nodes)

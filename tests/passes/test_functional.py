@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch._subclasses import FakeTensorMode
 
 import mhc_compile.ops  # noqa: F401  (registers the operators that the passes insert)
 from mhc_compile.passes.functional import functional
@@ -149,6 +150,27 @@ def test_what_autocast_does_not_cast_is_replaced(dtype: torch.dtype) -> None:
     inputs = drawn(*SHAPE), drawn(24, 50), drawn(50, C)
     assert_as_eager(program, *inputs)
     assert kept(program, *inputs) == []
+
+
+@pytest.mark.parametrize(("method", "given", "cast"), [("exp_", (), True), ("rsqrt_", (), True), ("mul_", (2,), False)])
+def test_autocast_on_a_gpu(method: str, given: tuple[int, ...], cast: bool) -> None:
+    """There it computes `exp` in float32, but not `exp_`. Tensors without data show that on any machine."""
+    graph = fx.Graph()
+    with FakeTensorMode():
+        example = torch.empty(2, 3, device="cuda", dtype=torch.bfloat16)
+        made = example.sin()
+    x = graph.placeholder("x")
+    y = graph.call_method("sin", (x,))
+    z = graph.call_method(method, (y, *given))
+    graph.output((z,))
+    x.meta["example_value"], y.meta["example_value"], z.meta["example_value"] = example, made, made
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        targets = [node.target for node in functional(graph).nodes]
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+    assert (method in targets) == cast
 
 
 def test_gradients_are_the_programs() -> None:

@@ -10,6 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mhc_compile import ops, passes
+from mhc_compile.passes.lists import Lists
+from mhc_compile.passes.shadow import trace
+from tests.passes.dynamo import graph_of
 from tests.zoo.check import rewriting
 
 N, C = 4, 8
@@ -201,3 +204,21 @@ def test_a_scale_that_is_made_within_torch_func() -> None:
         torch.testing.assert_close(program(x), model(x))
     assert report.rewritten
     assert not report.errors
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_stack_that_is_made_without_gradients_has_none() -> None:
+    """The last of the streams in the list is made under `no_grad`, and so is the stack of them, which stands there."""
+    pre, post, res, start = torch.randn(N), torch.randn(N), torch.randn(N, N), torch.randn(N, C, requires_grad=True)
+
+    def program(e: Tensor) -> Tensor:
+        xs = [e * start[i] for i in range(N - 1)]
+        with torch.no_grad():
+            xs.append(e * start[N - 1])
+            f = torch.tanh(sum(pre[i] * xs[i] for i in range(N)))  # type: ignore[arg-type]
+            return torch.stack([post[o] * f + sum(res[o, i] * xs[i] for i in range(N)) for o in range(N)], -2)
+
+    stacked = Lists(trace(graph_of(program, torch.randn(2, 3, C)).graph), []).graph()
+    assert stacked is not None
+    stacks = [node.meta["example_value"] for node in stacked.nodes if node.target is torch.stack]
+    assert [stack.requires_grad for stack in stacks] == [False, False]

@@ -360,9 +360,11 @@ def test_told_in_one_line(kind: type[Listed], reason: str, rewritten: int) -> No
 def test_what_torch_does_not_stack_or_take_apart_is_left(missing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with DTensors in torch 2.11."""
     on_examples = compat.on_examples
-    monkeypatch.setattr(
-        compat, "on_examples", lambda function, *args: None if function == missing else on_examples(function, *args)
-    )
+
+    def some(function: Any, *args: Any, **options: Any) -> Any:
+        return None if function == missing else on_examples(function, *args, **options)
+
+    monkeypatch.setattr(compat, "on_examples", some)
     outcome = _run(Listed())
     assert not outcome.report.errors
     # The last list is stacked by the program itself.

@@ -436,3 +436,25 @@ def test_a_write_elsewhere_before_the_cast_costs_nothing() -> None:
     with torch.no_grad():
         torch.compile(model, backend=rewrite)(torch.randn(2, 3, N, C))
     assert {site.op for site in rewrite.report.rewritten} == {"aggregate", "expand_combine"}, str(rewrite.report)
+
+
+class _ParametersWritten(Layer):
+    """Gates are views of a parameter, which changes in the end."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        pre, post, res = self.bias[:N], self.bias[N : 2 * N], self.bias[2 * N :].view(N, N)
+        new = self.write(torch.tanh(self.read(pre, x) @ self.weight), post, x, res)
+        pre.add_(1.0)
+        return new
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_parameters_that_change_without_gradients(mode: Callable[..., Any]) -> None:
+    """Autograd forbids what computes with the views afterwards, and the examples of operators are made afterwards."""
+    model, rewrite, x = _ParametersWritten(), _Rewrite(), torch.randn(2, 3, N, C)
+    with mode():
+        want = copy.deepcopy(model)(x)
+        got = torch.compile(model, backend=rewrite)(x)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)  # two float32 evaluations of the same sums
+    assert not rewrite.report.errors
+    assert {site.op for site in rewrite.report.rewritten} == {"aggregate", "expand_combine"}, str(rewrite.report)
