@@ -9,8 +9,8 @@ library computes another one, rather than give a checkpoint that loads and is wr
 
 What can be moved exactly: the order of phi's columns, the packing of scales and the shapes are conventions. Whether
 h_res is applied as it is or transposed is more than that: exchanging rows and columns of the logits transposes h_res
-only if Sinkhorn exchanges them as well. That turns "rows first" into "columns first", which every form that starts
-from exp can be, and every form without eps; a softmax start with eps is one over rows, always.
+only if Sinkhorn exchanges them as well. That turns "rows first" into "columns first", which every form can be that
+starts from an exp, and every form without eps; a softmax start with eps is one over rows, always.
 `transpose_res` does it, and `to_*` apply it where it makes a form fit.
 
 The names of parameters are those of `DeepseekV4HyperConnection` and `DeepseekV4HyperHead` in transformers 5.17,
@@ -193,9 +193,9 @@ def transpose_res(state: State, form: Form) -> tuple[dict[str, Tensor], Form]:
     """
     form = _canonical(form)
     sinkhorn = form.sinkhorn
-    if sinkhorn.start != "exp":
+    if sinkhorn.start == "softmax":
         raise ValueError(
-            f"form has {sinkhorn}; expected start='exp', or eps = start_eps = 0: a softmax over rows with eps has no "
+            f"form has {sinkhorn}; expected another start, or eps = start_eps = 0: a softmax over rows with eps has no "
             "transposed form"
         )
     n = _streams(state["bias"], "bias")
@@ -207,9 +207,9 @@ def transpose_res(state: State, form: Form) -> tuple[dict[str, Tensor], Form]:
 
 
 def _canonical(form: Form) -> Form:
-    """A form without eps that starts from softmax, spelled from exp: a row softmax is a half-step over rows."""
+    """A form without eps, spelled from exp: a row softmax is a half-step over rows, and shifts of the logits cancel."""
     sinkhorn = form.sinkhorn
-    if not sinkhorn.without_eps or (sinkhorn.start == "exp" and not sinkhorn.clamp):
+    if not sinkhorn.in_logarithms or (sinkhorn.start == "exp" and not sinkhorn.clamp):
         return form
     # With eps = 0 a clamp does nothing; rows twice are rows once.
     more = sinkhorn.start == "softmax" and (sinkhorn.first == "columns" or sinkhorn.steps == 0)
@@ -230,7 +230,7 @@ def _fitted(state: State, form: Form, family: Callable[[Form], Form], library: s
     given = _canonical(form)
     if given == _canonical(family(given)):
         return state
-    if given.sinkhorn.start == "exp":
+    if given.sinkhorn.start != "softmax":
         moved, turned = transpose_res(state, given)
         if turned == _canonical(family(turned)):
             return moved

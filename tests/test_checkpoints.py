@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -223,6 +224,12 @@ TRANSPOSABLE = {
     "log softmax, rows first": Form(sinkhorn=Sinkhorn(3, "softmax", "rows", 0.0, 0.0)),
     "log softmax alone": Form(sinkhorn=Sinkhorn(0, "softmax", "columns", 0.0, 0.0)),
     "log clamp": Form(sinkhorn=Sinkhorn(3, "exp", "columns", 0.0, 0.0, clamp=True)),
+    **{
+        f"{start}, {steps} half-steps, eps {eps}": Form(sinkhorn=Sinkhorn(steps, start, "rows", eps, eps))
+        for start in ("exp", "plain_exp", "global_exp")
+        for steps in (0, 3)
+        for eps in (0.0, 1e-2)
+    },
 }
 
 
@@ -241,7 +248,7 @@ def test_transposing_both_res_and_its_application_changes_nothing(name: str) -> 
 
 def test_softmax_with_eps_has_no_transposed_form() -> None:
     state = checkpoints.from_liger(liger_state())
-    with pytest.raises(ValueError, match=r"expected start='exp', or eps = start_eps = 0"):
+    with pytest.raises(ValueError, match=r"expected another start, or eps = start_eps = 0"):
         checkpoints.transpose_res(state, Form.liger())
 
 
@@ -274,6 +281,11 @@ Move = Callable[[dict[str, Tensor], Form], Any]
         (checkpoints.to_transformer_engine, Form.megatron(), "TransformerEngine"),
         (checkpoints.to_megatron, Form.megatron(softmax=True), "Megatron-LM"),
         (checkpoints.to_megatron, Form.deepseek_v4(), "Megatron-LM"),
+        (
+            checkpoints.to_transformer_engine,
+            replace(Form.transformer_engine(), sinkhorn=Sinkhorn(0, "plain_exp", "rows", 0.0, 0.0)),
+            "TransformerEngine",
+        ),
         (checkpoints.to_deepseek_v4_head, Form.megatron(), "a head of DeepSeek-V4"),
         (checkpoints.to_megatron_head, Form.liger(), "a head of Megatron-LM"),
     ],
