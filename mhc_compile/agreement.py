@@ -217,16 +217,16 @@ class Ballot:
             self._store.add(f"{self._key}/found {part}", 1)
         self._store.add(f"{self._key}/posted", 1)
 
-    def outcome(self, call: int, most: int) -> dict[int, str] | None:
+    def outcome(self, call: int, is_last: bool) -> dict[int, str] | None:
         """What all ranks have found, once it counts; None while it does not. `call` is the number of the next call.
 
-        It counts when every rank that checks the graph has posted, or at call number `most`.
+        It counts when every rank that checks the graph has posted, or at the last call that waits for others.
 
         Raises FailedAlone if this rank has found something that does not count any more.
         """
         if self._store is None:
             return self._mine
-        proposed = self._proposed() if self._mine is not None and (call >= most or self._all_have_posted()) else "on"
+        proposed = self._proposed() if self._mine is not None and (is_last or self._all_have_posted()) else "on"
         verdict = self._store.compare_set(f"{self._key}/call {call}", "", proposed).decode()
         if verdict == "on":
             return None

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, fx
@@ -35,10 +36,11 @@ log = logging.getLogger(__name__)
 
 # So many calls are checked, with their gradients if their results have any.
 CALLS = 3
-# After so many the check ends, even if gradients have not arrived or other ranks have not said what they found.
+# After so many whose gradients came, or cannot come any more, the check ends in any case.
 MOST_CALLS = 16
 
 _NOT_YET = "the first calls are not over, in which the program's own code runs"
+_REENTRANT = "it is checkpointed with use_reentrant=True, and what is repeated has to draw the same random numbers"
 _AHEAD = "its function is compiled ahead of time, and has no first calls"
 
 # Why sites are left alone, by their names, by the structure of their graph.
@@ -103,8 +105,11 @@ class Check:
                 return _filled(_gradients(module, values, needs, given), leaves)
 
             with self._telling():
-                call.arrived |= self._compare(names, _filled(found, leaves), evaluate, inputs)
-        call.arrived |= self.failure is not None
+                if self._compare(names, _filled(found, leaves), evaluate, inputs):
+                    self._calls.count(call)
+        if self.failure is not None:
+            self._calls.count(call)
+        self._calls.came(call)
         return found
 
     def _compare(
@@ -169,7 +174,7 @@ class _Watched(torch.autograd.Function):
     def forward(ctx: Any, check: Check, *inputs: Any) -> Any:
         outputs = check.forward(inputs)
         ctx.set_materialize_grads(False)
-        ctx.check, ctx.call, ctx.autocasts = check, check._calls.call, compat.autocast_state()
+        ctx.check, ctx.call, ctx.autocasts = check, check._calls.current.call, compat.autocast_state()
         ctx.save_for_backward(*(value if isinstance(value, Tensor) else None for value in inputs))
         ctx.others = [None if isinstance(value, Tensor) else value for value in inputs]
         fixed = [out for out, has in zip(outputs, check.differentiable, strict=True) if not has]
@@ -211,27 +216,38 @@ def _double(value: Any) -> Any:
 
 
 class _Call:
-    """One call of a graph: whether its results have gradients, and whether these have come."""
+    """One call of a graph. Autograd keeps it as long as its gradients may come."""
 
-    waits = arrived = False
+    counts = False
 
-    @property
-    def is_done(self) -> bool:
-        return self.arrived or not self.waits
+
+class _Current(threading.local):
+    """The call that a thread is in. What runs between calls is in one of its own."""
+
+    def __init__(self) -> None:
+        self.call = _Call()
 
 
 class FirstCalls:
-    """What Dynamo calls for a graph: the program with its checks at first, later the compiled graph."""
+    """What Dynamo calls for a graph: the program with its checks at first, later the compiled graph.
+
+    Checkpointing repeats a call in the backward pass, and has to find the same results to save. So a repeated call is
+    one of the program, it does not count, and nothing is changed as long as one may follow.
+    """
 
     def __init__(self) -> None:
         self.checks: list[Check] = []
         self.unchecked: list[SiteReport] = []
         self.errors: list[str] = []
-        self.call = _Call()
+        self.current = _Current()
         self.checking = True
         self.lock = threading.RLock()
-        self._calls: list[_Call] = []
-        self._run: Callable[..., Any] = self._first
+        self._begun = self._ended = self._counted = 0
+        # Calls whose gradients may come, and calls that may be repeated.
+        self._open: WeakSet[_Call] = WeakSet()
+        self._repeatable: WeakSet[_Call] = WeakSet()
+        self._run: Callable[..., Any] | None = None
+        self._is_outdated = self._is_dropped = False
 
     def start(
         self, program: fx.GraphModule, ballot: Ballot, compiled: Callable[..., Any], entry: records.Compiled
@@ -247,6 +263,7 @@ class FirstCalls:
                 return self.leave(compiled, entry)
             self._program, self._compiled, self._ballot = program, compiled, ballot
             self._compile_again, self._entry = again, entry
+            self._draws = any(map(compat.draws_random_numbers, program.graph.nodes))
             entry.traced.errors += [error for error in self.errors if error not in entry.traced.errors]
             entry.checked.unchecked = [replace(check.report, reason=_NOT_YET) for check in self.checks]
             return self
@@ -261,49 +278,91 @@ class FirstCalls:
         return compiled
 
     def __call__(self, *args: Any) -> Any:
-        return self._run(*args)
+        return self._first(*args) if self._run is None else self._run(*args)
 
     def _first(self, *args: Any) -> Any:
+        call, saves_by_hooks, in_backward = _Call(), compat.saves_by_hooks(), compat.current_backward() >= 0
+        is_repeated = saves_by_hooks and in_backward
         with self.lock:
-            if self._run == self._first:
+            if not is_repeated:
+                if self._draws and (in_backward or not torch.is_grad_enabled()) and compat.is_in_function():
+                    self._give_up()
                 with guard("the program runs once more as it was written"):
                     self._decide()
-            run, first, call = self._run, self._run == self._first, _Call()
-            if first:
-                run = self._program
-                self.call = call
-                self._calls.append(call)
+                self._begun += 1
+                if saves_by_hooks:
+                    self._repeatable.add(call)
+                self._compile_anew()
+            run = self._run or partial(self._checked, call)
         outputs = run(*args)
-        call.waits = first and any(isinstance(out, Tensor) and out.requires_grad for out in outputs)
+        if not is_repeated:
+            with self.lock:
+                self._ended += 1
+                if any(isinstance(out, Tensor) and out.requires_grad for out in outputs):
+                    self._open.add(call)
+                else:
+                    self.count(call)
         return outputs
+
+    def _checked(self, call: _Call, *args: Any) -> Any:
+        before, self.current.call = self.current.call, call
+        try:
+            return self._program(*args)
+        finally:
+            self.current.call = before
+
+    def count(self, call: _Call) -> None:
+        """All of a call has been compared that will be."""
+        with self.lock:
+            self._counted += not call.counts
+            call.counts = True
+
+    def came(self, call: _Call) -> None:
+        """Gradients of a call have come."""
+        with self.lock:
+            self._open.discard(call)
+            if compat.is_last_backward():
+                self._repeatable.discard(call)
+                self._compile_anew()
 
     def _decide(self) -> None:
         """Before a call: whether enough was seen, here and on other ranks."""
-        if self.checking and self._has_seen_enough():
+        if self._repeatable or self._is_outdated or self._run is not None:
+            return
+        is_last = self._ended - len(self._open) >= MOST_CALLS
+        if self.checking and (self._counted >= CALLS or is_last):
             self.checking = False
             self._ballot.post(self._verdicts())
-        found = self._ballot.outcome(len(self._calls), MOST_CALLS)
+        found = self._ballot.outcome(self._begun, is_last)
         if found is not None:
             self._settle(found)
 
-    def _has_seen_enough(self) -> bool:
-        return sum(call.is_done for call in self._calls) >= CALLS or len(self._calls) >= MOST_CALLS
+    def _give_up(self) -> None:
+        """Nothing is checked, because a graph of its own repeats this one: each has its own first calls."""
+        self.checking = False
+        self._run = self._compiled
+        self._entry.checked.unchecked = [replace(check.report, reason=_REENTRANT) for check in self.checks]
+
+    def _compile_anew(self) -> None:
+        """Have Dynamo compile the graph again, without the sites that are left alone."""
+        if self._is_outdated and not self._is_dropped and not self._repeatable:
+            self._is_dropped = True
+            if not self._compile_again():
+                log.warning("a graph with sites that are left alone stays uncompiled: it cannot be compiled again")
 
     def _verdicts(self) -> dict[int, str]:
         found = ((index, check.verdict()) for index, check in enumerate(self.checks))
         return {index: reason for index, reason in found if reason is not None}
 
     def _settle(self, found: dict[int, str]) -> None:
-        """Switch to the compiled graph, or compile it again without the sites that are left alone."""
+        """Switch to the compiled graph, or note that it has to be compiled again without sites."""
         for index, reason in found.items():
             check = self.checks[index]
             _left.setdefault(check.structure, {})[check.name] = reason
             log.warning("%s at %s is left alone: %s", check.report.op, check.report.location, reason)
         if found:
-            self._run = self._program
+            self._is_outdated = True
             self._entry.discard()
-            if not self._compile_again():
-                log.warning("a graph with sites that are left alone stays uncompiled: it cannot be compiled again")
         else:
             with guard("the check is not in the report"):
                 self._tell()

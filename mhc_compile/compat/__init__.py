@@ -9,16 +9,21 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from mhc_compile.compat.backward import (
+    after_backward,
+    current_backward,
+    is_in_function,
+    is_last_backward,
+    saves_by_hooks,
+)
 from mhc_compile.compat.cpp import (
     compile_beside,
     cpp_compiler,
 )
 from mhc_compile.compat.distributed import (
     UnitSettings,
-    after_backward,
     agree_on_given_shapes,
     before_ddp_splits,
-    current_backward,
     flat_mesh,
     fsdp_unit,
     group_size,
@@ -273,8 +278,10 @@ __all__ = [
     "is_data",
     "is_dtensor",
     "is_higher_order",
+    "is_in_function",
     "is_inference_aware",
     "is_kernel_launch",
+    "is_last_backward",
     "is_made_here",
     "is_newer_than_tested",
     "is_part",
@@ -311,6 +318,7 @@ __all__ = [
     "run_passes_after_grad",
     "same_size",
     "same_strides",
+    "saves_by_hooks",
     "set_no_more",
     "set_while_compiling",
     "settings_of_packages",

@@ -164,20 +164,6 @@ def flat_mesh(mesh: Any) -> Any:
     return mesh if mesh.ndim == 1 else mesh._flatten()
 
 
-def current_backward() -> int:
-    """The number of the backward pass that this thread works for."""
-    return torch._C._current_graph_task_id()
-
-
-def after_backward(call: Callable[[], None]) -> None:
-    """Have this called at the end of the current backward pass, after what was asked for before the end.
-
-    FSDP2 asks for such a call, too, and may communicate in it: all ranks have to do so in the same order.
-    """
-    engine = torch.autograd.Variable._execution_engine
-    engine.queue_callback(lambda: engine.queue_callback(call))
-
-
 @contextlib.contextmanager
 def imitated_job(rank: int, ranks: int) -> Iterator[None]:
     """Be one rank of a job that has no others, so that nothing that it sends arrives (torch 2.11 to 2.14)."""
