@@ -23,6 +23,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
 from mhc_compile import compat, passes, records
 from mhc_compile.agreement import Ballot, attempt, structure
@@ -43,13 +44,19 @@ _NOT_YET = "the first calls are not over, in which the program's own code runs"
 _REENTRANT = "it is checkpointed with use_reentrant=True, and what is repeated has to draw the same random numbers"
 _AHEAD = "its function is compiled ahead of time, and has no first calls"
 
-# Why sites are left alone, by their names, by the structure of their graph.
+# Why sites are left alone, by their names, by the kind of their graph.
 _left: dict[str, dict[str, str]] = {}
 
 
 def left_alone(graph: fx.Graph) -> dict[str, str]:
-    """Why sites of a graph of this structure are left alone, by their names."""
-    return _left.get(structure(graph), {}) if _left else {}
+    """Why sites of a graph of this kind are left alone, by their names."""
+    return _left.get(_kind(graph), {}) if _left else {}
+
+
+def _kind(graph: fx.Graph) -> str:
+    """Equal for a graph that is compiled again, such as for other sizes; another eps may be another accuracy."""
+    arguments = tree_leaves([(node.args, node.kwargs) for node in graph.nodes])
+    return " ".join([structure(graph), *(repr(value) for value in arguments if isinstance(value, float))])
 
 
 def all_left_alone() -> tuple[tuple[str, str], ...]:
@@ -68,7 +75,7 @@ class Check:
     def __init__(self, part: Alone, graph: fx.Graph, calls: FirstCalls) -> None:
         self.name = passes.site_name(part.site)
         self.report = SiteReport(part.site.op, location(part.outputs[0]), "")
-        self.structure = structure(graph)
+        self.kind = _kind(graph)
         self._calls = calls
         self._program, self._operator, self._exact = part.program, part.operator, widened(part.program)
         self._inputs = [node.name for node in part.inputs]
@@ -358,7 +365,7 @@ class FirstCalls:
         """Switch to the compiled graph, or note that it has to be compiled again without sites."""
         for index, reason in found.items():
             check = self.checks[index]
-            _left.setdefault(check.structure, {})[check.name] = reason
+            _left.setdefault(check.kind, {})[check.name] = reason
             log.warning("%s at %s is left alone: %s", check.report.op, check.report.location, reason)
         if found:
             self._is_outdated = True

@@ -224,6 +224,23 @@ def test_what_is_left_alone_stays_so_without_the_option(monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("without_inductor")
+def test_a_graph_with_another_constant_is_checked_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was found with one eps is not said of another."""
+    with monkeypatch.context() as patch, torch.no_grad():
+        _wrong_streams(patch)
+        compiled = torch.compile(_connection(4), backend="mhc", options=CHECK)
+        for seed in range(checking.CALLS + 2):
+            compiled(_streams(seed))
+    assert _reported()[1] == [COMBINE]
+    torch._dynamo.reset()
+    form = Form.deepseek_v4(iterations=3, norm_eps=1e-5)
+    other = HyperConnection(nn.Linear(WIDTH, WIDTH), dim=WIDTH, form=form)
+    with torch.no_grad():
+        torch.compile(other, backend="mhc")(_streams())
+    assert _reported()[:2] == ([MIX, COMBINE], [])
+
+
+@pytest.mark.usefixtures("without_inductor")
 def test_an_operator_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*given: Any) -> Any:
         raise RuntimeError("of this operator")
