@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -273,6 +274,28 @@ def test_a_gradient_that_nobody_has_averaged_is_partial(mesh: DeviceMesh) -> Non
     gradient = dict(model.named_parameters())["head.phi"].grad
     assert isinstance(gradient, DTensor)
     assert gradient.placements != (Replicate(),)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_copied_model_averages_gradients_of_its_own(mesh: DeviceMesh, device: str) -> None:
+    """Copied before its first forward pass, or later."""
+    with torch.device(device):
+        model = HyperHead(WIDTH, 4)
+    replicate(model, mesh)
+    copied = copy.deepcopy(model)
+    if device == "meta":
+        for each in (model, copied):
+            each.to_empty(device="cpu")
+            with torch.no_grad():
+                for parameter in each.parameters():
+                    parameter.fill_(0.5)
+    for each in (copied, copy.deepcopy(copied)):
+        each(torch.randn(2, 4, WIDTH)).sum().backward()
+        gradients = [parameter.grad for parameter in each.parameters()]
+        assert all(isinstance(g, DTensor) and g.placements == (Replicate(),) for g in gradients)
+        assert len(each._forward_pre_hooks) == 0
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert len(model._forward_pre_hooks) == (device == "meta")
 
 
 def test_messages(mesh: DeviceMesh) -> None:

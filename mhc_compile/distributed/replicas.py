@@ -13,6 +13,7 @@ that hold them were units of their own, the hooks of these units would cut the c
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
@@ -165,18 +166,24 @@ class _Gradients:
         self.group = compat.flat_mesh(mesh).get_group()
         self.backward: int | None = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Gradients:
+        """Those of a copied model, on the same mesh: nobody can copy a process group."""
+        held = [(copy.deepcopy(module, memo), name) for module, name in self.held]
+        return _Gradients(copy.deepcopy(self.model, memo), self.mesh, held)
+
     def start(self) -> None:
         """Make the values of all ranks equal, and hook into the model's forward passes."""
         if any(replica.to_local().is_meta for replica in self._replicas()):
-
-            def once(*_: Any) -> None:
-                handle.remove()
-                self._equalise()
-
-            handle = self.model.register_forward_pre_hook(_untraced(once))
+            self.model.register_forward_pre_hook(_Hook(self, "before_forward"))
         else:
             self._equalise()
-        self.model.register_forward_hook(_untraced(self._after_forward))
+        self.model.register_forward_hook(_Hook(self, "after_forward"))
+
+    def before_forward(self, module: nn.Module, args: Any) -> None:
+        hooks = self.model._forward_pre_hooks
+        for key in [key for key, hook in hooks.items() if isinstance(hook, _Hook) and hook.gradients is self]:
+            del hooks[key]
+        self._equalise()
 
     def _replicas(self) -> list[DTensor]:
         # Looked up each time: `to_empty` and `load_state_dict(assign=True)` put others in place.
@@ -190,7 +197,7 @@ class _Gradients:
         for value, first in zip(values, _split(bucket, values), strict=True):
             value.copy_(first.view_as(value))
 
-    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+    def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         for tensor in _tensors(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._begin)  # type: ignore[no-untyped-call]
@@ -273,9 +280,18 @@ def _split(bucket: Tensor, parts: list[Tensor]) -> tuple[Tensor, ...]:
     return torch.split(bucket, [part.numel() for part in parts])
 
 
-def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that Dynamo leaves alone. In a whole model, the hooks of FSDP2 cut the graph at the same places."""
-    return torch.compiler.disable(hook)  # type: ignore[no-any-return, no-untyped-call]
+class _Hook:
+    """A hook that a copied model has of its own, unlike a function. Dynamo leaves it alone.
+
+    In a whole model, the hooks of FSDP2 cut the graph at the same places.
+    """
+
+    def __init__(self, gradients: _Gradients, name: str) -> None:
+        self.gradients, self.name = gradients, name
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any) -> None:
+        getattr(self.gradients, self.name)(*args)
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
