@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -148,13 +149,17 @@ def _sum(several: Iterable[Traffic | None]) -> Traffic | None:
 
 
 def _bytes(tensor: torch.Tensor) -> int | None:
-    """What there is of it in memory: an expanded dimension is there once. None if the size is not one number."""
-    count = tensor.itemsize
+    """What there is of it in memory: what is expanded or overlaps is there once. None if the size is not one number."""
+    count, reached, known = 1, 0, []
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         if not isinstance(size, int):
             return None
         count *= min(size, 1) if isinstance(stride, int) and stride == 0 else size
-    return count
+        known.append(stride if isinstance(stride, int) else 0)
+        reached += (size - 1) * known[-1]
+    if count and all(isinstance(stride, int) for stride in tensor.stride()):
+        count = min(count, 1 + reached // max(1, math.gcd(*known)))
+    return tensor.itemsize * count
 
 
 def _text(nodes: Sequence[fx.Node], made: Iterable[fx.Node]) -> str:

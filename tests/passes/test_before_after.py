@@ -14,6 +14,7 @@ from benchmarks.traffic import of_eager
 from mhc_compile import passes, records
 from mhc_compile.nn import HyperConnection
 from mhc_compile.page.layers import layers, with_fusion
+from mhc_compile.passes.before_after import _bytes
 from mhc_compile.passes.fuse import joint
 from mhc_compile.passes.report import Report
 from tests.passes import shifted
@@ -226,3 +227,19 @@ def test_the_dtype_of_streams_is_the_program_s(name: str) -> None:
     told = [site.detail for site in report.rewritten if site.op in ("generate_mix_and_aggregate", "expand_combine")]
     assert len(told) >= 6
     assert all(", bfloat16, " in detail for detail in told), told
+
+
+@pytest.mark.parametrize(
+    ("tensor", "numbers"),
+    [
+        (torch.zeros(3, 8).unfold(1, 4, 1), 24),
+        (torch.zeros(3, 8).unfold(1, 4, 4), 24),
+        (torch.zeros(16)[::2].unfold(0, 4, 1), 8),
+        (torch.zeros(3, 8)[:, :5], 15),
+        (torch.zeros(3, 1, 8).expand(3, 4, 8), 24),
+        (torch.zeros(0, 4), 0),
+        (torch.zeros(()), 1),
+    ],
+)
+def test_memory_counts_once_however_often_a_tensor_shows_it(tensor: Tensor, numbers: int) -> None:
+    assert _bytes(tensor) == 4 * numbers
