@@ -182,7 +182,7 @@ def verify(
         records.aside(),
         contextlib.ExitStack() as compilations,
     ):
-        check_memory(module)
+        check_memory(module, grad)
         tell(f"verify: runs the model {', '.join(_HOW[run] for run in ('float64', *runs))}")
         if inductor:
             tell("verify: a first compilation may take minutes; inductor=False leaves out plain Inductor's")

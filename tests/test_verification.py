@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import mhc_compile
 from mhc_compile import backend, compat, passes, verification
+from mhc_compile.testing import evaluation
 from tests.fuzz.plants import planted
 from tests.zoo.near import Sublayer
 
@@ -319,8 +320,20 @@ def test_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="no output requires a gradient; pass grad=False"):
         mhc_compile.verify(nn.Embedding(3, 2).requires_grad_(False), torch.tensor([1]), **quietly)
     monkeypatch.setattr("mhc_compile.testing.evaluation._free_memory", lambda device: 8.0)
-    with pytest.raises(MemoryError, match=r"its float64 copy and gradients need .* on cpu, which has .* left"):
+    with pytest.raises(MemoryError, match=r"its float64 copy and gradients need at least .* on cpu, which has .* left"):
         mhc_compile.verify(nn.Linear(4, 3), torch.randn(2, 4), **quietly)
+
+
+def test_the_least_memory_that_float64_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 15 numbers the copy in float64, its gradients and eager's; integers are copied as they are."""
+    model = nn.Linear(4, 3)
+    model.register_buffer("table", torch.zeros(100, dtype=torch.uint8))
+    for grad, needed in ((True, 15 * (8 + 8 + 4) + 100), (False, 15 * 8 + 100)):
+        monkeypatch.setattr(evaluation, "_free_memory", lambda device, needed=needed: float(needed))
+        evaluation.check_memory(model, grad)
+        monkeypatch.setattr(evaluation, "_free_memory", lambda device, needed=needed: needed - 1.0)
+        with pytest.raises(MemoryError, match="need at least"):
+            evaluation.check_memory(model, grad)
 
 
 def test_inductor_alone_is_run_while_ours_is_enabled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -213,17 +213,30 @@ def tensors_of(*given: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(parts) if isinstance(leaf, torch.Tensor)]
 
 
-def check_memory(module: nn.Module) -> None:
+def check_memory(module: nn.Module, grad: bool) -> None:
+    """Raise MemoryError if the least that the float64 evaluation needs is not there.
+
+    That is the copy, with its gradients, and the gradients of eager code, with which they are compared. Activations
+    come on top, and so does what later runs keep.
+    """
     tensors = [*module.parameters(), *module.buffers()]
     for device in {tensor.device for tensor in tensors}:
-        held = [tensor for tensor in tensors if tensor.device == device]
-        needed = 8 * sum(tensor.numel() * (1 + tensor.requires_grad) for tensor in held)
+        needed = 0
+        for tensor in tensors:
+            if tensor.device == device:
+                wide = _itemsize_in_float64(tensor.dtype)
+                needed += wide * (compat.local_of(tensor) if compat.is_dtensor(tensor) else tensor).numel()
+                needed += (wide + tensor.itemsize) * tensor.numel() * (grad and tensor.requires_grad)
         free = _free_memory(device)
         if needed > free:
             raise MemoryError(
-                f"model: its float64 copy and gradients need {needed / 2**30:.1f} GiB on {device}, which has "
+                f"model: its float64 copy and gradients need at least {needed / 2**30:.1f} GiB on {device}, which has "
                 f"{free / 2**30:.1f} GiB left; verify a smaller one of the same code"
             )
+
+
+def _itemsize_in_float64(dtype: torch.dtype) -> int:
+    return widened(torch.empty(0, dtype=dtype)).itemsize  # type: ignore[no-any-return]
 
 
 def _free_memory(device: torch.device) -> float:
