@@ -43,6 +43,7 @@ ZEROS = (
     "gradients reach only some of the new streams in the list; parameters of the others would get zeros in place of no "
     f"gradient: {KEEP}"
 )
+DTYPES = f"the streams in the list have different dtypes, and a stack has one: {KEEP}"
 NO_STACK = f"torch does not stack these tensors, or does not take the stack apart: {KEEP}"
 SAME = "all streams in the list are one tensor, which Inductor reads once; the operator would read n copies of it"
 STREAMS_AT, GATES_AT = -2, 0
@@ -182,6 +183,8 @@ class Lists:
         return GATES_LEAVE if any(map(_views_leave, gates)) else self._why_no_stack(gates, GATES_AT)
 
     def _why_no_stack(self, values: Streams, at: int) -> str:
+        if len({value.dtype for value in values}) > 1:
+            return DTYPES
         if not self._can_be_stacked(values, at):
             return NO_STACK
         return GRADIENTS_OFF if self._loses_gradients(values) else ""

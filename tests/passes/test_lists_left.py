@@ -19,7 +19,7 @@ WIDTH, N = 6, 4
 
 
 class Gated(nn.Module):
-    """One sublayer over a list of streams, in which each gate is a tensor of its own."""
+    """A sublayer over a list of streams, in which each gate is a tensor of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,12 +42,14 @@ class Gated(nn.Module):
         return sum(xs)
 
     def forward(self, x: Tensor) -> Any:
-        xs, n = self.come(x), range(N)
+        return self.go(self.sublayer(self.come(x)))
+
+    def sublayer(self, xs: list[Tensor]) -> list[Tensor]:
+        n = range(N)
         self.read = self.pre()
         f = torch.tanh(sum(self.read[i] * xs[i] for i in n) @ self.weight)  # type: ignore[operator]
         self.written = self.post()
-        xs = [self.written[o] * f + sum(self.r[N * o + i] * xs[i] for i in n) for o in n]
-        return self.go(xs)
+        return [self.written[o] * f + sum(self.r[N * o + i] * xs[i] for i in n) for o in n]
 
     def buffers_halved(self) -> list[Tensor]:
         held = list(self.buffers())
@@ -117,6 +119,25 @@ class LastStreamWithoutGradients(Gated):
         return made
 
 
+class OneOfAnotherDtype(Gated):
+    def come(self, x: Tensor) -> list[Tensor]:
+        first, *others = [part.sin() for part in x.unbind(-2)]
+        first = first.to(torch.bfloat16)
+        self.seen = first * 1.5
+        return [first, *others]
+
+    def go(self, xs: list[Tensor]) -> Any:
+        return sum(xs), self.seen
+
+
+class OneNewOfAnotherDtype(Gated):
+    """A stream is cast between two sublayers."""
+
+    def go(self, xs: list[Tensor]) -> Any:
+        xs = [xs[0].to(torch.bfloat16), *xs[1:]]
+        return sum(self.sublayer(xs)), xs[0] * 1.5
+
+
 class OneStreamUsed(Gated):
     def go(self, xs: list[Tensor]) -> Any:
         return torch.tanh(xs[0])
@@ -171,3 +192,8 @@ def test_gradients_that_are_off_where_a_list_would_be_stacked() -> None:
 def test_parameters_of_streams_without_a_gradient_get_none() -> None:
     assert _run(OneStreamUsed) == ([], [lists.ZEROS])
     assert _run(OneStreamUsedOfSharedGates) == (["aggregate", "expand_combine"], [])
+
+
+def test_streams_of_different_dtypes() -> None:
+    assert _run(OneOfAnotherDtype) == ([], [lists.DTYPES])
+    assert _run(OneNewOfAnotherDtype) == ([], [lists.DTYPES] * 2)
