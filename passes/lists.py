@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import fx
@@ -20,6 +21,7 @@ from mhc_compile import compat
 from mhc_compile.budget import Steps
 from mhc_compile.guard import guard
 from mhc_compile.passes.called import INSERTED
+from mhc_compile.passes.other_strides import gradients_are_off, seeing
 from mhc_compile.passes.plan import AggregateSite, CombineSite, Declined, Plan, surface
 from mhc_compile.passes.plan.gradients import is_reached, reached_by_gradients, requires_gradient
 from mhc_compile.passes.plan.part_writes import to_some
@@ -27,6 +29,7 @@ from mhc_compile.passes.recognise.concatenation import TOGETHER, Together, put_t
 from mhc_compile.passes.recognise.layout import is_movement, is_pointwise, origin
 from mhc_compile.passes.recognise.lists import ListRead, ListWrite, Streams, list_writes
 from mhc_compile.passes.recognise.reader import Reader
+from mhc_compile.passes.report import in_words
 from mhc_compile.passes.shadow import Op, Shadow, Value, memory_of, tensors_of
 
 KEEP = "keep the streams in one tensor [..., n, C]"
@@ -39,6 +42,7 @@ GRADIENTS_OFF = (
     "gradients are off where the last tensor of a list is made and on where the list is read, so a stack of the list "
     "would lose them: make the whole list in one mode"
 )
+SEEN = f"needs one of the new streams in the list as it is, so stacking them would cost a copy: {KEEP}"
 ZEROS = (
     "gradients reach only some of the new streams in the list; parameters of the others would get zeros in place of no "
     f"gradient: {KEEP}"
@@ -71,6 +75,8 @@ class Lists:
         self._copies: dict[fx.Node, fx.Node] = {}
         # Behind which of the graph's own nodes, by their positions, those are that were inserted.
         self._behind: dict[fx.Node, int] = {}
+        # The nodes that go on to read what they read.
+        self._apart: set[fx.Node] = set()
 
     def graph(self) -> fx.Graph | None:
         """The graph in which the chosen lists are stacked; None if no list is stacked."""
@@ -81,12 +87,12 @@ class Lists:
 
     def _stacked(self) -> fx.Graph | None:
         self._stacks, self._copies, self._behind = {}, {}, {}
-        wanted = self._wanted() if self._writes else []
-        gates = list(self._gates()) if self._writes else []
+        wanted, gates = self._chosen() if self._writes else ([], [])
         if not wanted and not gates:
             return None
         self._rounds.take()
         new, self._copies = compat.copy_graph(self._shadow.graph)
+        self._apart = {self._copies[node] for node in self._apart}
         for streams in wanted:
             self._stacks[streams] = self._stack(new, streams, STREAMS_AT)
         for some in gates:
@@ -133,6 +139,33 @@ class Lists:
             # Unless an operator makes a stack that the program itself has.
             if made.isdisjoint(self._copy(op.node) for op in write.new[0].users):
                 plan.declined.append(Declined("expand_combine", reason, node))
+
+    def _chosen(self) -> tuple[list[Streams], list[Streams]]:
+        """The lists of streams and those of gates that are stacked, and who reads no part of a stack.
+
+        Such a node reads the tensor that it read, of which there are two then. New streams would be computed twice.
+        """
+        while True:
+            wanted, gates = self._wanted(), list(self._gates())
+            parts: dict[fx.Node, list[tuple[int, Any]]] = {}
+            for values, at in [*((some, STREAMS_AT) for some in wanted), *((some, GATES_AT) for some in gates)]:
+                last = self._shadow.position[self._last(self._nodes(values))]
+                for value, part in zip(values, self._parts(values, at), strict=True):
+                    for node in value.nodes:
+                        parts.setdefault(node, []).append((last, part))
+            self._apart = seeing(self._shadow, parts)
+            new = [write for write in self._writes if write not in self._left and write.new in wanted]
+            left = {write: reason for write in new if (reason := self._why_apart(write))}
+            if not left:
+                return wanted, gates
+            self._left |= left
+
+    def _why_apart(self, write: ListWrite) -> str:
+        """Why the new streams of a write are no parts of a stack for all that read them behind it."""
+        last = self._shadow.position[self._last(self._nodes(write.new))]
+        users = [user for value in write.new for node in value.nodes for user in node.users if user in self._apart]
+        late = next((user for user in users if self._shadow.position[user] > last), None)
+        return "" if late is None else f"{in_words(late)} {SEEN}"
 
     def _wanted(self) -> list[Streams]:
         """The lists to be stacked, in program order; writes that this leaves get their reasons."""
@@ -212,8 +245,8 @@ class Lists:
         """Whether gradients come back to values that would be stacked where gradients are off."""
         states, position = self._shadow.states, self._shadow.position
         last = self._last(self._nodes(values))
-        return _is_off(states[last]) and any(
-            not _is_off(states[reader]) and position[reader] > position[last]
+        return gradients_are_off(states[last]) and any(
+            not gradients_are_off(states[reader]) and position[reader] > position[last]
             for value in filter(requires_gradient, values)
             for node in value.nodes
             for reader in node.users
@@ -221,10 +254,13 @@ class Lists:
 
     def _can_be_stacked(self, values: Streams, at: int) -> bool:
         """Whether torch stacks values and takes the stack apart, which it does not for every DTensor."""
+        return self._parts(values, at) is not None
+
+    def _parts(self, values: Streams, at: int) -> Any:
         nodes = self._nodes(values)
         on = not _is_off(self._shadow.states[self._last(nodes)])
         stack = compat.on_examples(torch.stack, nodes, at, gradients=on)
-        return stack is not None and compat.on_examples("unbind", stack, at, gradients=on) is not None
+        return None if stack is None else compat.on_examples("unbind", stack, at, gradients=on)
 
     def _nodes(self, values: Streams) -> list[fx.Node]:
         return [min(value.nodes, key=self._shadow.position.__getitem__) for value in values]
@@ -320,6 +356,8 @@ class Lists:
             self._behind |= dict.fromkeys((stack, parts, part), position[last])
             for reader in dict.fromkeys(readers):
                 # Of nodes inserted after the same node, the first one inserted comes last.
+                if reader in self._apart:
+                    continue
                 if reader in later or self._behind.get(reader, -1) >= position[last]:
                     for node in value.nodes:
                         if reader is not stack and reader.op != "output":
@@ -362,11 +400,6 @@ def _can_go_anywhere(value: Value) -> bool:
 def _made(plan: Plan) -> set[fx.Node]:
     """What operators write."""
     return {node for site in plan.sites if isinstance(site, CombineSite) for node in surface(site.combine.out).nodes}
-
-
-def _is_off(state: str) -> bool:
-    """Whether gradients are off in a state of the record."""
-    return state.startswith("(False") or not state.endswith(" 0")
 
 
 def _leaves(value: Value) -> bool:

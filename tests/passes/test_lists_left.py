@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -138,6 +138,65 @@ class OneNewOfAnotherDtype(Gated):
         return sum(self.sublayer(xs)), xs[0] * 1.5
 
 
+@torch.library.custom_op("example::doubled_contiguous", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    """A kernel for contiguous tensors, which asks nobody for strides."""
+    return 2 * x.as_strided(x.shape, torch.empty(x.shape).stride())
+
+
+@doubled.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty(x.shape)
+
+
+class Embedded(Gated):
+    """The first stream is read beside the sublayer, by one of `READERS`."""
+
+    reader: Callable[[Tensor], Tensor] = torch.exp
+
+    def come(self, x: Tensor) -> list[Tensor]:
+        e = x.mean(-2)
+        return [torch.sin(p * e) for p in self.p]
+
+    def forward(self, x: Tensor) -> Any:
+        xs = self.come(x)
+        seen = type(self).reader(xs[1])
+        return sum(self.sublayer(xs)), seen
+
+
+class EmbeddedTransposed(Embedded):
+    def come(self, x: Tensor) -> list[Tensor]:
+        return super().come(x.transpose(0, 1))
+
+
+class NewRead(Embedded):
+    """As `Embedded`, with the reader between two sublayers."""
+
+    def forward(self, x: Tensor) -> Any:
+        xs = self.sublayer(self.come(x))
+        seen = type(self).reader(xs[1])
+        return sum(self.sublayer(xs)), seen
+
+
+class FrozenPost(Gated):
+    """Results of a gate and of a stream without a gradient, beside others with one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p[0].requires_grad_(False)
+
+    def come(self, x: Tensor) -> list[Tensor]:
+        streams = [torch.sin(p * x.mean(-2)) for p in self.p]
+        self.seen = streams[0].exp()
+        return streams
+
+    def post(self) -> Sequence[Tensor]:
+        return [torch.sigmoid(p) for p in self.p]
+
+    def go(self, xs: list[Tensor]) -> Any:
+        return sum(xs), self.seen, 3 * self.written[0]
+
+
 class OneStreamUsed(Gated):
     def go(self, xs: list[Tensor]) -> Any:
         return torch.tanh(xs[0])
@@ -162,7 +221,7 @@ def _run(kind: type[Gated]) -> tuple[list[str], list[str]]:
     for results in (expected, found):
         tree_leaves(results)[0].sum().backward()
     for one, other in zip(tree_leaves(expected), tree_leaves(found), strict=True):
-        assert one.requires_grad == other.requires_grad
+        assert (one.stride(), one.requires_grad) == (other.stride(), other.requires_grad)
     torch.testing.assert_close(dict(model.named_buffers()), dict(eager.named_buffers()))
     gradients = [{name: p.grad for name, p in m.named_parameters() if p.grad is not None} for m in (model, eager)]
     torch.testing.assert_close(*gradients)
@@ -197,3 +256,36 @@ def test_parameters_of_streams_without_a_gradient_get_none() -> None:
 def test_streams_of_different_dtypes() -> None:
     assert _run(OneOfAnotherDtype) == ([], [lists.DTYPES])
     assert _run(OneNewOfAnotherDtype) == ([], [lists.DTYPES] * 2)
+
+
+READERS: list[Callable[[Tensor], Tensor]] = [
+    doubled,
+    lambda x: x.view(x.shape[0], -1).sin(),
+    lambda x: x.contiguous().as_strided((2, WIDTH), (WIDTH, 1)).sin(),
+    lambda x: doubled(x[0]),
+    lambda x: x.detach().exp().view(2, -1),
+    torch.exp,
+    lambda x: x.view(-1, WIDTH) @ x.new_ones(WIDTH, 2),
+]
+# Those to which the strides of a stream are all one.
+ANY_STRIDES = READERS[-3:]
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_readers_of_streams_find_their_strides(reader: Callable[[Tensor], Tensor], monkeypatch: Any) -> None:
+    monkeypatch.setattr(Embedded, "reader", staticmethod(reader))
+    assert _run(Embedded) == (["aggregate", "expand_combine"], [])
+    operators, reasons = _run(NewRead)
+    if reader in ANY_STRIDES:
+        assert (operators, reasons) == (["aggregate"] * 2 + ["expand_combine"] * 2, [])
+    else:
+        assert "expand_combine" in operators
+        assert all(lists.SEEN in reason for reason in reasons), reasons
+
+
+def test_results_keep_the_order_of_their_dimensions() -> None:
+    assert _run(EmbeddedTransposed) == (["aggregate", "expand_combine"], [])
+
+
+def test_results_without_a_gradient_have_none() -> None:
+    assert _run(FrozenPost) == (["aggregate", "expand_combine"], [])
