@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from mhc_compile import compat
-from mhc_compile.budget import Steps
+from mhc_compile.budget import OutOfSteps, Steps
 from mhc_compile.guard import guard
 from mhc_compile.passes.called import INSERTED
 from mhc_compile.passes.other_strides import gradients_are_off, seeing
@@ -90,7 +90,12 @@ class Lists:
         wanted, gates = self._chosen() if self._writes else ([], [])
         if not wanted and not gates:
             return None
-        self._rounds.take()
+        try:
+            self._rounds.take()
+        except OutOfSteps as error:
+            reason = f"the streams are a list, and {error}: {KEEP}"
+            self._left |= {write: reason for write in self._writes if write not in self._left}
+            return None
         new, self._copies = compat.copy_graph(self._shadow.graph)
         self._apart = {self._copies[node] for node in self._apart}
         for streams in wanted:
