@@ -263,7 +263,7 @@ class Lists:
 
     def _parts(self, values: Streams, at: int) -> Any:
         nodes = self._nodes(values)
-        on = not _is_off(self._shadow.states[self._last(nodes)])
+        on = not gradients_are_off(self._shadow.states[self._last(nodes)])
         stack = compat.on_examples(torch.stack, nodes, at, gradients=on)
         return None if stack is None else compat.on_examples("unbind", stack, at, gradients=on)
 
@@ -375,7 +375,7 @@ class Lists:
         node.meta[compat.example_key(source)] = (
             compat.example(source)[node.args[1]]
             if node.target is operator.getitem
-            else compat.on_examples(node.target, *node.args, gradients=not _is_off(self._shadow.states[like]))
+            else compat.on_examples(node.target, *node.args, gradients=not gradients_are_off(self._shadow.states[like]))
         )
         node.meta[INSERTED] = True
         node.meta |= {key: like.meta[key] for key in ("stack_trace", "nn_module_stack") if key in like.meta}

@@ -29,7 +29,7 @@ def seeing(shadow: Shadow, parts: Parts) -> set[fx.Node]:
     """The readers that have to read what they read, or something in the graph would be another tensor."""
     found: set[fx.Node] = set()
     mode = compat.common_fake_mode(map(compat.example, shadow.graph.nodes))
-    with compat.quiet_shape_env(mode), compat.no_autocast_cache(), mode or contextlib.nullcontext():
+    with compat.quiet_shape_env(mode), mode or contextlib.nullcontext():
         while not found.issuperset(more := _differing(shadow, parts, found)):
             found |= more
     return found
@@ -39,15 +39,9 @@ def _differing(shadow: Shadow, parts: Parts, apart: set[fx.Node]) -> set[fx.Node
     """The readers of parts that make a difference in some place, if those in `apart` read no parts."""
     found: set[fx.Node] = set()
     changed: dict[fx.Node, tuple[Any, frozenset[fx.Node]]] = {}
-    with contextlib.ExitStack() as leaving:
-        autocasts: list[contextlib.ExitStack] = []
+    with compat.autocast_regions() as follow_autocast:
         for node in shadow.graph.nodes:
-            change = compat.state_change(node) if compat.changes_global_state(node) else ""
-            if change == "enter_autocast":
-                autocasts.append(leaving.enter_context(contextlib.ExitStack()))
-                autocasts[-1].enter_context(compat.autocast_like(node))
-            elif change == "exit_autocast" and autocasts:
-                autocasts.pop().close()
+            follow_autocast(node)
             given = {source: changed[source] for source in node.all_input_nodes if source in changed}
             if node not in apart and node.op != "output":
                 for source in node.all_input_nodes:
