@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections import OrderedDict, UserDict, UserList, defaultdict, deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,6 +55,63 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.run(self, x)
+
+
+@dataclass(slots=True)
+class Slots:
+    phi: nn.Parameter
+
+
+def _never(*given: Any) -> Any:
+    raise AssertionError("a program's code runs while its objects are looked at")
+
+
+class Computed(Mapping[str, Tensor]):
+    """Its items are not stored."""
+
+    __getitem__ = __iter__ = __len__ = _never
+
+
+class Stored(Computed):
+    def __init__(self, phi: nn.Parameter) -> None:
+        self.parts = {"phi": phi}
+
+
+class Dict(dict[str, Any]):
+    __getitem__ = __iter__ = __len__ = values = items = _never
+
+
+class List(list[Any]):
+    __getitem__ = __iter__ = __len__ = _never
+
+
+class Proxy:
+    """Pretends to be of any class, and to have any attribute."""
+
+    __getattr__ = _never
+    __class__ = property(_never)
+
+
+class Evasive:
+    """It has no parameter."""
+
+    __dict__ = property(_never)
+    __getattr__ = _never
+
+
+class Reticent(nn.Module):
+    """Dynamo would ask it for its own."""
+
+    parameters = named_parameters = named_buffers = named_children = children = buffers = _never
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phi = PHI
+
+
+class Shapeless(Tensor):
+    shape = dtype = requires_grad = property(_never)
+    __torch_function__ = classmethod(_never)
 
 
 PHI = _phi(N * N + 2 * N, N * C)
@@ -165,6 +225,34 @@ def test_what_a_function_reaches(case: str) -> None:
     assert report.torn == [one for one in report.cut if one is not site or case in CAN]
     assert site.detail == ("not compiled" if case in CAN else "not compiled, cannot hold a site")
     assert ("Strict options accept it: it reaches neither" in (site.reason or "")) == (case in CANNOT)
+
+
+def _reached(*given: Any) -> frozenset[compat.Reached] | None:
+    def phi(*given: Any) -> Any:
+        return given[0].phi
+
+    frame = SimpleNamespace(f_code=phi.__code__, f_locals={"given": given}, f_globals={})
+    return compat.reaching.reached(frame)
+
+
+def test_no_code_of_the_program_runs() -> None:
+    """It may draw random numbers, raise, or never end. None: strict options cannot know either."""
+    phi = frozenset({compat.Reached(tuple(PHI.shape), True)})
+    for known in (
+        *(Stored(PHI), Dict(phi=PHI), List([PHI]), Slots(PHI), Reticent(), UserDict(a=PHI), UserList([PHI])),
+        *(OrderedDict(a=PHI), defaultdict(_never, a=PHI), deque([PHI]), {"a": [(PHI,)]}, nn.ParameterList([PHI])),
+        Tensor._make_subclass(Shapeless, PHI.detach(), True),
+    ):
+        assert _reached(known) == phi, type(known)
+    module = nn.Linear(2, 3)
+    for unknown in (Computed(), Proxy(), weakref.proxy(module), MappingProxyType({"a": PHI}), nn.LazyLinear(3)):
+        assert _reached(unknown) is None
+    assert _reached(Evasive(), module.weight.dtype, range(3), Computed, iter([PHI])) == frozenset()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_what_has_no_shape_may_be_anything() -> None:
+    assert _reached(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])) is None
 
 
 @pytest.mark.usefixtures("passes_only")

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import (
+    CodeType,
+    FunctionType,
+    GetSetDescriptorType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
+from weakref import ProxyTypes
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 # A program may hold anything: after so many objects the search ends.
 _MOST = 20_000
@@ -28,26 +39,35 @@ def reached(frame: Any, below: bool = False) -> frozenset[Reached] | None:
 
     These are its arguments, the globals and closures that it names, attributes that it names, and items of containers.
     All parameters of a module that it reaches count if the module has no grandchildren: the function may call it. None
-    if there are too many objects to find out. below: with all tensors of the modules that it reaches.
+    if there are too many objects to find out, or one does not show what it holds. below: with all tensors of the
+    modules that it reaches.
     """
     names = set(_names(frame.f_code))
     left = [*frame.f_locals.values(), *(_content(cell) for cell in getattr(frame, "closure", None) or ())]
     left += [value for name, value in frame.f_globals.items() if name in names]
     seen: dict[int, Any] = {}  # with the objects, so that no number is given twice
     found = set()
-    while left:
-        value = left.pop()
-        if id(value) in seen or isinstance(value, _NOTHING_IN_IT):
-            continue
-        if len(seen) == _MOST:
-            return None
-        seen[id(value)] = value
-        if isinstance(value, Tensor):
-            found |= _described(value)
-        else:
-            left += _parts(value, names)
-            left += [*value.parameters(), *value.buffers()] if below and isinstance(value, nn.Module) else []
+    try:
+        # Functions of tensors' subclasses are the program's code, too.
+        with torch._C.DisableTorchFunctionSubclass():
+            while left:
+                value = left.pop()
+                if id(value) in seen or issubclass(type(value), _NOTHING_IN_IT):
+                    continue
+                if len(seen) == _MOST:
+                    return None
+                seen[id(value)] = value
+                if issubclass(type(value), Tensor):
+                    found |= _described(value)
+                else:
+                    left += _parts(value, names, below)
+    except _Hidden:
+        return None
     return frozenset(found)
+
+
+class _Hidden(Exception):
+    """Only the program's own code could tell what an object holds."""
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -67,26 +87,104 @@ def _content(cell: Any) -> Any:
         return None
 
 
-def _parts(value: Any, names: set[str]) -> Iterable[Any]:
-    if isinstance(value, Mapping):
-        return list(value.values())
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return list(value)
-    if isinstance(value, MethodType):
+# `isinstance` asks an object for its `__class__`, and `vars` for its `__dict__`: properties of the program may answer.
+_bases, _of_class = type.__dict__["__mro__"].__get__, type.__dict__["__dict__"].__get__
+# Subclasses may have methods of their own, which are not called.
+_STORED: dict[type, Callable[[Any], Iterable[Any]]] = {
+    dict: dict.values,
+    list: list.__iter__,
+    tuple: tuple.__iter__,
+    set: set.__iter__,
+    frozenset: frozenset.__iter__,
+    deque: deque.__iter__,
+}
+
+
+def _parts(value: Any, names: set[str], below: bool) -> list[Any]:
+    kind = type(value)
+    if kind in ProxyTypes or any("__class__" in _of_class(base) for base in _bases(kind)[:-1]):
+        raise _Hidden  # it stands for another object
+    if kind is MethodType:
         return [value.__self__]
-    parts = [part for name, part in getattr(value, "__dict__", {}).items() if name in names]
-    if isinstance(value, nn.Module):
-        own = [*value.named_parameters(recurse=False), *value.named_buffers(recurse=False), *value.named_children()]
-        parts += [part for name, part in own if name in names]
-        if not any(list(child.children()) for child in value.children()):  # such as a projection, with what adapts it
-            parts += value.parameters()
-        if isinstance(value, (nn.ModuleList, nn.ModuleDict)):
-            parts += value.children()
+    if issubclass(kind, nn.Module):
+        return _parts_of_module(value, names, below)
+    own = _attributes(value)
+    named = [part for name, part in own.items() if name in names]
+    for builtin, stored in _STORED.items():
+        if issubclass(kind, builtin):
+            return [*stored(value), *named]
+    if kind is MappingProxyType or any(base is Collection for base in _bases(kind)):
+        if not own:
+            raise _Hidden  # its code makes the items
+        return [*own.values()]
+    return named
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """The attributes that an object stores, those in slots included."""
+    found: dict[str, Any] = {}
+    stored = None
+    for base in _bases(type(value)):
+        there = _of_class(base)
+        stored = there.get("__dict__") if stored is None else stored
+        for name, member in there.items():
+            if type(member) is MemberDescriptorType:
+                try:
+                    found[name] = member.__get__(value)
+                except AttributeError:  # it is empty so far
+                    continue
+    return found | stored.__get__(value) if type(stored) is GetSetDescriptorType else found
+
+
+def _parts_of_module(module: nn.Module, names: set[str], below: bool) -> list[Any]:
+    own, (parameters, buffers, children) = _attributes(module), _tables(module)
+    parts = [part for table in (own, parameters, buffers, children) for name, part in table.items() if name in names]
+    if below or not any(_children(child) for child in _children(module)):  # such as a projection, with what adapts it
+        for one in _with_descendants(module):
+            parts += [*_tables(one)[0].values(), *(_tables(one)[1].values() if below else ())]
+    if issubclass(type(module), (nn.ModuleList, nn.ModuleDict)):
+        parts += _children(module)
     return parts
 
 
+def _tables(module: nn.Module) -> list[dict[str, Any]]:
+    """Where a module keeps its parameters, buffers and children, whatever methods it has to list them."""
+    own = _attributes(module)
+    tables = [own.get(name) for name in ("_parameters", "_buffers", "_modules")]
+    if not all(issubclass(type(table), dict) for table in tables):  # such as those of TorchScript
+        raise _Hidden
+    return [dict(dict.items(table)) for table in tables]  # type: ignore[arg-type]
+
+
+def _children(module: nn.Module) -> list[nn.Module]:
+    return [child for child in _tables(module)[2].values() if child is not None]
+
+
+def _with_descendants(module: nn.Module) -> Iterable[nn.Module]:
+    found, left = {}, [module]
+    while left:
+        one = left.pop()
+        if id(one) not in found:
+            found[id(one)] = one
+            left += _children(one)
+    return found.values()
+
+
+# What a subclass answers to `tensor.shape` is the program's code, and some tensors have no shape.
+_shape, _needs_gradient = torch._C.TensorBase.shape.__get__, torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-defined]
+_is_leaf = torch._C.TensorBase.is_leaf.__get__  # type: ignore[attr-defined]
+
+
 def _described(value: Tensor) -> set[Reached]:
-    shape = tuple(value.shape)
-    if not value.is_floating_point() or not all(isinstance(size, int) for size in shape):
+    if not torch._C.TensorBase.is_floating_point(value):
         return set()
-    return {Reached(shape, isinstance(value, torch.nn.Parameter) or (value.requires_grad and value.is_leaf))}
+    if issubclass(type(value), (UninitializedParameter, UninitializedBuffer)):
+        raise _Hidden
+    try:
+        shape = tuple(_shape(value))
+    except RuntimeError as error:  # such as a nested tensor
+        raise _Hidden from error
+    if not all(isinstance(size, int) for size in shape):
+        return set()
+    is_parameter = issubclass(type(value), nn.Parameter) or _attributes(value).get("_is_param") is True
+    return {Reached(shape, is_parameter or (_needs_gradient(value) and _is_leaf(value)))}
