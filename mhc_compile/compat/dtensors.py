@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import sys
 from collections.abc import Callable
@@ -23,7 +22,10 @@ _with_rules: list[bool] = []
 
 
 class _Import:
-    """A finder of `sys.meta_path` that calls `then` after a module was imported, once."""
+    """A finder of `sys.meta_path` that calls `then` after a module was imported, once.
+
+    Programs may ask for the module's spec without importing it, so it stays until then.
+    """
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
         self.name, self.then = name, then
@@ -31,14 +33,18 @@ class _Import:
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if fullname != self.name:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        finders = list(sys.meta_path)
+        later = finders[finders.index(self) + 1 :] if self in finders else finders
+        asked = (one.find_spec(fullname, path, target) for one in later if hasattr(one, "find_spec"))
+        spec = next((spec for spec in asked if spec is not None), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def execute_then(module: ModuleType) -> None:
                 execute(module)
-                self.then()
+                if self in sys.meta_path:  # a reload executes it again
+                    sys.meta_path.remove(self)
+                    self.then()
 
             spec.loader.exec_module = execute_then  # type: ignore[method-assign]
         return spec

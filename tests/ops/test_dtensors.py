@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
@@ -169,6 +171,31 @@ print(loaded, rules.find(tensors.DTensor) is not None)
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.split("\n")[0] == "False True"
+
+
+def test_rules_wait_until_somebody_imports_dtensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program may ask before whether there are any, as often as it likes, and its import may fail."""
+    name, called = "mhc_as_dtensors", list[bool]()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setattr(compat.dtensors, "DTENSORS", name)
+    before = list(sys.meta_path)
+    for _ in range(2):  # two that wait for the same
+        compat.when_dtensors_exist(lambda: called.append(name in sys.modules))
+    assert importlib.util.find_spec(name) is None
+    (tmp_path / f"{name}.py").write_text("import no_such_module")
+    importlib.invalidate_caches()
+    assert importlib.util.find_spec(name) is not None
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(name)
+    (tmp_path / f"{name}.py").write_text("")
+    assert called == []
+    importlib.invalidate_caches()
+    module = importlib.import_module(name)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, name, module)
+    importlib.reload(module)
+    assert (called, sys.meta_path) == ([True, True], before)
 
 
 def test_without_rules_one_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
