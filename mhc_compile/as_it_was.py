@@ -1,4 +1,4 @@
-"""A rewritten graph that torch fails to compile, compiled as the program has it."""
+"""Graphs that are compiled as the program has them: where torch does not compile them rewritten, or runs no pass."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 
 from torch import fx
 
-from mhc_compile import compat
+from mhc_compile import compat, passes
 from mhc_compile.encoding import in_one_line
 from mhc_compile.guard import Deliberate, guard, told
+from mhc_compile.options import SKIP
 from mhc_compile.passes.report import Report, SiteReport
 from mhc_compile.records import Compiled
 
@@ -19,6 +20,7 @@ T = TypeVar("T")
 # Whether the passes leave all graphs of this context alone.
 is_left: ContextVar[bool] = ContextVar("is_left", default=False)
 
+_NO_PASS = 'Inductor\'s use_pre_grad_passes is off, as in mode="lite": it does not run the pass that rewrites'
 _WHAT = "a graph is compiled as it was, since torch does not compile it with operators"
 
 
@@ -51,6 +53,16 @@ def or_as_it_was(compiling: Callable[[], T], module: Any, compiled: Compiled) ->
         return result
 
 
+def look_only(module: Any, compiled: Compiled, options: dict[str, Any]) -> None:
+    """Have the report say which sites a graph has, and that Inductor runs no pass that would rewrite them."""
+    if not isinstance(module, fx.GraphModule):
+        return
+    with guard("a graph that Inductor runs no pass over is not looked at", compiled.traced.errors):
+        copy = compat.module_of(compat.copy_graph(module.graph)[0], module)
+        compiled.traced.add(passes.run_recursively(copy, skipped=options.get(SKIP, ())))
+        compiled.traced = _declined(compiled.traced, _NO_PASS)
+
+
 def _may_be_left(compiled: Compiled, error: Exception) -> bool:
     """Whether a graph was rewritten that fails to compile, and may be compiled as it was."""
     if compiled.strict or isinstance(error, Deliberate) or compat.asks_to_trace_again(error):
@@ -66,18 +78,23 @@ def _note(compiled: Compiled, error: Exception) -> None:
     old = compiled.traced
     told(error, _WHAT, old.errors)
     reason = f"torch does not compile the graph with it: {in_one_line(error)}"
+    compiled.discard()
+    compiled.traced = _declined(old, reason)
+
+
+def _declined(report: Report, reason: str) -> Report:
+    """What a report says of the program itself, with this reason for each site that was rewritten."""
     sites = [
         SiteReport(site.op, site.location, "", reason, module=site.module, node=site.node) if site.rewritten else site
-        for site in old.sites
+        for site in report.sites
     ]
-    compiled.discard()
-    compiled.traced = Report(
+    return Report(
         sites=sites,
-        called=old.called,
-        advice=old.advice,
-        graphs=old.graphs,
-        compiled=old.compiled,
-        seconds=old.seconds,
-        errors=old.errors,
-        skipped=old.skipped,
+        called=report.called,
+        advice=report.advice,
+        graphs=report.graphs,
+        compiled=report.compiled,
+        seconds=report.seconds,
+        errors=report.errors,
+        skipped=report.skipped,
     )

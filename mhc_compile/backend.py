@@ -15,7 +15,7 @@ from torch import fx
 
 import mhc_compile.ops  # noqa: F401  (registers the operators that the passes insert)
 from mhc_compile import checking, compat, passes, records
-from mhc_compile.as_it_was import or_as_it_was
+from mhc_compile.as_it_was import look_only, or_as_it_was
 from mhc_compile.encoding import in_one_line
 from mhc_compile.guard import Deliberate, guard
 from mhc_compile.hooks import (
@@ -23,6 +23,7 @@ from mhc_compile.hooks import (
     Configured,
     MhcPass,
     StrictError,
+    be_strict,
     chained,
     is_rewritten,
     lost,
@@ -40,13 +41,13 @@ log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def whole(module: fx.GraphModule, backend: str, options: dict[str, Any]) -> Iterator[Callable[[Any], Any]]:
+def whole(module: fx.GraphModule, backend: Any, ours: Any, options: dict[str, Any]) -> Iterator[Callable[[Any], Any]]:
     """Rewrite a graph before Dynamo splits it and compiles its parts, if our passes are active.
 
     Otherwise the edge of a part might cut a hyper-connection. It yields a function that makes of the compiled graph the
     one that Dynamo calls.
     """
-    wanted = _wanted(backend, "mhc", options)
+    wanted = _wanted(backend, ours, options)
     if wanted is None:
         yield lambda compiled: compiled
         return
@@ -59,7 +60,7 @@ def whole(module: fx.GraphModule, backend: str, options: dict[str, Any]) -> Iter
         report.graphs = report.compiled = 0  # the parts are counted
         compiled.traced.add(report)
         trace(compiled, report, module if report.rewritten else None)
-        rewriting.be_strict(compiled)
+        be_strict(compiled, wanted)
     token = is_rewritten.set(True)
     try:
         yield lambda split: checked(split, compiled)
@@ -68,10 +69,13 @@ def whole(module: fx.GraphModule, backend: str, options: dict[str, Any]) -> Iter
 
 
 def _wanted(backend: Any, ours: Any, options: dict[str, Any]) -> dict[str, Any] | None:
-    """Our options, if our passes are active for the backend that `torch.compile` was given: this one, or Inductor."""
-    if backend == ours:
+    """Our options, if our passes are active for the backend that `torch.compile` was given: this one, or Inductor.
+
+    ours is what its name stands for. A program may also give `mhc` itself.
+    """
+    if backend is ours or backend is mhc:
         return {key: value for key, value in options.items() if str(key).startswith(PREFIX)}
-    return _enabled[-1]._options if backend == "inductor" and _enabled and not _paused else None
+    return _of_enabled() if backend == "inductor" else None
 
 
 def given_up(function: compat.GivenUp, ours: Any) -> None:
@@ -97,23 +101,28 @@ def mhc(
     """
     try:
         own, rest = split(options or {})
-        patches = {hook: chained(hook, _taken(hook, rest), make(own)) for hook, make in HOOKS.items()}
+        patches = {hook: chained(_take_out(hook, rest), make(own)) for hook, make in HOOKS.items()}
         compiler = compat.inductor_compiler(mode, rest, patches)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise OptionError(str(error)) from error
     checked = _checked(gm, own)
     _try_again()
     with _compiling(own, gm) as entry:
+        if compat.runs_no_pass_before_grad(compiler):
+            _leave_graph(gm, entry, own)
         compiled: Callable[..., Any] = or_as_it_was(functools.partial(compiler, gm, example_inputs), gm, entry)
     # Of a graph that was compiled as it was, no operator is used.
     return checked(compiled, entry) if entry.report().rewritten else compiled
 
 
-def _taken(hook: str, options: dict[str, Any]) -> Any:
-    """A pass for a hook, taken out of Inductor's options, whose names may have hyphens; None without one."""
+def _take_out(hook: str, options: dict[str, Any]) -> Any:
+    """The passes for a hook, taken out of Inductor's options, whose names may have hyphens; else the configured ones.
+
+    None among the options is none.
+    """
     spelled = [key for key in options if str(key).replace("-", "_") == hook]
     # As in Inductor, the last one counts.
-    return [options.pop(key) for key in spelled][-1] if spelled else None
+    return [options.pop(key) for key in spelled][-1] if spelled else getattr(compat.inductor_config(), hook)
 
 
 def _try_again() -> None:
@@ -139,6 +148,7 @@ def _compiling(options: dict[str, Any], module: Any) -> Iterator[records.Compile
         compiled.strict = bool(options.get("mhc.strict"))
         try:
             yield compiled
+            be_strict(compiled, options)  # Inductor may be told not to run the passes that ask, too
         except Exception as error:
             expected = isinstance(error, Deliberate) or compat.asks_to_trace_again(error)
             sites = lost(compiled.traced.sites, options)
@@ -177,8 +187,32 @@ def _warn_of_nothing(function: str) -> None:
 
 
 def _compile_enabled(module: Any, compiling: Callable[[], Any]) -> Any:
-    with _compiling(_enabled[-1]._options if _enabled else {}, module) as entry:
+    options = _of_enabled()
+    if options is None or _is_configured():
+        return compiling()
+    with _compiling(options, module) as entry:
+        if compat.runs_no_pass_before_grad():
+            _leave_graph(module, entry, options)
         return or_as_it_was(compiling, module, entry)
+
+
+def _leave_graph(module: Any, entry: records.Compiled, options: dict[str, Any]) -> None:
+    if is_rewritten.get():
+        entry.traced.graphs += 1
+    else:
+        look_only(module, entry, options)
+
+
+def _of_enabled() -> dict[str, Any] | None:
+    """The options by which a plain `torch.compile` is rewritten at present; None if it is not."""
+    last = () if _paused else _enabled[-1:]
+    return last[0]._options if last else None
+
+
+def _is_configured() -> bool:
+    """Whether Inductor's settings have our passes already, with options of their own: those of `backend="mhc"`."""
+    config = compat.inductor_config()
+    return any(isinstance(one, Configured) for hook in HOOKS for one in passes_of(getattr(config, hook)))
 
 
 class enable:
@@ -255,15 +289,13 @@ def is_enabled() -> bool:
 
 def _settings() -> dict[str, Any]:
     """Inductor's settings while it compiles: the passes are added after those that are configured by then."""
-    settings: dict[str, Any] = {}
-    for last in () if _paused else _enabled[-1:]:
-        with guard("a plain torch.compile is not rewritten"):
-            for hook, make in HOOKS.items():
-                there = getattr(compat.inductor_config(), hook)
-                if not any(isinstance(one, Configured) for one in passes_of(there)):
-                    settings[hook] = chained(hook, there, make(last._options))
-            settings |= compat.launches_from_c() | compat.settings_of_packages()
-    return settings
+    options = _of_enabled()
+    with guard("a plain torch.compile is not rewritten"):
+        if options is not None and not _is_configured():
+            config = compat.inductor_config()
+            ours = {hook: chained(getattr(config, hook), make(options)) for hook, make in HOOKS.items()}
+            return ours | compat.launches_from_c() | compat.settings_of_packages()
+    return {}
 
 
 compat.watched.at_compiled.append(_tell_of_nothing)

@@ -28,12 +28,12 @@ def mhc(gm: fx.GraphModule, example_inputs: Sequence[Any], **given: Any) -> Call
 
 
 def _whole(
-    module: fx.GraphModule, backend: str, options: dict[str, Any]
+    module: fx.GraphModule, backend: Any, options: dict[str, Any]
 ) -> AbstractContextManager[Callable[[Any], Any]]:
     """Rewrite a graph that `DistributedDataParallel` has Dynamo split: `mhc_compile.backend.whole`, imported here."""
     from mhc_compile.backend import whole
 
-    return whole(module, backend, options)
+    return whole(module, backend, mhc, options)
 
 
 def _given_up(function: compat.GivenUp) -> None:

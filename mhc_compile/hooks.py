@@ -57,13 +57,14 @@ class Configured(compat.CustomGraphPass):
     def _identity(self) -> tuple[Any, ...]:
         return (_sources_hash(), *((name, value) for name, value in sorted(self.options.items()) if name != CHECK))
 
-    def be_strict(self, compiled: records.Compiled) -> None:
-        """Raise for sites that were left. Not earlier: Dynamo may throw a graph away until autograd has traced it."""
-        if self.options["mhc.strict"]:
-            report = compiled.report()
-            left = lost([*report.declined, *report.torn], self.options)
-            if left or report.errors:
-                raise StrictError(strict_words(report, left, self.options[SKIP]))
+
+def be_strict(compiled: records.Compiled, options: dict[str, Any]) -> None:
+    """Raise for sites that were left. Not earlier: Dynamo may throw a graph away until autograd has traced it."""
+    if options.get("mhc.strict"):
+        report = compiled.report()
+        left = lost([*report.declined, *report.torn], options)
+        if left or report.errors:
+            raise StrictError(strict_words(report, left, options.get(SKIP, ())))
 
 
 def lost(sites: Sequence[SiteReport], options: dict[str, Any]) -> list[SiteReport]:
@@ -184,7 +185,7 @@ class FusePass(Configured):
         compiled = _compiled()
         compiled.loaded.clear()
         compiled.say("autograd has traced it")
-        self.be_strict(compiled)
+        be_strict(compiled, self.options)
         names = [name for name in FUSIONS if self.options[FUSE + name]]
         compiled.traced.add(passes.fuse(module, names, self.options["mhc.recompute"]))
 
@@ -196,10 +197,10 @@ class LowerPass(Configured):
     def __call__(self, graph: fx.Graph) -> None:
         report, compiled = Report(), _compiled()
         compiled.lowered.append(report)
-        self.be_strict(compiled)
+        be_strict(compiled, self.options)
         compiled.say("Inductor has a graph of its own")
         self.lower(graph, report)
-        self.be_strict(compiled)
+        be_strict(compiled, self.options)
         if compat.compiles_ahead_of_time():
             with guard("the package has no report", report.errors):
                 compat.put_into_package(compiled.packed())
@@ -321,10 +322,9 @@ HOOKS: dict[str, Callable[[dict[str, Any]], compat.CustomGraphPass]] = {
 }
 
 
-def chained(hook: str, given: Any, own: compat.CustomGraphPass) -> compat.CustomGraphPass:
-    """Our pass after the given passes, or else the configured ones; older passes of ours among these are removed."""
-    configured = passes_of(given if given is not None else getattr(compat.inductor_config(), hook))
-    chain = (*(one for one in configured if not isinstance(one, Configured)), own)
+def chained(others: Any, own: compat.CustomGraphPass) -> compat.CustomGraphPass:
+    """Our pass after those of a setting; older passes of ours among these are removed."""
+    chain = (*(one for one in passes_of(others) if not isinstance(one, Configured)), own)
     if len(chain) == 1:
         return own
     kind: type[_Chain] = compat.inference_aware(_Chain) if any(map(compat.is_inference_aware, chain)) else _Chain

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch._inductor import compile_fx
 from torch.utils.checkpoint import checkpoint
 
 import mhc_compile
@@ -129,3 +130,27 @@ def test_sites_are_checked_that_are_not_rewritten_in_the_end() -> None:
     compiled = torch.compile(model, **_with(hook, **{"mhc.check": True}))
     for _ in range(4):
         _is_right(model, compiled)
+
+
+@pytest.mark.skipif(not hasattr(compat.inductor_config(), "use_pre_grad_passes"), reason="torch 2.11 has it not")
+@pytest.mark.parametrize("enabled", [False, True])
+def test_inductor_runs_no_pass(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report has the sites, and strict options raise for them alone."""
+    monkeypatch.setattr(compile_fx, "_compile_fx_main", lambda gm, *args, **kwargs: gm.forward)
+
+    def compile_with(model: nn.Module, **options: Any) -> None:
+        torch._dynamo.reset()
+        with torch.no_grad(), mhc_compile.enable(options) if enabled else contextlib.nullcontext():
+            given = {"backend": "mhc", "options": {"use_pre_grad_passes": False} | options}
+            compiled = torch.compile(model, **({"mode": "lite"} if enabled else given))
+            torch.testing.assert_close(compiled(x), model(x))
+
+    model, x = Model(region=True), torch.randn(2, 3, 4, WIDTH)
+    compile_with(model)
+    report = mhc_compile.report()
+    assert (len(report.declined), len(report.sites), report.graphs, report.errors) == (4, 4, 2, [])
+    assert all("Inductor's use_pre_grad_passes is off" in (site.reason or "") for site in report.declined)
+    with pytest.raises(mhc_compile.StrictError, match="use_pre_grad_passes is off"):
+        compile_with(model, **{"mhc.strict": True})
+    compile_with(model, **{"mhc.strict": True, "mhc.skip": [str(site.location) for site in report.declined]})
+    compile_with(nn.Linear(WIDTH, 2), **{"mhc.strict": True})

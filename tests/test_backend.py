@@ -423,3 +423,10 @@ def test_a_line_to_skip_without_a_site_is_reported(passes_only: None) -> None:
     torch.compile(ChannelRead(), backend="mhc", options={"mhc.skip": [place, "model.py:1"]})(x)
     (line,) = [line for line in str(mhc_compile.report()).splitlines() if "mhc.skip" in line]
     assert line == "  mhc.skip names model.py:1, and no site is there"
+
+
+@pytest.mark.usefixtures("passes_only")
+def test_strict_options_raise_if_inductor_runs_no_pass_after_the_first() -> None:
+    """Nobody else would ask."""
+    with pytest.raises(mhc_compile.StrictError, match="is declined"):
+        torch.compile(ChannelRead(), backend="mhc", options={"mhc.strict": True})(torch.randn(2, 3, 4, 8))

@@ -284,3 +284,29 @@ def test_a_model_in_another_thread() -> None:
     with mhc_compile.enable():
         _in_thread(work)
     assert found == [2]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_the_backend_of_that_name_has_its_own_options(strict: bool) -> None:
+    """Those of `enable` are neither added to them, nor in their place."""
+
+    def failing(graph: fx.Graph) -> None:
+        raise ValueError("planted")
+
+    model, x = mhc_nn.HyperConnection(torch.nn.Linear(8, 8), dim=8), torch.randn(2, 3, 4, 8)
+    options = {"mhc.strict": strict, "joint_custom_pre_pass": failing}
+    with (
+        mhc_compile.enable({"mhc.strict": not strict}),
+        torch.no_grad(),
+        pytest.raises(Exception, match="planted") as raised,
+    ):
+        torch.compile(model, backend="mhc", options=options)(x)
+    assert isinstance(raised.value, mhc_compile.StrictError) == strict
+
+
+def test_none_in_options_is_no_pass(seen: list[Any]) -> None:
+    """As in Inductor, it stands for the configured ones."""
+    with config.patch(dict.fromkeys(HOOKS, Own(seen))):
+        for none in (dict.fromkeys(HOOKS), {hook.replace("_", "-"): None for hook in HOOKS}):
+            assert _ran(seen, lambda none=none: _compile(options=none)) == []
+            assert _ran(seen, lambda none=none: _compile(backend="mhc", options=none)) == list(HOOKS)

@@ -211,7 +211,7 @@ def test_a_users_own_pass_that_fails_is_the_users() -> None:
         raise RuntimeError("of the user")
 
     module = fx.symbolic_trace(lambda x: x + 1)
-    chain = hooks.chained("pre_grad_custom_pass", own, hooks.MhcPass())
+    chain = hooks.chained(own, hooks.MhcPass())
     with pytest.raises(RuntimeError, match="of the user"):
         chain(module.graph)
 

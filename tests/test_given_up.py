@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mhc_compile
-from mhc_compile import compat
+from mhc_compile import backend, compat
 from mhc_compile.passes.cut import can_hold
 from mhc_compile.passes.report import function_at
 from tests.zoo.near import Sublayer
@@ -393,3 +394,14 @@ def _decorated_loop(x: Tensor, phi: Tensor) -> Tensor:
         x = F.linear(x, phi) @ phi
         torch._dynamo.graph_break()
     return x
+
+
+@pytest.mark.usefixtures("passes_only")
+def test_the_backends_function_is_the_backend() -> None:
+    """With options of its own, too."""
+    strict = {"options": {"mhc.strict": True}}
+    for ours, options in ((backend.mhc, strict), (functools.partial(backend.mhc, **strict), {})):
+        torch._dynamo.reset()
+        with pytest.raises(mhc_compile.StrictError, match="_global"):
+            torch.compile(_global, backend=ours, **options)(HIDDEN)
+        assert [site.location.code for site in mhc_compile.report().unknown] == ["_global"]

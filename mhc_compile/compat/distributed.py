@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from mhc_compile.compat.inductor import _guard
+from mhc_compile.compat.looking import given_to_compile
 
 
 def job_store() -> Any:
@@ -54,8 +55,8 @@ _is_part: ContextVar[bool] = ContextVar("is_part", default=False)
 def before_ddp_splits(whole: Whole) -> None:
     """Have `whole(module, backend, options)` entered while Dynamo splits a graph at the buckets of gradients.
 
-    It yields what makes of the compiled form the one that Dynamo calls. backend and options are those that
-    `torch.compile` was given.
+    It yields what makes of the compiled form the one that Dynamo calls. backend and options are those of
+    `given_to_compile`.
     """
     _whole[:] = [whole]
     _watch_splits()
@@ -74,7 +75,7 @@ def _watch_splits() -> None:
         @functools.wraps(split)
         def split_whole(self: Any, gm: fx.GraphModule, example_inputs: Any, **configs: Any) -> Any:
             compiler = self.backend_compile_fn
-            rewrite = _looks.get(_innermost(compiler))
+            rewrite = _looks.get(given_to_compile(compiler)[0])
             with _entered(gm, compiler) if rewrite is None else _split(gm, rewrite) as called:
                 return called(split(self, gm, example_inputs, **configs))
 
@@ -98,7 +99,7 @@ def is_part() -> bool:
 
 
 def _entered(gm: fx.GraphModule, compiler: Any) -> AbstractContextManager[Callable[[Any], Any]]:
-    return _whole[0](gm, *_backend(compiler)) if _whole else contextlib.nullcontext(_as_it_is)
+    return _whole[0](gm, *given_to_compile(compiler)) if _whole else contextlib.nullcontext(_as_it_is)
 
 
 def _as_it_is(compiled: Any) -> Any:
@@ -113,24 +114,6 @@ def _split(gm: fx.GraphModule, rewrite: Callable[[fx.GraphModule], None]) -> Ite
         yield _as_it_is
     finally:
         _is_part.reset(token)
-
-
-def _innermost(compiler: Any) -> Any:
-    """The function that `torch.compile` was given as a backend."""
-    return getattr(_unwrapped(compiler), "compiler_fn", None)
-
-
-def _unwrapped(compiler: Any) -> Any:
-    while hasattr(compiler, "_torchdynamo_orig_backend"):
-        compiler = compiler._torchdynamo_orig_backend
-    return compiler
-
-
-def _backend(compiler: Any) -> tuple[str, dict[str, Any]]:
-    """The name and the options that `torch.compile` was given; no name if it was given a function."""
-    compiler = _unwrapped(compiler)
-    options = getattr(compiler, "kwargs", {}).get("options") or {}
-    return str(getattr(compiler, "compiler_name", "")), options
 
 
 class UnitSettings(NamedTuple):

@@ -35,6 +35,16 @@ def hash_files(files: list[str]) -> Any:
     return get_hash_for_files(tuple(files))
 
 
+def runs_no_pass_before_grad(compiler: Any = None) -> bool:
+    """Whether Inductor's `use_pre_grad_passes` is off, as in its mode "lite"; torch 2.11 has no such setting.
+
+    compiler: what `inductor_compiler` returned; without one, the settings are the present ones.
+    """
+    name = "use_pre_grad_passes"
+    given = getattr(compiler, "config", {})
+    return not given.get(name, getattr(inductor_config(), name, True))
+
+
 def inductor_cache_dir() -> Path:
     """The folder of Inductor's caches on disk."""
     from torch._inductor.runtime import runtime_utils

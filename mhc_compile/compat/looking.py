@@ -6,6 +6,7 @@ Dynamo has no compilations apart. So what was compiled for a look is told from w
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import weakref
 from collections import Counter
@@ -187,3 +188,19 @@ def limit_given_to(call: Callable[..., Any]) -> dict[str, int]:
     limits = [getattr(compiler, "_recompile_limit", None) for compiler in compilers]
     given = [limit for limit in limits if isinstance(limit, int)]
     return {"recompile_limit": given[0]} if given else {}
+
+
+def given_to_compile(compiler: Any) -> tuple[Any, dict[str, Any]]:
+    """The backend and the options that `torch.compile` was given.
+
+    The backend is the registered function for a name, and the name for Inductor. One that comes with options as a
+    `functools.partial` is the function.
+    """
+    while hasattr(compiler, "_torchdynamo_orig_backend"):
+        compiler = compiler._torchdynamo_orig_backend
+    backend = getattr(compiler, "compiler_fn", getattr(compiler, "compiler_name", ""))
+    given = getattr(compiler, "kwargs", {})
+    while isinstance(backend, functools.partial):
+        given = backend.keywords | given
+        backend = backend.func
+    return backend, given.get("options") or {}

@@ -24,7 +24,7 @@ import torch
 
 from mhc_compile.compat.graphs import compile_id, on_dynamo_reset
 from mhc_compile.compat.inductor import _guard
-from mhc_compile.compat.looking import Look, Looks, act, in_default_stance
+from mhc_compile.compat.looking import Look, Looks, act, given_to_compile, in_default_stance
 from mhc_compile.compat.reaching import Reached, reached
 from mhc_compile.encoding import without_addresses
 
@@ -190,7 +190,7 @@ def watch_dynamo() -> None:
         @functools.wraps(convert)
         def convert_and_note(self: Any, frame: Any, cache_entry: Any, frame_state: Any) -> Any:
             breaks = len(watched.breaks)
-            look = watched.looks.of(_given_to_compile(self)[0]) if watched.looks.lasting else None
+            look = watched.looks.of(given_to_compile(self)[0]) if watched.looks.lasting else None
             token = _converting.set((*_converting.get(), (frame, self)))
             name = _named(frame.f_code)[0]
             watched.at_work.append(name)
@@ -265,17 +265,9 @@ def _note_break(translator: Any, error: Any, ends: bool) -> None:
     watched.breaks[found] = None
 
 
-def _given_to_compile(compiler: Any) -> tuple[Any, dict[str, Any]]:
-    """The backend, as `GivenUp` has it, and the options."""
-    while hasattr(compiler, "_torchdynamo_orig_backend"):
-        compiler = compiler._torchdynamo_orig_backend
-    backend = getattr(compiler, "compiler_fn", getattr(compiler, "compiler_name", ""))
-    return backend, getattr(compiler, "kwargs", {}).get("options") or {}
-
-
 def _note_compiled(code: CodeType, made: Any, compiler: Any) -> None:
     for tell in list(watched.at_compiled):
-        tell(code, made.compile_id, _given_to_compile(compiler)[0])
+        tell(code, made.compile_id, given_to_compile(compiler)[0])
 
 
 def _note_strategy(code: CodeType, result: Any) -> None:
@@ -291,7 +283,7 @@ def _note_eager(frame: Any, breaks: list[GraphBreak], whole: bool, compiler: Any
     if own and not code.co_filename.startswith(_TORCH):
         name, file = own[-1].function
         resumed = name != code.co_name
-        backend, options = _given_to_compile(compiler)
+        backend, options = given_to_compile(compiler)
         found = GivenUp(own[-1], name, file, code.co_firstlineno, resumed, backend, options, reached(frame))
         for tell in list(watched.at_given_up):
             tell(found)
@@ -356,7 +348,7 @@ def apart(
 def _at_work() -> tuple[Any, Look | None]:
     """The frame that Dynamo is compiling, and the look that it is for."""
     frame, compiler = _converting.get()[-1]
-    return frame, watched.looks.of(_given_to_compile(compiler)[0])
+    return frame, watched.looks.of(given_to_compile(compiler)[0])
 
 
 def module_at(path: str) -> torch.nn.Module | None:
@@ -420,7 +412,7 @@ def _note_limit(limit: str, reasons: list[str]) -> None:
         code.co_firstlineno,
         name != code.co_name,
         changed.group(1) if changed else reason,
-        *_given_to_compile(compiler),
+        *given_to_compile(compiler),
         reached(frame, below=True),
     )
     for tell in list(watched.at_limit):
