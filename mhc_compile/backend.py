@@ -145,6 +145,9 @@ def _compiling(options: dict[str, Any], module: Any) -> Iterator[records.Compile
         with guard("a report from a cache has the lines that it was made of", compiled.traced.errors):
             if isinstance(module, fx.GraphModule):
                 compiled.places = Places.of(module)
+        with guard("sites in graphs that others call are left", compiled.traced.errors):
+            if isinstance(module, fx.GraphModule):
+                compat.give_examples_to_bodies(module)  # the passes see each of these by itself
         compiled.strict = bool(options.get("mhc.strict"))
         try:
             yield compiled

@@ -432,6 +432,8 @@ def run_recursively(
 
     options: dict[str, Any] = {"input_norms": input_norms, "left": left_of(module.graph), "skipped": skipped}
     total = Report()
+    with guard("sites in graphs that others call are left", total.errors):
+        compat.give_examples_to_bodies(module)
     total.add(run(module.graph, module=module, bodies=run_bodies, **options)[1])
     total.add(bodies)
     return total

@@ -430,3 +430,13 @@ def test_strict_options_raise_if_inductor_runs_no_pass_after_the_first() -> None
     """Nobody else would ask."""
     with pytest.raises(mhc_compile.StrictError, match="is declined"):
         torch.compile(ChannelRead(), backend="mhc", options={"mhc.strict": True})(torch.randn(2, 3, 4, 8))
+
+
+@pytest.mark.usefixtures("passes_only")
+def test_layers_that_dynamo_makes_one_graph_of() -> None:
+    """It notes no examples on the inputs of such a graph."""
+    model, x = torch.nn.Sequential(*(HyperConnection(torch.nn.Tanh(), dim=8) for _ in range(2))), torch.randn(2, 4, 8)
+    with torch._dynamo.config.patch(use_graph_deduplication=True), torch.no_grad():
+        torch.testing.assert_close(torch.compile(model, backend="mhc")(x), model(x), rtol=1e-4, atol=1e-5)
+        for report in (mhc_compile.report(), mhc_compile.explain(model, x)):
+            assert (len(report.rewritten), len(report.sites), report.errors) == (2, 2, [])

@@ -323,6 +323,24 @@ def give_examples(graph: fx.Graph) -> None:
                 node.meta["example_value"] = made
 
 
+def give_examples_to_bodies(module: fx.GraphModule) -> None:
+    """Give examples to the inputs of graphs that others call, and to what calls return, where they have none.
+
+    With `use_graph_deduplication` Dynamo makes such graphs of parts of its own, and notes none (torch 2.11 to 2.14).
+    """
+    for call in module.graph.nodes:
+        if not is_higher_order(call) or str(call.target) != "invoke_subgraph":
+            continue
+        for body in bodies(call):
+            for given, node in zip(call.args[2:], body.graph.find_nodes(op="placeholder"), strict=False):
+                if isinstance(given, fx.Node) and example(node) is None and example(given) is not None:
+                    node.meta["example_value"] = example(given)
+            give_examples_to_bodies(body)
+            (returned,) = body.graph.find_nodes(op="output")[0].args
+            if example(call) is None:
+                call.meta["example_value"] = fx.node.map_arg(returned, example)
+
+
 def on_examples(function: Any, *args: Any, gradients: bool = True, **kwargs: Any) -> Any:
     """The result of a function, or of a method by its name, for nodes' examples; None if it does not take them.
 
