@@ -133,7 +133,7 @@ class Part:
 def told_elsewhere(parts: list[Part]) -> list[set[str]]:
     """For each graph, the modules that only their names tell in it, and of whose connection another graph has more."""
     named = [[site.module for site in part.report.sites if site.op == MODULE] for part in parts]
-    there = {number: module() for module, number in _numbered.values()}
+    there = {number: module() for module, number in list(_numbered.values())}  # other threads compile
 
     def found(part: Part, path: str) -> nn.Module | None:
         number = part.modules.get(path)

@@ -348,7 +348,7 @@ class Report:
         return [
             "  no hyper-connection code was found. Searched: code with n >= 2 streams, x[..., n, C] or a list of",
             "  tensors, that reads them as sum_i a[i] x[i] or writes them as p[o] f + sum_i h[i, o] x[i].",
-            "  Not searched: n = 1, and reads with a gate for each channel",
+            "  Not searched: n = 1, reads with a gate for each channel, and inputs without elements",
         ]
 
 

@@ -352,7 +352,8 @@ def on_examples(function: Any, *args: Any, gradients: bool = True, **kwargs: Any
     if tensor is None:
         return None
     try:
-        with torch.set_grad_enabled(gradients), fake_mode_of(tensor):
+        mode = fake_mode_of(tensor)
+        with torch.set_grad_enabled(gradients), quiet_shape_env(mode), mode:
             if isinstance(function, str):
                 return getattr(values[0], function)(*values[1:], **options)
             return function(*values, **options)

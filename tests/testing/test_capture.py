@@ -223,7 +223,7 @@ def test_where_nothing_is_found_it_is_said_what_was_looked_for(build: Callable[[
         capture(*build())
     text = str(caught.value)
     assert "  no hyper-connection code was found. Searched: code with n >= 2 streams, x[..., n, C] or a list of" in text
-    assert "\n  Not searched: n = 1, and reads with a gate for each channel" in text
+    assert "\n  Not searched: n = 1, reads with a gate for each channel, and inputs without elements" in text
     assert text.endswith(str(mhc_compile.explain(*build())).partition("\n")[2])
 
 
