@@ -191,7 +191,7 @@ def _warn_of_nothing(function: str) -> None:
 
 def _compile_enabled(module: Any, compiling: Callable[[], Any]) -> Any:
     options = _of_enabled()
-    if options is None or _is_configured():
+    if options is None or any(map(_is_ours, HOOKS)):  # those of backend="mhc" have options of their own
         return compiling()
     with _compiling(options, module) as entry:
         if compat.runs_no_pass_before_grad():
@@ -212,10 +212,9 @@ def _of_enabled() -> dict[str, Any] | None:
     return last[0]._options if last else None
 
 
-def _is_configured() -> bool:
-    """Whether Inductor's settings have our passes already, with options of their own: those of `backend="mhc"`."""
-    config = compat.inductor_config()
-    return any(isinstance(one, Configured) for hook in HOOKS for one in passes_of(getattr(config, hook)))
+def _is_ours(hook: str) -> bool:
+    """Whether one of our passes is in this setting of Inductor's already."""
+    return any(isinstance(one, Configured) for one in passes_of(getattr(compat.inductor_config(), hook)))
 
 
 class enable:
@@ -293,10 +292,13 @@ def is_enabled() -> bool:
 def _settings() -> dict[str, Any]:
     """Inductor's settings while it compiles: the passes are added after those that are configured by then."""
     options = _of_enabled()
+    if options is None:
+        return {}
     with guard("a plain torch.compile is not rewritten"):
-        if options is not None and not _is_configured():
-            config = compat.inductor_config()
-            ours = {hook: chained(getattr(config, hook), make(options)) for hook, make in HOOKS.items()}
+        # One by one: where it lowers a graph, Inductor puts the hooks of `torch.compile(options=...)` over ours.
+        missing = [hook for hook in HOOKS if not _is_ours(hook)]
+        ours = {hook: chained(getattr(compat.inductor_config(), hook), HOOKS[hook](options)) for hook in missing}
+        if ours:
             return ours | compat.launches_from_c() | compat.settings_of_packages()
     return {}
 
