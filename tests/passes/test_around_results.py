@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mhc_compile import passes
 from mhc_compile.passes.report import Report
+from tests.fuzz.functions import Noise
 from tests.zoo.check import rewriting
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -116,33 +117,11 @@ def test_random_numbers_of_one_call_are_drawn_once() -> None:
     torch.testing.assert_close(u, d.sum(-2))
 
 
-def _noise(x: Tensor) -> Tensor:
-    return x * torch.rand(x.shape)
-
-
-def _noise_of(name: str, tags: Sequence[torch.Tag] = ()) -> Callable[[Tensor], Tensor]:
-    operator = torch.library.custom_op(
-        f"mhc_test::{name}", _noise, mutates_args=(), schema="(Tensor x) -> Tensor", tags=tags
-    )
-    operator.register_fake(torch.empty_like)
-    return operator
-
-
-class _Noise(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return _noise(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
 NOISES: dict[str, Callable[[Tensor], Tensor]] = {
-    "function": _noise,
-    "operator": _noise_of("noise", (torch.Tag.nondeterministic_seeded,)),
-    "operator without a tag": _noise_of("untagged_noise"),
-    "autograd.Function": _Noise.apply,
+    "function": lambda x: x * torch.rand(x.shape),
+    "operator": torch.ops.fuzz.noise,
+    "operator without a tag": torch.ops.fuzz.untagged_noise,
+    "autograd.Function": Noise.apply,
     "region": lambda x: checkpoint(F.dropout, x, 0.5, use_reentrant=False),
 }
 
