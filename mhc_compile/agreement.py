@@ -82,7 +82,7 @@ class Vote:
         """
         if self._store is None:
             return possible
-        change = f"changed {_digest(_OF_A_RANK.sub('', failures))}"
+        change = f"changed {digest(_OF_A_RANK.sub('', failures))}"
         mine = change if possible else _LEFT
         try:
             verdict = self._verdict(mine, gather=possible and changed)
@@ -217,16 +217,18 @@ class Ballot:
             self._store.add(f"{self._key}/found {part}", 1)
         self._store.add(f"{self._key}/posted", 1)
 
-    def outcome(self, call: int, is_last: bool) -> dict[int, str] | None:
+    def outcome(self, call: int, *, is_last: bool, holds: bool = False) -> dict[int, str] | None:
         """What all ranks have found, once it counts; None while it does not. `call` is the number of the next call.
 
-        It counts when every rank that checks the graph has posted, or at the last call that waits for others.
+        It counts when every rank that checks the graph has posted, or once a rank waits for no others (is_last). A rank
+        that cannot change over yet (holds) does not decide that it counts, but takes what another one has decided.
 
         Raises FailedAlone if this rank has found something that does not count any more.
         """
         if self._store is None:
             return self._mine
-        proposed = self._proposed() if self._mine is not None and (is_last or self._all_have_posted()) else "on"
+        counts = self._mine is not None and not holds and (is_last or self._all_have_posted())
+        proposed = self._proposed() if counts else "on"
         verdict = self._store.compare_set(f"{self._key}/call {call}", "", proposed).decode()
         if verdict == "on":
             return None
@@ -255,10 +257,11 @@ def _next(key: str) -> str:
 def structure(graph: fx.Graph) -> str:
     """Equal for the graphs of one program: neither sizes nor a rank's own numbers or devices are in it."""
     calls = [f"{node.op} {_name(node.target)}" if node.op.startswith("call_f") else node.op for node in graph.nodes]
-    return _digest("\n".join(calls))
+    return digest("\n".join(calls))
 
 
-def _digest(text: str) -> str:
+def digest(text: str) -> str:
+    """A short name of a text."""
     return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:16]
 
 

@@ -111,14 +111,13 @@ def mhc(
         if compat.runs_no_pass_before_grad(compiler):
             _leave_graph(gm, entry, own)
         compiled: Callable[..., Any] = or_as_it_was(functools.partial(compiler, gm, example_inputs), gm, entry)
-    # Of a graph that was compiled as it was, no operator is used.
-    return checked(compiled, entry) if entry.report().rewritten else compiled
+    return checked(compiled, entry)
 
 
 def _take_out(hook: str, options: dict[str, Any]) -> Any:
     """The passes for a hook, taken out of Inductor's options, whose names may have hyphens; else the configured ones.
 
-    None among the options is none.
+    If the options have None for a hook, there are no passes for it.
     """
     spelled = [key for key in options if str(key).replace("-", "_") == hook]
     # As in Inductor, the last one counts.

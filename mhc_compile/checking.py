@@ -26,7 +26,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from mhc_compile import compat, passes, records
-from mhc_compile.agreement import Ballot, attempt, structure
+from mhc_compile.agreement import Ballot, attempt, digest, structure
 from mhc_compile.guard import described, guard
 from mhc_compile.passes.report import SiteReport, location
 from mhc_compile.passes.site_modules import Alone
@@ -37,11 +37,14 @@ log = logging.getLogger(__name__)
 
 # So many calls are checked, with their gradients if their results have any.
 CALLS = 3
-# After so many whose gradients came, or cannot come any more, the check ends in any case.
+# After so many the check ends in any case. A call whose gradients may still come is none of these.
 MOST_CALLS = 16
 
 _NOT_YET = "the first calls are not over, in which the program's own code runs"
-_REENTRANT = "it is checkpointed with use_reentrant=True, and what is repeated has to draw the same random numbers"
+_REENTRANT = (
+    "it draws random numbers inside an autograd.Function, as with checkpointing by use_reentrant=True, and what is "
+    "repeated has to draw the same ones"
+)
 _AHEAD = "its function is compiled ahead of time, and has no first calls"
 
 # Why sites are left alone, by their names, by the kind of their graph.
@@ -54,9 +57,9 @@ def left_alone(graph: fx.Graph) -> dict[str, str]:
 
 
 def _kind(graph: fx.Graph) -> str:
-    """Equal for a graph that is compiled again, such as for other sizes; another eps may be another accuracy."""
+    """Equal for graphs of one structure and the same floats: with another eps an operator may be less accurate."""
     arguments = tree_leaves([(node.args, node.kwargs) for node in graph.nodes])
-    return " ".join([structure(graph), *(repr(value) for value in arguments if isinstance(value, float))])
+    return digest(" ".join([structure(graph), *(repr(value) for value in arguments if isinstance(value, float))]))
 
 
 def all_left_alone() -> tuple[tuple[str, str], ...]:
@@ -72,10 +75,10 @@ def forget() -> None:
 class Check:
     """One site: the function that the program calls in its place, and what is known about its operator."""
 
-    def __init__(self, part: Alone, graph: fx.Graph, calls: FirstCalls) -> None:
+    def __init__(self, part: Alone, kind: str, calls: FirstCalls) -> None:
         self.name = passes.site_name(part.site)
         self.report = SiteReport(part.site.op, location(part.outputs[0]), "")
-        self.kind = _kind(graph)
+        self.kind = kind
         self._calls = calls
         self._program, self._operator, self._exact = part.program, part.operator, widened(part.program)
         self._inputs = [node.name for node in part.inputs]
@@ -229,7 +232,7 @@ class _Call:
 
 
 class _Current(threading.local):
-    """The call that a thread is in. What runs between calls is in one of its own."""
+    """The call that a thread is in; one that counts for nothing between calls."""
 
     def __init__(self) -> None:
         self.call = _Call()
@@ -238,8 +241,8 @@ class _Current(threading.local):
 class FirstCalls:
     """What Dynamo calls for a graph: the program with its checks at first, later the compiled graph.
 
-    Checkpointing repeats a call in the backward pass, and has to find the same results to save. So a repeated call is
-    one of the program, it does not count, and nothing is changed as long as one may follow.
+    Checkpointing repeats a call in the backward pass, and what is saved then has to be the same. So a call that repeats
+    another one runs the program, and does not count. The compiled graph takes over when no call can be repeated.
     """
 
     def __init__(self) -> None:
@@ -254,7 +257,8 @@ class FirstCalls:
         self._open: WeakSet[_Call] = WeakSet()
         self._repeatable: WeakSet[_Call] = WeakSet()
         self._run: Callable[..., Any] | None = None
-        self._is_outdated = self._is_dropped = False
+        self._agreed: dict[int, str] | None = None
+        self._is_outdated = self._is_dropped = self.draws = False
 
     def start(
         self, program: fx.GraphModule, ballot: Ballot, compiled: Callable[..., Any], entry: records.Compiled
@@ -264,20 +268,23 @@ class FirstCalls:
         The latter has just been compiled.
         """
         with guard("sites are not checked", entry.traced.errors):
+            if not entry.report().rewritten:
+                return self.leave(compiled, entry)
             again = compat.compilation_again()
             if again is None:
                 self.unchecked += [replace(check.report, reason=_AHEAD) for check in self.checks]
                 return self.leave(compiled, entry)
             self._program, self._compiled, self._ballot = program, compiled, ballot
             self._compile_again, self._entry = again, entry
-            self._draws = any(map(compat.draws_random_numbers, program.graph.nodes))
             entry.traced.errors += [error for error in self.errors if error not in entry.traced.errors]
             entry.checked.unchecked = [replace(check.report, reason=_NOT_YET) for check in self.checks]
             return self
         return compiled
 
     def leave(self, compiled: Callable[..., Any], entry: records.Compiled) -> Callable[..., Any]:
-        """The compiled graph itself, in which nothing is checked: the report says why."""
+        """The compiled graph itself, in which nothing is checked: the report says why, if there are operators."""
+        if not entry.report().rewritten:
+            self.unchecked.clear()
         entry.traced.errors += [error for error in self.errors if error not in entry.traced.errors]
         entry.checked.unchecked = list(self.unchecked)
         for reason, count in Counter(site.reason for site in self.unchecked).items():
@@ -292,7 +299,8 @@ class FirstCalls:
         is_repeated = saves_by_hooks and in_backward
         with self.lock:
             if not is_repeated:
-                if self._draws and (in_backward or not torch.is_grad_enabled()) and compat.is_in_function():
+                hidden = self.draws and (in_backward or not torch.is_grad_enabled()) and compat.is_in_function()
+                if hidden and self._run is None and not self._is_outdated:
                     self._give_up()
                 with guard("the program runs once more as it was written"):
                     self._decide()
@@ -300,7 +308,7 @@ class FirstCalls:
                 if saves_by_hooks:
                     self._repeatable.add(call)
                 self._compile_anew()
-            run = self._run or partial(self._checked, call)
+            run = self._run or partial(self._checked, call, self._program)
         outputs = run(*args)
         if not is_repeated:
             with self.lock:
@@ -311,10 +319,10 @@ class FirstCalls:
                     self.count(call)
         return outputs
 
-    def _checked(self, call: _Call, *args: Any) -> Any:
+    def _checked(self, call: _Call, program: fx.GraphModule, *args: Any) -> Any:
         before, self.current.call = self.current.call, call
         try:
-            return self._program(*args)
+            return program(*args)
         finally:
             self.current.call = before
 
@@ -333,19 +341,20 @@ class FirstCalls:
                 self._compile_anew()
 
     def _decide(self) -> None:
-        """Before a call: whether enough was seen, here and on other ranks."""
-        if self._repeatable or self._is_outdated or self._run is not None:
+        """Before a call: whether enough was seen, here and on other ranks. All ranks ask before each call."""
+        if self._is_outdated or self._run is not None:
             return
-        is_last = self._ended - len(self._open) >= MOST_CALLS
-        if self.checking and (self._counted >= CALLS or is_last):
-            self.checking = False
-            self._ballot.post(self._verdicts())
-        found = self._ballot.outcome(self._begun, is_last)
-        if found is not None:
-            self._settle(found)
+        if self._agreed is None:
+            is_last = self._ended - len(self._open) >= MOST_CALLS
+            if self.checking and (self._counted >= CALLS or is_last):
+                self.checking = False
+                self._ballot.post(self._verdicts())
+            self._agreed = self._ballot.outcome(self._begun, is_last=is_last, holds=bool(self._repeatable))
+        if self._agreed is not None and not self._repeatable:
+            self._settle(self._agreed)
 
     def _give_up(self) -> None:
-        """Nothing is checked, because a graph of its own repeats this one: each has its own first calls."""
+        """Check nothing: a call is repeated by another graph, which has first calls of its own."""
         self.checking = False
         self._run = self._compiled
         self._entry.checked.unchecked = [replace(check.report, reason=_REENTRANT) for check in self.checks]
@@ -405,6 +414,7 @@ def prepare(module: fx.GraphModule, *, input_norms: bool | None) -> Instead:
     first = FirstCalls()
 
     def change() -> fx.GraphModule | None:
+        first.draws = any(map(compat.may_draw, module.graph.nodes))
         program = _watched(module, first, first.errors, input_norms)
         return program if first.checks else None
 
@@ -417,11 +427,13 @@ def prepare(module: fx.GraphModule, *, input_norms: bool | None) -> Instead:
 def _watched(module: fx.GraphModule, first: FirstCalls, errors: list[str], input_norms: bool | None) -> fx.GraphModule:
     """A copy of a graph and of those nested in it, in which every site is a check."""
 
-    def check(part: Alone) -> Check:
-        return Check(part, module.graph, first)
+    kind = _kind(module.graph)
 
-    graph, left = module.graph, left_alone(module.graph)
-    apart = passes.apart(graph, check, errors, input_norms=input_norms, left=left)
+    def check(part: Alone) -> Check:
+        return Check(part, kind, first)
+
+    graph = module.graph
+    apart = passes.apart(graph, check, errors, input_norms=input_norms, left=_left.get(kind, {}))
     if apart is None:
         graph, _ = compat.copy_graph(graph)
     else:
@@ -439,8 +451,6 @@ def _watched(module: fx.GraphModule, first: FirstCalls, errors: list[str], input
 
 def _unchecked(body: fx.GraphModule, errors: list[str], input_norms: bool | None) -> list[SiteReport]:
     """The sites of a nested graph that only its operator runs, such as a branch of `torch.cond`."""
-    apart = passes.apart(
-        body.graph, partial(Check, graph=body.graph, calls=FirstCalls()), errors, input_norms=input_norms
-    )
+    apart = passes.apart(body.graph, partial(Check, kind="", calls=FirstCalls()), errors, input_norms=input_norms)
     checks = apart.functions if apart is not None else []
     return [replace(check.report, reason="it is in a nested graph that runs as a whole") for check in checks]

@@ -9,8 +9,8 @@ library computes another one, rather than give a checkpoint that loads and is wr
 
 What can be moved exactly: the order of phi's columns, the packing of scales and the shapes are conventions. Whether
 h_res is applied as it is or transposed is more than that: exchanging rows and columns of the logits transposes h_res
-only if Sinkhorn exchanges them as well. That turns "rows first" into "columns first", which every form can be that
-starts from an exp, and every form without eps; a softmax start with eps is one over rows, always.
+only if Sinkhorn exchanges them as well. That turns "rows first" into "columns first". Forms that start from an exp can
+be either, and so can forms without eps. A softmax start with eps is one over rows, always.
 `transpose_res` does it, and `to_*` apply it where it makes a form fit.
 
 The names of parameters are those of `DeepseekV4HyperConnection` and `DeepseekV4HyperHead` in transformers 5.17,

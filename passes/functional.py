@@ -153,7 +153,7 @@ class _Functional:
             args, kwargs = fx.node.map_arg(
                 (holder.args, holder.kwargs), lambda source: found.get(source, compat.example(source))
             )
-            # Of in-place operations with a plain form there are many, and these return what they write into.
+            # In-place operations with a plain form return what they write into. There are many, and trials take time.
             made = args[0] if _plain_form(holder) else self._on_examples(before, holder.target, *args, **kwargs)
             if not _alike(made, before) or {*map(compat.storage_of, tensors(made))} != {compat.storage_of(new)}:
                 return None

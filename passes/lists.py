@@ -75,7 +75,7 @@ class Lists:
         self._copies: dict[fx.Node, fx.Node] = {}
         # Behind which of the graph's own nodes, by their positions, those are that were inserted.
         self._behind: dict[fx.Node, int] = {}
-        # The nodes that go on to read what they read.
+        # The nodes that keep their tensors, and read no part of a stack.
         self._apart: set[fx.Node] = set()
 
     def graph(self) -> fx.Graph | None:
@@ -146,9 +146,9 @@ class Lists:
                 plan.declined.append(Declined("expand_combine", reason, node))
 
     def _chosen(self) -> tuple[list[Streams], list[Streams]]:
-        """The lists of streams and those of gates that are stacked, and who reads no part of a stack.
+        """The lists of streams and those of gates that are stacked. Also finds the nodes that keep their tensors.
 
-        Such a node reads the tensor that it read, of which there are two then. New streams would be computed twice.
+        What they keep is in memory twice. New streams would be computed twice, so a write that makes them is left.
         """
         while True:
             wanted, gates = self._wanted(), list(self._gates())

@@ -20,13 +20,13 @@ from mhc_compile.passes.shadow import Shadow
 
 # For each node that a part stands for: the fake tensor of the part, and the position behind which nodes read it.
 Parts = Mapping[fx.Node, Sequence[tuple[int, Any]]]
-# Operators of which the strides of what they are given are no matter, but for those that give strides themselves.
+# Operators that make the same of a tensor whatever its strides are, but for those that are given strides.
 _OF_INDICES = {"aten", "prims", "mhc"}
 _OF_MEMORY = ("as_strided", "_reshape_alias")
 
 
 def seeing(shadow: Shadow, parts: Parts) -> set[fx.Node]:
-    """The readers that have to read what they read, or something in the graph would be another tensor."""
+    """The readers that have to keep their tensors: with parts of a stack, something in the graph would be different."""
     found: set[fx.Node] = set()
     mode = compat.common_fake_mode(map(compat.example, shadow.graph.nodes))
     with compat.quiet_shape_env(mode), mode or contextlib.nullcontext():
@@ -62,7 +62,7 @@ def _differing(shadow: Shadow, parts: Parts, apart: set[fx.Node]) -> set[fx.Node
 
 
 def _made(node: fx.Node, given: Mapping[fx.Node, Any], state: str) -> Any:
-    """What a node makes of other tensors than the program's; None if that is what it makes of those."""
+    """What a node makes of parts in the place of the program's tensors; None if it makes the same of both."""
     if not _goes_by_indices(node):
         raise TypeError
     made = _call(node, given, state)

@@ -33,11 +33,16 @@ def saves_by_hooks() -> bool:
 
 
 def is_in_function() -> bool:
-    """Whether this runs in the forward or backward of an `autograd.Function`."""
+    """Whether this runs in the forward or backward of an `autograd.Function`, with its ctx as the first argument."""
     frame = inspect.currentframe()
     while frame is not None:
+        # To look at a frame's variables keeps them alive, so others are not looked at.
         names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
-        if names and isinstance(frame.f_locals.get(names[0]), torch.autograd.function.FunctionCtx):
+        if (
+            frame.f_code.co_name in ("forward", "backward")
+            and names
+            and isinstance(frame.f_locals.get(names[0]), torch.autograd.function.FunctionCtx)
+        ):
             return True
         frame = frame.f_back
     return False

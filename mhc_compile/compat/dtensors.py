@@ -24,7 +24,7 @@ _with_rules: list[bool] = []
 class _Import:
     """A finder of `sys.meta_path` that calls `then` after a module was imported, once.
 
-    Programs may ask for the module's spec without importing it, so it stays until then.
+    It stays until the module is executed: a program may ask for its spec without importing it.
     """
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:

@@ -193,8 +193,8 @@ def limit_given_to(call: Callable[..., Any]) -> dict[str, int]:
 def given_to_compile(compiler: Any) -> tuple[Any, dict[str, Any]]:
     """The backend and the options that `torch.compile` was given.
 
-    The backend is the registered function for a name, and the name for Inductor. One that comes with options as a
-    `functools.partial` is the function.
+    For a name, the backend is the function that is registered for it; Inductor stays a name. For a `functools.partial`,
+    it is the function inside, with the options of both.
     """
     while hasattr(compiler, "_torchdynamo_orig_backend"):
         compiler = compiler._torchdynamo_orig_backend

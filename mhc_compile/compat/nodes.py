@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -149,12 +149,17 @@ def draws_random_numbers(node: fx.Node) -> bool:
     An operator that torch does not have itself may draw without a tag that says so.
     """
     if is_higher_order(node):
-        return any(_draws(each) for body in bodies(node) for each in body.graph.nodes)
+        return _any_draws(bodies(node))
     return _is_random(node.op, node.target) and not _has_dropout_of_0(node)
 
 
-def _draws(node: fx.Node) -> bool:
+def may_draw(node: fx.Node) -> bool:
+    """Whether a node may draw random numbers, for a result or in place."""
     return draws_random_numbers(node) or _is_random_in_place(node)
+
+
+def _any_draws(graphs: Iterable[fx.GraphModule]) -> bool:
+    return any(may_draw(node) for graph in graphs for node in graph.graph.nodes)
 
 
 def _has_dropout_of_0(node: fx.Node) -> bool:
@@ -254,7 +259,7 @@ class AutogradFunction:
 
     def is_random(self) -> bool:
         """Whether its forward or its backward draws random numbers, in place or not."""
-        return any(_draws(node) for body in self.bodies for node in body.graph.nodes)
+        return _any_draws(self.bodies)
 
 
 def autograd_function(node: fx.Node) -> AutogradFunction | None:
@@ -267,7 +272,8 @@ def autograd_function(node: fx.Node) -> AutogradFunction | None:
 
 
 # The namespaces of torch's own operators, whose backward gives a gradient to every input that needs one.
-_OF_TORCH = {"aten", "prims", "prim", "quantized", "inductor", "_c10d_functional", "c10d"}
+_OF_TORCH = {"aten", "prims", "prim", "quantized", "inductor", "profiler", "symm_mem"}
+_OF_TORCH |= {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
 
 
 def _namespace(operator: OpOverload | OpOverloadPacket) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -106,6 +107,8 @@ def _parts(value: Any, names: set[str], below: bool) -> list[Any]:
         raise _Hidden  # it stands for another object
     if kind is MethodType:
         return [value.__self__]
+    if kind is MappingProxyType:
+        return gc.get_referents(value)
     if issubclass(kind, nn.Module):
         return _parts_of_module(value, names, below)
     own = _attributes(value)
@@ -113,7 +116,7 @@ def _parts(value: Any, names: set[str], below: bool) -> list[Any]:
     for builtin, stored in _STORED.items():
         if issubclass(kind, builtin):
             return [*stored(value), *named]
-    if kind is MappingProxyType or any(base is Collection for base in _bases(kind)):
+    if any(base is Collection for base in _bases(kind)):
         if not own:
             raise _Hidden  # its code makes the items
         return [*own.values()]
@@ -141,7 +144,8 @@ def _parts_of_module(module: nn.Module, names: set[str], below: bool) -> list[An
     parts = [part for table in (own, parameters, buffers, children) for name, part in table.items() if name in names]
     if below or not any(_children(child) for child in _children(module)):  # such as a projection, with what adapts it
         for one in _with_descendants(module):
-            parts += [*_tables(one)[0].values(), *(_tables(one)[1].values() if below else ())]
+            parameters, buffers, _ = _tables(one)
+            parts += [*parameters.values(), *(buffers.values() if below else ())]
     if issubclass(type(module), (nn.ModuleList, nn.ModuleDict)):
         parts += _children(module)
     return parts

@@ -168,8 +168,10 @@ class _Gradients:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Gradients:
         """Those of a copied model, on the same mesh: nobody can copy a process group."""
+        made = memo[id(self)] = _Gradients.__new__(_Gradients)  # first, since the model's hooks lead here
         held = [(copy.deepcopy(module, memo), name) for module, name in self.held]
-        return _Gradients(copy.deepcopy(self.model, memo), self.mesh, held)
+        made.__init__(copy.deepcopy(self.model, memo), self.mesh, held)  # type: ignore[misc]
+        return made
 
     def start(self) -> None:
         """Make the values of all ranks equal, and hook into the model's forward passes."""
