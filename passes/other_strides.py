@@ -20,8 +20,9 @@ from mhc_compile.passes.shadow import Shadow
 
 # For each node that a part stands for: the fake tensor of the part, and the position behind which nodes read it.
 Parts = Mapping[fx.Node, Sequence[tuple[int, Any]]]
-# Operators that make the same of a tensor whatever its strides are, but for those that are given strides.
-_OF_INDICES = {"aten", "prims", "mhc"}
+# Functions of torch, which have no namespace, and operators of these make the same of a tensor whatever its strides are.
+# Only those that are given strides do not.
+_OF_INDICES = {"", "aten", "prims", "mhc"}
 _OF_MEMORY = ("as_strided", "_reshape_alias")
 
 
@@ -77,9 +78,8 @@ def _goes_by_indices(node: fx.Node) -> bool:
     """Whether torch itself computes a node, from elements at indices, wherever in memory they are."""
     if node.op not in ("call_function", "call_method") or compat.may_mutate(node) or not compat.is_plain_call(node):
         return False
-    namespace = getattr(node.target, "namespace", None) or getattr(node.target, "_qualified_op_name", "").split("::")[0]
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return (not namespace or namespace in _OF_INDICES) and not name.startswith(_OF_MEMORY)
+    return compat.namespace_of(node.target) in _OF_INDICES and not name.startswith(_OF_MEMORY)
 
 
 def _call(node: fx.Node, given: Mapping[fx.Node, Any], state: str) -> Any:

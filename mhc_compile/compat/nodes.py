@@ -172,7 +172,7 @@ def _has_dropout_of_0(node: fx.Node) -> bool:
 
 @functools.lru_cache(4096)
 def _is_random(op: str, target: Any) -> bool:
-    if isinstance(target, (OpOverload, OpOverloadPacket)) and _namespace(target) not in {*_OF_TORCH, "mhc"}:
+    if namespace_of(target) not in {"", "mhc", *_OF_TORCH}:
         return True
     name = str(target) if op == "call_method" else getattr(target, "__name__", "") if op == "call_function" else ""
     return name.split(".")[0] in _RANDOM
@@ -276,9 +276,10 @@ _OF_TORCH = {"aten", "prims", "prim", "quantized", "inductor", "profiler", "symm
 _OF_TORCH |= {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
 
 
-def _namespace(operator: OpOverload | OpOverloadPacket) -> str:
-    packet = operator if isinstance(operator, OpOverloadPacket) else operator._overloadpacket
-    return packet._qualified_op_name.split("::")[0]
+def namespace_of(target: Any) -> str:
+    """The namespace of a registered operator; empty for what is none."""
+    packet = getattr(target, "_overloadpacket", target)
+    return packet._qualified_op_name.split("::")[0] if isinstance(packet, OpOverloadPacket) else ""
 
 
 def without_gradient(node: fx.Node) -> list[fx.Node]:
@@ -290,7 +291,7 @@ def without_gradient(node: fx.Node) -> list[fx.Node]:
         for one, some in zip(given, function.gives_gradient(given), strict=True):
             gives[one] = gives[one] or some
         return [one for one, some in gives.items() if isinstance(one, fx.Node) and not some]
-    if isinstance(node.target, OpOverload) and _namespace(node.target) not in _OF_TORCH:
+    if isinstance(node.target, OpOverload) and namespace_of(node.target) not in _OF_TORCH:
         return _tried(node)
     return []
 
