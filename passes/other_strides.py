@@ -20,8 +20,8 @@ from mhc_compile.passes.shadow import Shadow
 
 # For each node that a part stands for: the fake tensor of the part, and the position behind which nodes read it.
 Parts = Mapping[fx.Node, Sequence[tuple[int, Any]]]
-# Functions of torch, which have no namespace, and operators of these make the same of a tensor whatever its strides are.
-# Only those that are given strides do not.
+# Functions of torch, which have no namespace, and operators of these namespaces make the same of a tensor whatever its
+# strides are. Only those that are given strides do not.
 _OF_INDICES = {"", "aten", "prims", "mhc"}
 _OF_MEMORY = ("as_strided", "_reshape_alias")
 
