@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.fuzz.program import Pick
-from tests.fuzz.sublayer_lines import Line
+from tests.fuzz.sublayer_lines import Line, places
 
 DROPOUTS = (
     "F.dropout({v}, 0.25, {t})",
@@ -98,24 +98,20 @@ FREEZES = (
 )
 
 
-def _gates(lines: list[Line], *names: str) -> list[int]:
-    return [index for index, line in enumerate(lines) if line.names in names]
-
-
 def put_dropouts(pick: Pick, lines: list[Line], texts: list[list[str]]) -> None:
     """Dropouts of gates, streams, or any other values."""
     for _ in range(pick([1, 1, 2])):
         training = pick(TRAINING)
-        both = _gates(lines, "h_post")
+        both = places(lines, "h_post")
         if both and pick([False] * 5 + [True]):
             texts[pick(both)].append(pick(TOGETHER).format(t=training))
             continue
-        read = _gates(lines, "u")
-        if _gates(lines, "h_pre") and pick([False] * 4 + [True]):
+        read = places(lines, "u")
+        if places(lines, "h_pre") and pick([False] * 4 + [True]):
             texts[read[0]] += [f"d = {STREAMS.format(t=training)}", "u = d.sum(-2)"]
             texts[read[0]] += pick([["kept.append(d)"], ["kept += [d, u]"], []])
             continue
-        likely = _gates(lines, "h_pre", "h_post", "h_res", "xs", "pre", "post", "u", "f")
+        likely = places(lines, "h_pre", "h_post", "h_res", "xs", "pre", "post", "u", "f")
         made = pick([*likely * 3, *(index for index, line in enumerate(lines) if line.mutable)])
         value = lines[made].names
         dropped = pick(DROPOUTS[:4] * 2 + DROPOUTS[4:]).format(v=value, t=training)
@@ -125,7 +121,7 @@ def put_dropouts(pick: Pick, lines: list[Line], texts: list[list[str]]) -> None:
 def put_lists(pick: Pick, lines: list[Line], texts: list[list[str]]) -> None:
     """Gates in a Python list, which the program writes into, returns, or makes without a gradient."""
     for gate, held in (("h_pre", "pres"), ("h_post", "posts"))[: pick([1, 2, 1])]:
-        made = _gates(lines, gate)
+        made = places(lines, gate)
         if not made:
             return
         at = made[-1]
@@ -161,6 +157,6 @@ def _read_from_list(pick: Pick, lines: list[Line], texts: list[list[str]], at: i
 def put_frozen(pick: Pick, lines: list[Line], texts: list[list[str]]) -> None:
     """Gates of a parameter that needs no gradient, beside trained ones."""
     for _ in range(pick([1, 1, 2])):
-        made = pick(_gates(lines, *FROZEN))
+        made = pick(places(lines, *FROZEN))
         gate = lines[made].names
         texts[made].append(pick([f"{gate} = {pick(FROZEN[gate])}", pick(BESIDE).format(g=gate)]))

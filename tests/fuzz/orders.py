@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.fuzz.program import Pick
-from tests.fuzz.sublayer_lines import Line
+from tests.fuzz.sublayer_lines import Line, places
 from tests.fuzz.writes import WRITES
 
 # The same numbers in every dtype.
@@ -35,13 +35,9 @@ PRODUCTS = (
 )
 
 
-def _likely(lines: list[Line], *names: str) -> list[int]:
-    return [index for index, line in enumerate(lines) if line.names in names]
-
-
 def put_noises(pick: Pick, lines: list[Line], texts: list[list[str]]) -> None:
     """Two or three values that are multiplied with random numbers, each by a call of its own."""
-    likely = _likely(lines, "h_pre", "h_post", "u", "f", "v", "pre", "post", "m")
+    likely = places(lines, "h_pre", "h_post", "u", "f", "v", "pre", "post", "m")
     for _ in range(pick([2, 2, 3])):
         made = pick([*likely * 3, *(index for index, line in enumerate(lines) if line.mutable)])
         value = lines[made].names
@@ -50,7 +46,7 @@ def put_noises(pick: Pick, lines: list[Line], texts: list[list[str]]) -> None:
 
 def put_late_casts(pick: Pick, lines: list[Line], texts: list[list[str]]) -> None:
     """Streams, or what is computed of them, are written into between a value and its cast."""
-    made = pick([*_likely(lines, "u", "out", "mixed") * 3, *_likely(lines, "outer", "f", "h_pre", "h_post", "xs")])
+    made = pick([*places(lines, "u", "out", "mixed") * 3, *places(lines, "outer", "f", "h_pre", "h_post", "xs")])
     value = lines[made].names
     written = pick(["xs", "xs", "x", "flat", value])
     cast = f"{value} = {value}.to({pick(LATE_CASTS)})" + pick(["", "", f".to({value}.dtype)"])
@@ -60,7 +56,7 @@ def put_late_casts(pick: Pick, lines: list[Line], texts: list[list[str]]) -> Non
 
 def put_chains(pick: Pick, lines: list[Line], texts: list[list[str]]) -> None:
     """Writes in place one after the other, through views, whose results the program goes on with."""
-    made = pick([*_likely(lines, "xs") * 2, *_likely(lines, "h_pre", "h_post", "h_res", "u", "mixed", "outer")])
+    made = pick([*places(lines, "xs") * 2, *places(lines, "h_pre", "h_post", "h_res", "u", "mixed", "outer")])
     texts[made] += pick(CHAINS).format(v=lines[made].names).split("; ")
     if pick([False, True, True]):
         at = min(made + pick([1, 2, 3, 5, 8, 12]), len(texts) - 1)
@@ -69,7 +65,7 @@ def put_chains(pick: Pick, lines: list[Line], texts: list[list[str]]) -> None:
 
 def put_products(pick: Pick, lines: list[Line], texts: list[list[str]]) -> None:
     """Products and other functions in place, mostly where autocast is on."""
-    made = pick([*_likely(lines, "xs", "mixed", "outer") * 2, *_likely(lines, "u", "f", "h_res")])
+    made = pick([*places(lines, "xs", "mixed", "outer") * 2, *places(lines, "u", "f", "h_res")])
     statements = pick(PRODUCTS).format(v=lines[made].names).split("; ")
     block = pick(['with torch.autocast("cpu", torch.bfloat16):', 'with torch.autocast("cpu", torch.bfloat16):', ""])
     texts[made] += [block, *(f"    {text}" for text in statements)] if block else statements

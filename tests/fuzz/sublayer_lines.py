@@ -39,6 +39,12 @@ LAYOUTS = {
     "streams first": Layout("nbsc", "x.movedim(0, -2).flatten(-2)", "x.movedim(0, -2)", "{}.movedim(-2, 0)"),
 }
 
+
+def places(lines: list[Line], *names: str) -> list[int]:
+    """Where the lines are that make values of these names."""
+    return [index for index, line in enumerate(lines) if line.names in names]
+
+
 POWERS = (
     "wide.square().mean(-1, keepdim=True)",
     "(wide * wide).mean(dim=-1, keepdim=True)",
