@@ -191,6 +191,7 @@ def _planned(
     try:
         compat.settle_sizes(compat.common_fake_mode(map(compat.example, graph.nodes)))
         compat.give_examples(graph)
+        sizes.put_inputs_first(graph)
         with compat.without_fake_tracebacks():
             shadows.append(shadowing.trace(sizes.from_inputs(functional(graph)), failures))
         stages.done("record")

@@ -12,6 +12,16 @@ from torch import fx
 from mhc_compile import compat
 
 
+def put_inputs_first(graph: fx.Graph) -> None:
+    """Let every input stand before all else, in the same order: Dynamo adds a symbolic size where it first needs it."""
+    first = None
+    for node in list(graph.nodes):
+        if node.op != "placeholder":
+            first = first or node
+        elif first is not None:
+            first.prepend(node)
+
+
 def from_inputs(graph: fx.Graph) -> fx.Graph:
     """The graph itself, or a copy in which calls of `size` make way for numbers and the graph's symbolic inputs."""
     if not any(map(_reads_size, graph.nodes)):
