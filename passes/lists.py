@@ -75,6 +75,8 @@ class Lists:
         self._copies: dict[fx.Node, fx.Node] = {}
         # Behind which of the graph's own nodes, by their positions, those are that were inserted.
         self._behind: dict[fx.Node, int] = {}
+        # Examples of the parts of stacks, which each choice needs.
+        self._known_parts: dict[tuple[Streams, int], Any] = {}
         # The nodes that keep their tensors, and read no part of a stack.
         self._apart: set[fx.Node] = set()
 
@@ -262,10 +264,13 @@ class Lists:
         return self._parts(values, at) is not None
 
     def _parts(self, values: Streams, at: int) -> Any:
-        nodes = self._nodes(values)
-        on = not gradients_are_off(self._shadow.states[self._last(nodes)])
-        stack = compat.on_examples(torch.stack, nodes, at, gradients=on)
-        return None if stack is None else compat.on_examples("unbind", stack, at, gradients=on)
+        if (values, at) not in self._known_parts:
+            nodes = self._nodes(values)
+            on = not gradients_are_off(self._shadow.states[self._last(nodes)])
+            stack = compat.on_examples(torch.stack, nodes, at, gradients=on)
+            parts = None if stack is None else compat.on_examples("unbind", stack, at, gradients=on)
+            self._known_parts[values, at] = parts
+        return self._known_parts[values, at]
 
     def _nodes(self, values: Streams) -> list[fx.Node]:
         return [min(value.nodes, key=self._shadow.position.__getitem__) for value in values]
