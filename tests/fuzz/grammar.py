@@ -21,6 +21,7 @@ from tests.fuzz.norms import put_zeros
 from tests.fuzz.orders import put_chains, put_late_casts, put_noises, put_products
 from tests.fuzz.other_streams import MAKERS
 from tests.fuzz.program import Pick, Program
+from tests.fuzz.ranges import put_ranges, put_small
 from tests.fuzz.ranks import put_ranks
 from tests.fuzz.results import HEADS, put_aliases, put_detached
 from tests.fuzz.rows import put_rows
@@ -61,9 +62,13 @@ KINDS = {
     "writes before casts": 1,
     "chains in place": 1,
     "products in place": 1,
+    "other functions in a range": 1,
+    "small gates": 1,
 }
 # Lines without which there is nothing to put a kind into.
 NEEDS = {
+    "small gates": {"h_pre", "pre"},
+    "other functions in a range": {"h_pre"},
     "gates in a list": {"h_pre"},
     "frozen gates": {"h_pre"},
     "streams one by one": {"h_post", "outer"},
@@ -82,12 +87,14 @@ EQUAL = {
 _OF_NEAR = ("aliasing outputs", "detach beside", "equal streams", "process group")
 # In this order: those that put other lines in the place of a program's own come first, and blocks last.
 PUT = {
+    "small gates": put_small,
     "sums of another dtype": put_types,
     "sums with a factor": put_scaled,
     "streams one by one": put_one_by_one,
     "gates in a list": put_lists,
     "frozen gates": put_frozen,
     "norms of zeros": put_zeros,
+    "other functions in a range": put_ranges,
     "dropouts": put_dropouts,
     "slices one over another": put_slices,
     "copied streams": put_copies,
@@ -154,6 +161,7 @@ def _written(pick: Pick) -> Program:
     settings = {
         "parts": parts,
         "checkpointing": pick([False] * 7 + [True]),
+        "autocast": pick([False] * 3 + [True]),
         "head": pick(list(HEADS) if {"aliasing outputs", "detach beside"} & set(features) else heads),
         "given": given,
         "frozen": frozen,
@@ -223,7 +231,8 @@ class Model(nn.Module):
         x = {settings["entered"]}
         x = {settings["equal"]}
         if self.checkpointing:
-            return checkpoint(self.body, {settings["given"]}, use_reentrant=False)
+            with torch.autocast("cpu", torch.bfloat16, {settings["autocast"]}):
+                return checkpoint(self.body, {settings["given"]}, use_reentrant=False)
         return self.body({settings["given"]})
 """
 

@@ -265,8 +265,9 @@ def _places(tree: ast.expr, result: bool) -> list[tuple[ast.expr, tuple[ast.expr
 
 def apply_identities(pick: Pick, lines: list[Line]) -> None:
     """Replace a few expressions of a program, one after the other, by others that are equal."""
+    values = [line for line in lines if line.names]  # others may be statements
     for _ in range(pick([1, 2, 3, 4, 6, 8])):
-        line = lines[pick(range(len(lines)))]
+        line = values[pick(range(len(values)))]
         tree = _parsed(line.expression)
         places = _places(tree, line.mutable)
         if not places:

@@ -50,6 +50,11 @@ NONE = (
     "{v} = torch.ops.fuzz.first({v}, self.scale[0])",
     "{v} = torch.ops.fuzz.first({v}, {v}.sin())",
     "{v} = torch.ops.fuzz.first({v}.detach(), {v})",
+    "{v} = allowed.first({v}, self.scale[0])",
+    "{v} = allowed.first({v}.detach(), {v})",
+    "{v} = {v}.detach() + {v}.data",
+    "{v} = checkpoint(lambda a, b: a + b.detach(), {v}, self.scale[0], use_reentrant=False)",
+    "{v} = checkpoint(lambda a, b: a.detach() * b, {v}, self.scale[0], use_reentrant=False)",
 )
 LOGGED = ("log", "log.mean()", "log.sqrt()", "log.squeeze(-1)", "(log + 1e-6).rsqrt()", "log.float()")
 TO_LOG = (

@@ -11,6 +11,7 @@ NOISES = (
     "torch.ops.fuzz.noise({v})",
     "torch.ops.fuzz.untagged_noise({v})",
     "Noise.apply({v})",
+    "allowed.noise({v})",
     "checkpoint(torch.ops.fuzz.noise, {v}, use_reentrant=False)",
     "{v} * (1 + torch.rand({v}.shape[-1]).to({v}.dtype))",
     "F.dropout({v}, 0.25, True)",
@@ -25,6 +26,8 @@ CHAINS = (
     "w = {v} + 0; {v} = w.unsqueeze(0).mul_(0.75)[0]; {v} = {v}.add_(0.125)",
     "w = {v}.sin(); {v} = w.transpose(0, 1).mul_(0.75).add_(0.125).transpose(0, 1)",
     "w = {v}.detach().clone(); w.add_(0.125); {v} = w.view({v}.shape).exp_()",
+    "w = {v}.sin(); {v} = w.unsqueeze_(0).squeeze_(0)",
+    "w = {v}.sin(); {v} = w.transpose_(0, 1).mul_(0.75).transpose(0, 1)",
 )
 # Products in place, which autocast leaves in float32, and others that it casts.
 PRODUCTS = (

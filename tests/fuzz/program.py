@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from tests.fuzz import allowed
 from tests.fuzz.functions import First, Halved, Noise, Opposed, Second, Stopped
 from tests.fuzz.ranks import gathered, local, on_all, shared_out
 """

@@ -44,6 +44,7 @@ WRITES = (
     "F.dropout({w}, 0.0, inplace=True)",
     "torch.ops.fuzz.halve_({w}.detach())",
     "torch.ops.fuzz.halve_({w})",
+    "allowed.halve({w})",
     "checkpoint(lambda w: w.mul_(0.5).sum(), {w}, use_reentrant=False)",
     "torch.cond({w}.sum() > 0, lambda w: w.mul(0.5), lambda w: w * 1.5, ({w},))",
     "with torch.no_grad(): {w}.add_(0.125)",
