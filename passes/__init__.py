@@ -31,6 +31,7 @@ from mhc_compile.passes.before_after import BeforeAfter, before_after, of_nodes
 from mhc_compile.passes.called import called, forget_sites
 from mhc_compile.passes.cut import CUT, WRITTEN_ELSEWHERE, advice, cut
 from mhc_compile.passes.functional import functional
+from mhc_compile.passes.fuse.apart import keep_apart
 from mhc_compile.passes.fuse.joint import is_operator, noted_parts, operator_name
 from mhc_compile.passes.lists import Lists
 from mhc_compile.passes.named import named
@@ -318,9 +319,9 @@ def _fuse(module: fx.GraphModule, names: Collection[str], layers: fusing.Layers,
         report.fusions = fusing.fuse(new, names, layers)
         with guard("the report does not say what was fused with what", report.errors):
             report.fused = [Fused(operator_name(node), parts, of_nodes([node])) for node, parts in noted_parts(new)]
-        if report.fusions.total():
+        if changed := bool(report.fusions.total() + keep_apart(new)):
             put(module, new)
-        return bool(report.fusions.total())
+        return changed
 
     def undo() -> None:
         report.fusions.clear()

@@ -410,3 +410,28 @@ def test_the_same_sublayer_again() -> None:
 
     found = fused_like_eager(Looped(layers=2), (streams(),))
     assert found.counts == {"accumulate": 4, "boundary": 3, "boundary_backward": 3}
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("view", [False, True])
+def test_results_of_equal_calls_are_tensors_of_their_own(fused: bool, view: bool) -> None:
+    """torch makes one call of equal ones, if they have several results."""
+
+    class Twice(Stack):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            found: list[Tensor] = []
+            first, second = self.sublayers[0], self.sublayers[1]
+            for _ in range(3):
+                u, *_ = ops.generate_mix_and_aggregate(first(x) if fused else x, second.phi, second.scale, second.bias)
+                found.append(u.flatten(0, 1) if view else u)
+            return tuple(found)
+
+    torch.manual_seed(0)
+    model, x = Twice(layers=2), streams()
+    found = fused_like_eager(model, (x,))
+    one, other, third = found.call(x)
+    expected = other.detach().clone()
+    one.detach().zero_()
+    third.detach().zero_()
+    assert torch.equal(other, expected)
