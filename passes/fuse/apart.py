@@ -13,25 +13,32 @@ from mhc_compile.passes.fuse.joint import call, is_operator
 
 
 def keep_apart(graph: fx.Graph) -> int:
-    """Copy what leaves the graph of a call if an equal call's results leave it as well; returns how many copies.
+    """Let calls differ that are equal and whose results leave the graph; returns how many have got another argument.
 
     Eager code returns two tensors, and a write into one does not change the other. torch makes one call of two that are
-    equal, unless their results leave the graph; for calls with several results, it does not look (2.11 to 2.14).
+    equal, unless their results leave the graph; for calls with several results, it does not look (2.11 to 2.14). So an
+    argument is negated twice. Copies of an argument or of results are taken away by Inductor before that.
     """
     numbers: dict[fx.Node, int] = {}
     known: dict[Any, int] = {}
     for node in graph.nodes:
         numbers[node] = known.setdefault(_key(node, numbers), len(known))
-    owners: dict[int, fx.Node] = {}
-    copies: dict[fx.Node, fx.Node] = {}
-    output = graph.output_node()
-    for result in output.all_input_nodes:
-        source = _source(result)
-        if is_operator(source) and owners.setdefault(numbers[source], source) is not source:
-            with graph.inserting_after(result):
-                copies[result] = call(graph, torch.ops.aten.clone.default, (result,), {}, like=result)
-    output.args = fx.map_arg(output.args, lambda node: copies.get(node, node))
-    return len(copies)
+    # What the last of some equal calls takes for the argument that is changed.
+    taken: dict[int, fx.Node] = {}
+    sources = set(map(_source, graph.output_node().all_input_nodes))
+    changed = 0
+    for source in [node for node in graph.nodes if node in sources and is_operator(node)]:
+        tensors = [node for node in source.all_input_nodes if isinstance(compat.example(node), torch.Tensor)]
+        argument = min(tensors, key=lambda node: compat.example(node).dim())
+        last = taken.get(numbers[source])
+        if last is not None:
+            with graph.inserting_before(source):
+                less = call(graph, torch.ops.aten.neg.default, (last,), {}, like=argument)
+                same = call(graph, torch.ops.aten.neg.default, (less,), {}, like=argument)
+            source.replace_input_with(argument, same)
+            changed += 1
+        taken[numbers[source]] = argument if last is None else same
+    return changed
 
 
 def _key(node: fx.Node, numbers: dict[fx.Node, int]) -> Any:
