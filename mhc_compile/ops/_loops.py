@@ -433,5 +433,5 @@ def phi_gradient(dh: Tensor, x: Tensor) -> Tensor:
         # No sum: Inductor has this in one kernel with what is made of it.
         return dh.reshape(dh.shape[-1], 1) * x.reshape(1, x.shape[-2] * x.shape[-1]).to(dh.dtype)
     product = dh.new_empty((dh.shape[-1], x.shape[-2] * x.shape[-1]))
-    _call("phi_gradient", x, {}, (), [product], (x.contiguous(), dh))
+    _call("phi_gradient", x, {}, (), [product], (x.contiguous(), dh.contiguous()))
     return product

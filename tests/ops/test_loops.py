@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -242,6 +243,37 @@ def test_terms_of_any_strides(dtype: torch.dtype) -> None:
     exact = gradient(*[value.double() for value in strided])
     (error,) = _error([found], [exact])
     assert error < {torch.float32: 5e-7, torch.bfloat16: 4e-3, torch.float64: 1e-12}[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("lay_out", [
+    lambda t: t.transpose(0, -1).contiguous().transpose(0, -1),
+    lambda t: torch.stack([t, t], -1)[..., 0],
+    lambda t: t[:1].expand(t.shape),
+], ids=["transposed", "every other", "expanded"])  # fmt: skip
+def test_every_loop_takes_tensors_of_any_strides(lay_out: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+    """A program may hand on a gradient as a view of anything."""
+
+    def results(t: dict[str, Any], phi: Tensor, logits: Tensor) -> list[Tensor]:
+        gradients = (t["d_layer_input"], None, t["d_h_post"], t["d_h_res"], t["h"], t["ms"])
+        return [
+            *_loops.mix(t["x"], phi, t["scale"], t["bias"]),
+            *_loops.mix_backward(gradients, t["x"], t["scale"], t["bias"], t["h"], t["ms"]),
+            _loops.sinkhorn(logits),
+            _loops.sinkhorn(logits, t["d_h_res"]),
+            _loops.products(t["x"], t["x"]),
+            *_loops.project(t["x"], phi),
+            _loops.unproject(t["x"], t["h"], phi, dms=t["ms"]),
+            _loops.phi_gradient(t["h"].float(), t["x"]),
+        ]
+
+    strided = {}
+    for name, value in _tensors(4, 3, 12).items():
+        if value is not None:  # of two dimensions of tokens, which no view may join
+            strided[name] = lay_out((value if name in ("scale", "bias") else value.unflatten(0, (3, 4))).to(dtype))
+    phi, logits = lay_out(torch.randn(24, 4 * WIDTH).to(dtype)), lay_out(torch.randn(3, 4, 4, 4).to(dtype))
+    plain = {name: t.contiguous() for name, t in strided.items()}
+    assert all(map(torch.equal, results(strided, phi, logits), results(plain, phi.contiguous(), logits.contiguous())))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
