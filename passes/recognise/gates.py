@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -23,11 +23,16 @@ from mhc_compile.passes.recognise.region import (
     region,
     same_beyond_numbers,
     same_gradient,
+    same_gradient_of_each,
 )
 from mhc_compile.passes.shadow import Op, Value
 
 # Region and candidate are float64 and at most a few operations long.
 _TOLERANCE = 1e-13
+# Where a gate is small, it has to be right relative to itself: softplus is linear from 20 on, which is 2e-9 too little.
+_OF_TAIL = 1e-8
+# exp(-_LAST), which is no number of float32.
+_LAST, _NOTHING = 138.0, 1e-60
 # Values looked at that make a matrix: 40 half-steps of a handful of operators each.
 _LIMIT = 600
 _ANOTHER_NUMBER = (
@@ -101,7 +106,7 @@ def identify(value: Value, walk: AffineWalk, known: Identified) -> Gate | NotAGa
     if not found.ops:
         return NotAGate(value, "is the projection itself, before any gate")
     if rows is None and _has_tokens_last(logits):
-        return NotAGate(value, "is computed with the tokens last, as [n, n, tokens]; the operators have them first")
+        return NotAGate(value, "is computed with the tokens last, as [..., tokens]; the operators have them first")
     if not found.by_element and found.leaf.numel != value.numel:
         return NotAGate(value, _ANOTHER_NUMBER)
     size = logits.projection.tokens * len(rows or ()) if found.by_element else found.leaf.numel
@@ -268,31 +273,78 @@ def _fit_sigmoid(found: Region) -> Sigmoid | str | None:
     if not 0 < height < float("inf") or not 0 < (near - bottom) / (top - bottom) < 1:
         return None
     ratio = (near - bottom) / (top - bottom)
-    slope = _short(2 * (torch.tensor(ratio, dtype=torch.float64).logit().item()) * (1 if top > bottom else -1))
-    kind = Sigmoid(_short(height), slope, min(bottom, top))
-    tolerance = _TOLERANCE * 10 * height
+    slope = _short(2 * torch.tensor(ratio, dtype=torch.float64).logit().item())
+    # The sum of a sigmoid and of the limit nearer to zero cancels least.
+    eps, far = sorted((bottom, top), key=abs)
+    kind = Sigmoid(_short(far - eps), slope if eps == bottom else -slope, eps)
     generator = torch.Generator().manual_seed(0)
-    for spread in (0.1, 3.0, 40.0, 400.0):
-        given = torch.randn(shape, generator=generator, dtype=torch.float64) * spread
-        got = _run(found, given)
-        wanted = kind.mult * torch.sigmoid(kind.slope * given) + kind.eps
-        if got is None or not bool(((got.reshape(shape) - wanted).abs() <= tolerance).all()):
-            return None
-
-    def sigmoid(given: torch.Tensor) -> torch.Tensor:
-        return kind.mult * torch.sigmoid(kind.slope * given) + kind.eps
-
+    given = [
+        torch.randn(shape, generator=generator, dtype=torch.float64) * spread for spread in (0.1, 3.0, 40.0, 400.0)
+    ]
+    given.append(_ramp(found, -_LAST, _LAST) / slope)
+    got = [_run(found, at) for at in given]
+    if any(value is None or not _is_near(kind, at, value, 0.0) for at, value in zip(given, got, strict=True)):
+        return None
+    if 0 < abs(eps) <= _TOLERANCE * 10 * height:
+        # It comes from a clamp at -30, say, and is no eps: as an eps, it would double a gate in the tail.
+        return f"is a sigmoid gate that does not fall below {eps:.2g}, as if its logits were clamped"
+    if _keeps_digits(kind, found):
+        return "is zero where a tanh is, and has all its digits there; a sigmoid and a number added have few of them"
+    cancels = _cancels(kind, found)
+    if not cancels and not all(_is_near(kind, at, value, _OF_TAIL) for at, value in zip(given, got, strict=True)):
+        return "equals a sigmoid gate, but not where that is next to nothing (a threshold, or a mask)"
+    sigmoid = partial(_sigmoid, kind)
     places = [torch.randn(shape, generator=generator, dtype=torch.float64) * spread for spread in (1.0, 6.0)]
-    if not same_gradient(sigmoid, found, *places):
+    ramp = _ramp(found, -40.0, 40.0)
+    # Where a sigmoid is near 1, its gradient is rounded as much as 1 is.
+    least = torch.where(ramp < 0, 0.0 if not cancels else 1.0, 1.0) * height * slope * 1e-14 + height * _NOTHING
+    each = same_gradient_of_each(sigmoid, found, ramp / kind.slope, least=least, relative=_OF_TAIL)
+    if not each or not same_gradient(sigmoid, found, *places):
         return "equals a sigmoid gate, but its gradient does not (a detach, or a scaled gradient)"
     if not same_gradient(sigmoid, found, torch.zeros(shape, dtype=torch.float64), relative=AT_KINKS):
         return "equals a sigmoid gate, but its gradient does not where logits are zero (as that of abs or clamp there)"
     if not same_beyond_numbers(sigmoid, found):
         return "equals a sigmoid gate, but not for logits that are NaN or infinite, which it replaces"
-    if 0 < kind.eps <= tolerance:
-        # It comes from a clamp at -30, say, and is no eps: as an eps, it would double a gate in the tail.
-        return f"is a sigmoid gate that does not fall below {kind.eps:.2g}, as if its logits were clamped"
     return kind
+
+
+def _sigmoid(kind: Sigmoid, given: torch.Tensor) -> torch.Tensor:
+    return kind.mult * torch.sigmoid(kind.slope * given) + kind.eps
+
+
+def _ramp(found: Region, first: float, last: float) -> torch.Tensor:
+    count = torch.Size(found.shape).numel()
+    return torch.linspace(first, last, count, dtype=torch.float64).reshape(found.shape)
+
+
+def _is_near(kind: Sigmoid, given: torch.Tensor, got: torch.Tensor, relative: float) -> bool:
+    """Whether values are the gate's: relative to its height, or to each of them, if a number says how near."""
+    wanted, height = _sigmoid(kind, given), abs(kind.mult)
+    allowed = torch.full_like(wanted, _TOLERANCE * 10 * height)
+    if relative:
+        crosses = kind.eps * (kind.eps + kind.mult) < 0
+        allowed = relative * wanted.abs() + height * (1e-15 if crosses else _NOTHING)
+    return bool(((got.reshape(given.shape) - wanted).abs() <= allowed).all())
+
+
+def _cancels(kind: Sigmoid, found: Region) -> bool:
+    """Whether what a region computes has few digits in the tail, as 1 + tanh has: what it does there hides in them."""
+    given = _ramp(found, -26.0, -24.0) / kind.slope
+    got, tail = _run(found, given), _sigmoid(replace(kind, eps=0.0), given)
+    return got is None or bool(((got.reshape(given.shape) - kind.eps - tail).abs() > _OF_TAIL * tail.abs()).any())
+
+
+def _keeps_digits(kind: Sigmoid, found: Region) -> bool:
+    """Whether a region crosses zero where its logits do, almost, and is computed without a sum that cancels there."""
+    half, middle = kind.mult / 2, kind.mult / 2 + kind.eps
+    if abs(middle) >= abs(half) / 4:
+        return False
+    given = _ramp(found, -1e-9, 1e-9) / kind.slope
+    got = _run(found, given)
+    if got is None:
+        return False
+    rounded = got.reshape(given.shape) - half * torch.tanh(kind.slope * given / 2)
+    return bool(rounded.max() - rounded.min() < 0.25 * torch.finfo(torch.float64).eps * abs(kind.mult))
 
 
 def _run(found: Region, given: torch.Tensor) -> torch.Tensor | None:

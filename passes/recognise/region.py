@@ -172,12 +172,43 @@ def same_gradient(
 
     A detach shows only there, and what a custom `autograd.Function` makes of the gradients that it is given.
     """
-    sizes = _COTANGENTS if any(isinstance(op.target, compat.AutogradFunction) for op in found.ops) else (1.0,)
+    sizes = _sizes_of_cotangents(found)
 
     def theirs(leaf: torch.Tensor) -> torch.Tensor:
         return found.run(leaf).reshape(found.shape)
 
     return all(_agree(_gradients(ours, point, sizes), _gradients(theirs, point, sizes), relative) for point in points)
+
+
+def same_gradient_of_each(
+    ours: Callable[[torch.Tensor], torch.Tensor],
+    found: Region,
+    *points: torch.Tensor,
+    least: torch.Tensor | float,
+    relative: float = _GRADIENT,
+) -> bool:
+    """As `same_gradient`, but number by number: a norm over all hides the small ones.
+
+    least: how far a number may be off in any case, for an incoming gradient of order 1.
+    """
+    sizes = _sizes_of_cotangents(found)
+
+    def theirs(leaf: torch.Tensor) -> torch.Tensor:
+        return found.run(leaf).reshape(found.shape)
+
+    for point in points:
+        own, other = _gradients(ours, point, sizes), _gradients(theirs, point, sizes)
+        if own is None or other is None:
+            return False
+        for a, b, size in zip(own, other, sizes, strict=True):
+            # Where the region's gradient is none, overflow may have made it, and a function may do better.
+            if not bool((b.isnan() | ((a - b).abs() <= relative * b.abs() + size * least)).all()):
+                return False
+    return True
+
+
+def _sizes_of_cotangents(found: Region) -> tuple[float, ...]:
+    return _COTANGENTS if any(isinstance(op.target, compat.AutogradFunction) for op in found.ops) else (1.0,)
 
 
 def same_beyond_numbers(ours: Callable[[torch.Tensor], torch.Tensor], found: Region) -> bool:

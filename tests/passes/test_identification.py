@@ -366,3 +366,83 @@ def test_logits_times_a_number(number: float) -> None:
     outcome = check.run(_Multiplied(number), (torch.randn(2, 3, N, WIDTH),))
     check.assert_as_accurate(outcome)
     assert outcome.operators == ["expand_combine", "generate_mix_and_aggregate"], str(outcome.report)
+
+
+class _SmallGate(Sublayer):
+    """One gate of each token is near zero, and so is all that comes through it."""
+
+    bias_of, scale_of, height = 0.0, 1.0, 1.0
+
+    def __init__(self) -> None:
+        super().__init__(N, WIDTH, 3, 2)
+        with torch.no_grad():
+            self.bias[N : 2 * N] = self.bias_of
+            self.scale[1] = self.scale_of
+
+    def layer(self, layer_input: Tensor, x: Tensor) -> Tensor:
+        return self.height * super().layer(layer_input, x)
+
+
+class _Tanh(_SmallGate):
+    scale_of = 1e-3
+
+    def post(self, logits: Tensor) -> Tensor:
+        return torch.tanh(logits)
+
+
+class _TanhFromHalves(_SmallGate):
+    scale_of = 1e-3
+
+    def post(self, logits: Tensor) -> Tensor:
+        return 2 * torch.sigmoid(logits) - 1
+
+
+class _Negative(_SmallGate):
+    bias_of = -9.0
+
+    def post(self, logits: Tensor) -> Tensor:
+        return -torch.sigmoid(logits)
+
+
+class _Tail(_SmallGate):
+    bias_of, height = -29.0, 1e7
+
+
+class _Threshold(_Tail):
+    def post(self, logits: Tensor) -> Tensor:
+        return F.threshold(2 * torch.sigmoid(logits), 1e-12, 0.0)
+
+
+class _Masked(_Tail):
+    def post(self, logits: Tensor) -> Tensor:
+        return (2 * torch.sigmoid(logits)).masked_fill(logits < -27.5, 0.0) + 1e-6
+
+
+class _DetachedTail(_Tail):
+    def post(self, logits: Tensor) -> Tensor:
+        h = torch.sigmoid(logits)
+        return 2 * torch.where(logits.abs() > 18, h.detach(), h)
+
+
+class _Softplus(_Tail):
+    def post(self, logits: Tensor) -> Tensor:
+        return 2 * torch.exp(-F.softplus(-logits))
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (_Tanh, "is zero where a tanh is"),
+        (_TanhFromHalves, ""),  # where the program's sum loses as many digits
+        (_Negative, ""),
+        (_Threshold, "not where that is next to nothing"),
+        (_Masked, "not where that is next to nothing"),
+        (_DetachedTail, "its gradient does not"),
+        (_Softplus, ""),
+    ],
+)
+def test_gates_near_zero_are_right_relative_to_themselves(kind: type[_SmallGate], told: str) -> None:
+    outcome = check.run(kind(), (torch.randn(2, 3, N, WIDTH),))
+    check.assert_as_accurate(outcome)
+    assert outcome.operators == ["expand_combine", "generate_mix_and_aggregate"], str(outcome.report)
+    assert any(told in reason for reason in outcome.reasons) == bool(told), str(outcome.report)

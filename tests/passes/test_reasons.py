@@ -349,7 +349,7 @@ REASONS: list[tuple[type[Sublayer], str, str]] = [
     (UnequalEps, "column eps 1e-05 differs from its row eps 1e-06", "columns"),
     (ShiftedByColumns, "by the maxima of their columns and then normalises the rows first", ""),
     (SquashedBeforeScale, "from tanh of the projection and from other tensors", ""),
-    (TokensLast, "with the tokens last, as [n, n, tokens]", "res"),
+    (TokensLast, "with the tokens last, as [..., tokens]", "res"),
     (UnderVmap, "computed under vmap", "gates"),
     (AllTokensLast, "a Sinkhorn projection of [n, n, tokens]", "sinkhorn"),
     (AllUnderVmap, "what looks like a Sinkhorn iteration is under vmap", "matrices"),
