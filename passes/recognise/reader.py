@@ -268,8 +268,9 @@ class Reader:
 
     def addmm(self, op: Op) -> Terms | None:
         alpha, beta = (_number(op.kwargs.get(name, 1)) for name in ("alpha", "beta"))
-        addend = self._addend(op.args[0], beta, op.out.shape)
-        if alpha is None or addend is None:
+        # With a beta of 0, torch does not read the addend, which may hold NaN.
+        addend = () if beta == 0 else self._addend(op.args[0], beta, op.out.shape)
+        if not alpha or addend is None:
             return None
         (product,) = self._matrix(op.args[1], op.args[2])
         return collected((*addend, Term(alpha, product.factors, product.summed)))

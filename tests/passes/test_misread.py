@@ -171,3 +171,17 @@ def test_every_token_is_seen_where_a_token_may_have_its_own_norm() -> None:
     x = torch.randn(1, 1000, 4, 6)
     torch.testing.assert_close(program(x), model(x))
     assert "rms eps" not in str(report)
+
+
+class NothingOfTheAddend(Sublayer):
+    """With a beta of 0, torch does not read what it would add, which is NaN here."""
+
+    def write(self, x: Tensor, f: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
+        product = (h_post.unsqueeze(-1) * torch.log(f - 2).unsqueeze(-2)).flatten(0, 1)
+        return torch.baddbmm(product, h_res.mT.flatten(0, 1), x.flatten(0, 1), beta=0).view_as(x)
+
+
+def test_what_is_multiplied_by_no_beta_is_not_read() -> None:
+    outcome = check.run(NothingOfTheAddend(4, 6, 3, 2), (torch.randn(2, 3, 4, 6),), backward=False, repeats=1)
+    assert outcome.rewritten["output 0"].isfinite().all(), str(outcome.report)
+    check.assert_equal_to_eager(outcome)
