@@ -41,9 +41,10 @@ class Region:
     arguments: tuple[Arguments, ...]
     by_element: bool = False
 
-    def constants(self) -> set[float]:
-        """The float constants that occur in the region."""
-        found = {float(leaf) for leaf in self._numbers() if isinstance(leaf, float) or _is_scalar(leaf)}
+    def constants(self, *, whole: bool = False) -> set[float]:
+        """The float constants that occur in the region, and whole numbers if asked for: most are sizes and axes."""
+        kinds = (float, int) if whole else (float,)
+        found = {float(leaf) for leaf in self._numbers() if isinstance(leaf, kinds) or _is_scalar(leaf)}
         return {value for value in found if value == value}
 
     def _numbers(self) -> Iterator[Any]:

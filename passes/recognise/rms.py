@@ -6,6 +6,7 @@ all sizes that float32 has, zero included.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +18,7 @@ from mhc_compile.passes.recognise.layout import Factor as Step
 from mhc_compile.passes.recognise.layout import Layout, axes_of, is_movement, keeps_order, origin, tidy, walk
 from mhc_compile.passes.recognise.projection import Projection, Scaling, token_factor
 from mhc_compile.passes.recognise.reader import Reader
-from mhc_compile.passes.recognise.region import Region, region, same_gradient
+from mhc_compile.passes.recognise.region import Region, region, same_gradient_of_each
 from mhc_compile.passes.shadow import Op, Value
 
 # Evaluation and candidate are both float64 and a few operations long; a 1e-12 clamp differs from a 1e-12 summand by
@@ -26,6 +27,10 @@ _TOLERANCE = 1e-13
 # Squares are lost below float32's smallest normal number, 1e-38, in eager code as well. An eps inside the root has to
 # be far above that. Any eps has to be so large that r times the gradients of gates stays in range for a token of zeros.
 _LEAST = {"inside": 1e-31, "outside": 1e-30, "clamp": 1e-30}
+
+
+# Of ten, the power that is the largest mean of squares in float32.
+_GREATEST = math.log10(torch.finfo(torch.float32).max)
 
 
 @dataclass(frozen=True)
@@ -134,7 +139,9 @@ def _same_set(one: list[Step], other: list[Step]) -> bool:
 def _keeps_order(found: Region) -> bool:
     """Whether the tokens come out of the region in the order in which they went in."""
     for op in found.ops:
-        source = next(op.inputs(), None)
+        if not op.sources and all(out.numel == 1 for out in op.outs):
+            continue  # a number that the program makes a tensor
+        source = max(op.inputs(), key=lambda value: value.numel, default=None)
         if source is None or any(out.numel != source.numel for out in op.outs):
             return False
         if is_movement(op) and not keeps_order(op):
@@ -143,7 +150,7 @@ def _keeps_order(found: Region) -> bool:
 
 
 def _fit(found: Region, squares: Squares, width: int, divides: bool) -> RmsFactor | str | None:
-    mean = torch.cat([torch.zeros(1, dtype=torch.float64), torch.logspace(-46, 38, 421, dtype=torch.float64)])
+    mean = torch.cat([torch.zeros(1, dtype=torch.float64), torch.logspace(-46, _GREATEST, 421, dtype=torch.float64)])
     given = mean * (squares.const * width)
     given = given.sqrt() if squares.root else given
     factor = _at(found, given)
@@ -164,12 +171,12 @@ def _fit(found: Region, squares: Squares, width: int, divides: bool) -> RmsFacto
                     least = f"the operators compute it in float32, with 0 or {_LEAST[mode]:.0e} and more"
                     return f"is normalised by an RMS norm with an eps of {eps:.2g} ({mode}); {least}"
                 rms = Rms(eps, mode)
-                return RmsFactor(rms, const) if _same_gradient(found, rms, squares, width, const, divides) else None
+                return RmsFactor(rms, const) if _is_same(found, rms, squares, width, const, divides) else None
     return None
 
 
-def _same_gradient(found: Region, rms: Rms, squares: Squares, width: int, const: float, divides: bool) -> bool:
-    shape = found.shape
+def _is_same(found: Region, rms: Rms, squares: Squares, width: int, const: float, divides: bool) -> bool:
+    """Whether a region that has the values of r has its gradients, too, and r's values where squares are no numbers."""
 
     def ours(leaf: torch.Tensor) -> torch.Tensor:
         mean = (leaf**2 if squares.root else leaf) / (squares.const * width)
@@ -180,14 +187,25 @@ def _same_gradient(found: Region, rms: Rms, squares: Squares, width: int, const:
         }[rms.mode]()
         return root / const if divides else const / root
 
-    generator = torch.Generator().manual_seed(0)
-    points = [(torch.rand(shape, generator=generator, dtype=torch.float64) + 0.5) * size for size in (1.0, 1e-3, 1e3)]
-    return same_gradient(ours, found, *points)
+    # Between the squares where a clamp has its kink.
+    mean = torch.logspace(-45.93, _GREATEST, 61, dtype=torch.float64)
+    given = mean * (squares.const * width)
+    given = given.sqrt() if squares.root else given
+    count = torch.Size(found.shape).numel()
+    places = torch.arange(count * -(-len(given) // count)) % len(given)
+    points = given[places].view(-1, *found.shape)
+    if not same_gradient_of_each(ours, found, *points, least=0.0):
+        return False
+    for value in (float("inf"), float("nan")):
+        at = torch.full(found.shape, value, dtype=torch.float64)
+        if not torch.equal(found.run(at).reshape(found.shape).nan_to_num(1.0), ours(at).nan_to_num(1.0)):
+            return False
+    return True
 
 
 def _eps_candidates(found: Region, width: int) -> set[float]:
     """The constants of the region, as they are and as they read once the sum is written as a mean."""
-    constants = {abs(c) for c in found.constants()}
+    constants = {abs(c) for c in found.constants(whole=True)}
     constants |= {c**0.5 for c in constants}  # ms.clamp_min(eps)
     return constants | {c / width for c in constants} | {c / width**0.5 for c in constants}
 

@@ -180,3 +180,60 @@ def test_norms(kind: type[Normed], operators: list[str]) -> None:
 def test_one_token(kind: type[Normed]) -> None:
     """A factor for each token has one number then, as a weight may have."""
     check.assert_as_accurate(check.run(kind(), (torch.randn(1, 1, N, WIDTH),), repeats=2))
+
+
+class _Factor(Sublayer):
+    def of_mean(self, ms: Tensor) -> Tensor:
+        return torch.rsqrt(ms + 1e-6)
+
+    def rms(self, flat: Tensor) -> Tensor:
+        return self.of_mean(flat.square().mean(-1, keepdim=True))
+
+
+class LargeDetached(_Factor):
+    def of_mean(self, ms: Tensor) -> Tensor:
+        return torch.rsqrt(torch.where(ms > 1e8, ms.detach(), ms) + 1e-6)
+
+
+class SmallDetached(_Factor):
+    def of_mean(self, ms: Tensor) -> Tensor:
+        return torch.rsqrt(torch.where(ms < 1e-4, ms.detach(), ms) + 1e-9)
+
+
+class FiniteMean(_Factor):
+    def of_mean(self, ms: Tensor) -> Tensor:
+        return torch.rsqrt(ms.clamp(1e-6, 3e38))
+
+
+class NumberForInfinity(_Factor):
+    def of_mean(self, ms: Tensor) -> Tensor:
+        return torch.rsqrt(ms.nan_to_num(posinf=1e30) + 1e-6)
+
+
+class WholeEps(_Factor):
+    def of_mean(self, ms: Tensor) -> Tensor:
+        return torch.rsqrt(ms + 1)
+
+
+class EpsOfATensor(_Factor):
+    def of_mean(self, ms: Tensor) -> Tensor:
+        return torch.rsqrt(torch.tensor(1e-6) + ms)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "taken"),
+    [
+        (LargeDetached, 3e4, False),
+        (SmallDetached, 3e-3, False),
+        (FiniteMean, 1e25, False),
+        (NumberForInfinity, 1e25, False),
+        (WholeEps, 1.0, True),
+        (EpsOfATensor, 1.0, True),
+    ],
+)
+def test_a_factor_is_that_of_a_norm_for_squares_of_all_sizes(kind: type[_Factor], size: float, taken: bool) -> None:
+    """In value and in gradient, up to where squares overflow."""
+    x = size * torch.randn(2, 3, 4, 6)
+    outcome = check.run(kind(4, 6, 3, 2), (x,), backward=size < 1e20, repeats=1)
+    assert ("generate_mix_and_aggregate" in outcome.operators) == taken, str(outcome.report)
+    check.assert_equal_to_eager(outcome)
