@@ -32,6 +32,8 @@ _TOLERANCE = 1e-11
 # undiminished at most: a logsumexp changes by no more than the largest change of what it is of.
 _LOG_ROUNDINGS = 4 * torch.finfo(torch.float64).eps
 _FAR_OFF = 1e-3
+# Logits as large as that have few digits left of their differences in float32.
+_MOST = 1e4
 # How many of the smallest numbers in a region are tried as an eps, if two are tried together.
 _EPS = 4
 # What a Sinkhorn projection may begin with, or hide.
@@ -79,8 +81,8 @@ def identify(found: Region, side: int) -> tuple[Sinkhorn, bool, bool] | str:
     """The form, and whether it is that of the transposed logits and whether the result is transposed; or why none."""
     given = torch.cat(list(_logits(side, found.limits())))
     got = _run(found, given, side)
-    if got is None:
-        return "could not be evaluated"
+    if isinstance(got, str):
+        return got
     moderate = given.abs().amax((-2, -1)) <= 30
     finite = torch.isfinite(got).all(-1).all(-1)
     if not bool(finite[moderate].all()):
@@ -123,7 +125,7 @@ def identify(found: Region, side: int) -> tuple[Sinkhorn, bool, bool] | str:
     if reason is not None:
         return reason
     small = [c for c in constants if c < 0.1]
-    if len(small) > 1 and any(op.name in EXPONENTIALS for op in found.ops):  # another start has small numbers, too
+    if len(small) > 1 and _sums_both_axes(found, side):  # another start has small numbers, too
         return f"{NEARLY}-like iteration whose eps differ: {', '.join(f'{c:g}' for c in small)}"
     if nearest < _FAR_OFF:
         return f"comes near a Sinkhorn projection but differs from every known form (by {nearest:.1e})"
@@ -219,22 +221,26 @@ def _logits(side: int, limits: list[float]) -> Iterator[torch.Tensor]:
         yield sunk
 
 
-def _run(found: Region, given: torch.Tensor, side: int) -> torch.Tensor | None:
-    shape = found.shape
+def _run(found: Region, given: torch.Tensor, side: int) -> torch.Tensor | str:
+    """What a region makes of matrices; or why that cannot be said."""
+    shape, unclear = found.shape, "could not be evaluated"
     count = torch.Size(shape).numel() // (side * side)
     if count == 0:
-        return None
+        return unclear
     pieces = []
     for start in range(0, len(given), count):
         chunk = given[start : start + count]
-        padded = torch.cat([chunk, torch.zeros(count - len(chunk), side, side, dtype=torch.float64)])
+        places = torch.arange(count) % len(chunk)
         try:
-            result = found.run(padded.view(shape))
+            result = found.run(chunk[places].view(shape))
         except Exception:  # an operator that does not run as recorded is one we cannot judge
-            return None
-        if result.dtype != torch.float64 or result.shape[-2:] != (side, side) or result.numel() != padded.numel():
-            return None
-        pieces.append(result.reshape(-1, side, side)[: len(chunk)])
+            return unclear
+        if result.dtype != torch.float64 or result.shape[-2:] != (side, side) or result.numel() != count * side**2:
+            return unclear
+        result = result.reshape(-1, side, side)
+        if not torch.allclose(result, result[places], rtol=_TOLERANCE, atol=0.0, equal_nan=True):
+            return "is another function of its logits for other tokens"
+        pieces.append(result[: len(chunk)])
     return torch.cat(pieces)
 
 
@@ -259,18 +265,27 @@ def _computed(candidate: _Start, steps: int, side: int, turn: tuple[bool, bool],
 
 
 def _same_gradient(found: Region, ours: Callable[[torch.Tensor], torch.Tensor], side: int) -> bool:
-    shape = found.shape
+    """Whether gradients agree, matrix by matrix: a norm over all hides those that are small."""
+    given = torch.cat(list(_logits_of_gradients(found, side)))
+    count = torch.Size(found.shape).numel() // (side * side)
+    places = torch.arange(count * -(-len(given) // count)) % len(given)
+    points = given[places].view(-1, *found.shape)
+    return same_gradient(ours, found, *points, of=(-1, side, side))
+
+
+def _logits_of_gradients(found: Region, side: int) -> Iterator[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    points = [torch.randn(shape, generator=generator, dtype=torch.float64) * spread for spread in (1.0, 4.0, 9.0)]
+    plain = torch.randn(4, side, side, generator=generator, dtype=torch.float64)
+    yield from (plain, 4 * plain[:2], 9 * plain[2:])
     # A mask on the size of logits may do nothing until all of them are large.
-    points += [points[0] + 60.0, points[0] - 60.0]
+    for shift in (60.0, 300.0, *(limit for limit in found.limits() if limit <= _MOST)):
+        yield torch.stack([plain[0] + shift, plain[1] - shift])
     # An eps counts where a whole row or column has sunk to its size: there the gradient of the shift shows, too.
     for eps in (c for c in found.constants() if 0.0 < c < 0.1):
-        sunk = points[0].reshape(-1, side, side).clone()
+        sunk = plain[2:].clone()
         sunk[:, 0] += math.log(eps)
         sunk[:, :, -1] += math.log(eps)
-        points.append(sunk.reshape(shape))
-    return same_gradient(ours, found, *points)
+        yield sunk
 
 
 def _same_gradient_at_ties(found: Region, ours: Callable[[torch.Tensor], torch.Tensor]) -> bool:
@@ -286,6 +301,23 @@ def is_reduction(op: Op) -> int:
     if not op.outs:  # as copy_ has, which writes into what it is given
         return False
     return "softmax" in op.name or op.out.numel < max((v.numel for v in op.inputs()), default=0)
+
+
+def _sums_both_axes(found: Region, side: int) -> bool:
+    """Whether a region has an exponential, and sums over rows and over columns."""
+    if not any(op.name in EXPONENTIALS for op in found.ops):
+        return False
+    sums = [op for op in found.ops if is_reduction(op)]
+    opaque = any(isinstance(op.target, compat.AutogradFunction) for op in sums)
+    axes = {axis for op in sums if not opaque for axis in _reduced(op)}
+    return opaque or {-1, -2} <= axes
+
+
+def _reduced(op: Op) -> list[int]:
+    """The axes of a sum or a softmax, from the end."""
+    axes, rank = op.arg(1, "dim"), len(op.args[0].shape)
+    chosen = axes if isinstance(axes, (tuple, list)) else range(rank) if axes is None else [axes]
+    return [axis % rank - rank for axis in chosen]
 
 
 def _least_steps(candidate: _Start) -> int:

@@ -446,3 +446,41 @@ def test_gates_near_zero_are_right_relative_to_themselves(kind: type[_SmallGate]
     check.assert_as_accurate(outcome)
     assert outcome.operators == ["expand_combine", "generate_mix_and_aggregate"], str(outcome.report)
     assert any(told in reason for reason in outcome.reasons) == bool(told), str(outcome.report)
+
+
+class _DetachedMatrix(Sublayer):
+    """Where all logits of a token are large, its matrix has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__(N, WIDTH, 150, 2)
+        with torch.no_grad():
+            self.bias[2 * N :] += 100
+
+    def res(self, logits: Tensor) -> Tensor:
+        p = super().res(logits)
+        return torch.where(logits.abs().amax((-2, -1), keepdim=True) > 80, p.detach(), p)
+
+
+class _DoubledLate(_DetachedMatrix):
+    def res(self, logits: Tensor) -> Tensor:
+        return Sublayer.res(self, logits) * (1 + (torch.arange(150) > 100).float())[:, None, None]
+
+
+class _Smoothed(_DetachedMatrix):
+    def res(self, logits: Tensor) -> Tensor:
+        return logits.softmax(-1) * 0.09 + 0.05
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (_DetachedMatrix, ""),  # made by the program of a projection that is one
+        (_DoubledLate, "another function of its logits for other tokens"),
+        (_Smoothed, "is not a Sinkhorn projection"),
+    ],
+)
+def test_matrices_that_are_none_of_a_sinkhorn_everywhere(kind: type[_DetachedMatrix], told: str) -> None:
+    outcome = check.run(kind(), (torch.randn(1, 150, N, WIDTH),), repeats=1)
+    check.assert_as_accurate(outcome)
+    (reason,) = [reason for reason in outcome.reasons if "h_res" in reason]
+    assert told in reason
