@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from math import prod
@@ -168,6 +169,10 @@ class _Tracer:
         self.writes: list[tuple[fx.Node, frozenset[int]]] = []
         self.doubles: set[fx.Node] = set()
         self.wrappers: set[fx.Node] = set()
+        # Tensors whose shape the program has yet to change in place: Dynamo has them in their last shape alone.
+        self.reshaped: Counter[int] = Counter(
+            id(tensor) for node in graph.nodes if spelled(node) in _RESHAPES for tensor in tensors_of(node)
+        )
         self.recorded: dict[tuple[Any, ...], _Recorded | None] = {}
         self.tensor_kinds: dict[int, Kind] = {}
         self.kinds: dict[str, Kind] = {}
@@ -228,12 +233,18 @@ class _Tracer:
                 self._bind(node, container[node.args[1]])
                 return
         if compat.may_mutate(node):
+            if spelled(node) in _RESHAPES:
+                self.reshaped -= Counter(map(id, held))
             self._mutating(node, example)
         elif (function := compat.autograd_function(node)) is not None:
             result = map_leaves(self._fresh, example)
             self._add(self._op(function, self._resolve(node.args[2:]), {}, node), result)
             self._bind(node, result)
         elif not compat.is_plain_call(node) or not held or any(map(compat.is_batched, held)) or self._wraps(node):
+            self._opaque(node, example)
+        elif self.reshaped and any(
+            id(t) in self.reshaped for t in (*held, *tensors(_examples((node.args, node.kwargs))))
+        ):
             self._opaque(node, example)
         else:
             self._look_into(node, held, example)
@@ -413,6 +424,10 @@ def _check_record(found: Recording, node: fx.Node) -> None:
             )
 
 
+# Methods that change the shape of what they are called on.
+_RESHAPES = {
+    *("unsqueeze_", "squeeze_", "transpose_", "t_", "swapaxes_", "swapdims_", "as_strided_", "resize_", "resize_as_"),
+}
 _UNREADABLE = _Recorded(Recording((), None, []), [], [])
 
 

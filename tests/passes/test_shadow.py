@@ -16,6 +16,7 @@ import mhc_compile
 from mhc_compile import compat
 from mhc_compile.passes import shadow
 from mhc_compile.passes.shadow import Shadow
+from tests.zoo import check
 from tests.zoo.near import Sublayer
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -117,6 +118,21 @@ def test_writes_are_noted_with_their_memory() -> None:
     memory = compat.storage_of(clone.meta["example_value"])
     assert len(record.writes) == 2
     assert all(memory in storages for _, storages in record.writes)
+
+
+class _ReadInAnotherShape(Sublayer):
+    def read(self, x: torch.Tensor, h_pre: torch.Tensor) -> torch.Tensor:
+        twice, weights = h_pre * 2, torch.ones(6, 4) * 2
+        weights.transpose_(0, 1)
+        h_pre.unsqueeze_(-1)
+        return (h_pre * x).sum(2) + (twice.squeeze_().unsqueeze(-1) * x * weights).sum(2)
+
+
+def test_what_changes_its_shape_in_place_is_no_error() -> None:
+    """Dynamo has such a tensor in its last shape alone: what makes or reads it before is not run again."""
+    outcome = check.run(_ReadInAnotherShape(4, 6, 3, 2), (torch.randn(2, 3, 4, 6),), exact=False, repeats=1)
+    check.assert_equal_to_eager(outcome)
+    assert "expand_combine" in outcome.operators
 
 
 class Halved(torch.autograd.Function):
