@@ -240,10 +240,12 @@ class _Tracer:
             result = map_leaves(self._fresh, example)
             self._add(self._op(function, self._resolve(node.args[2:]), {}, node), result)
             self._bind(node, result)
-        elif not compat.is_plain_call(node) or not held or any(map(compat.is_batched, held)) or self._wraps(node):
-            self._opaque(node, example)
-        elif self.reshaped and any(
-            id(t) in self.reshaped for t in (*held, *tensors(_examples((node.args, node.kwargs))))
+        elif (
+            not compat.is_plain_call(node)
+            or not held
+            or any(map(compat.is_batched, held))
+            or self._wraps(node)
+            or self._is_reshaped(node)
         ):
             self._opaque(node, example)
         else:
@@ -258,6 +260,13 @@ class _Tracer:
             return False
         given = {one in self.wrappers for one in node.all_input_nodes}
         return len(given) == 1 and given != {node in self.wrappers}
+
+    def _is_reshaped(self, node: fx.Node) -> bool:
+        """Whether a node makes or reads a tensor that has another shape here than Dynamo has of it."""
+        if not self.reshaped:
+            return False
+        examples = (compat.example(node), _examples((node.args, node.kwargs)))
+        return any(id(tensor) in self.reshaped for tensor in tensors(examples))
 
     def _mutating(self, node: fx.Node, example: Any) -> None:
         keys = (compat.storage_of(t) for t in tensors(_examples((node.args, node.kwargs))))

@@ -282,8 +282,8 @@ def _fit_sigmoid(found: Region) -> Sigmoid | str | None:
         torch.randn(shape, generator=generator, dtype=torch.float64) * spread for spread in (0.1, 3.0, 40.0, 400.0)
     ]
     given.append(_ramp(found, -_LAST, _LAST) / slope)
-    got = [_run(found, at) for at in given]
-    if any(value is None or not _is_near(kind, at, value, 0.0) for at, value in zip(given, got, strict=True)):
+    pairs = [(at, value) for at in given if (value := _run(found, at)) is not None]
+    if len(pairs) < len(given) or not all(_is_near(kind, *pair, 0.0) for pair in pairs):
         return None
     if 0 < abs(eps) <= _TOLERANCE * 10 * height:
         # It comes from a clamp at -30, say, and is no eps: as an eps, it would double a gate in the tail.
@@ -291,7 +291,7 @@ def _fit_sigmoid(found: Region) -> Sigmoid | str | None:
     if _keeps_digits(kind, found):
         return "is zero where a tanh is, and has all its digits there; a sigmoid and a number added have few of them"
     cancels = _cancels(kind, found)
-    if not cancels and not all(_is_near(kind, at, value, _OF_TAIL) for at, value in zip(given, got, strict=True)):
+    if not cancels and not all(_is_near(kind, *pair, _OF_TAIL) for pair in pairs):
         return "equals a sigmoid gate, but not where that is next to nothing (a threshold, or a mask)"
     sigmoid = partial(_sigmoid, kind)
     places = [torch.randn(shape, generator=generator, dtype=torch.float64) * spread for spread in (1.0, 6.0)]
