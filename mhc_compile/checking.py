@@ -47,6 +47,9 @@ _REENTRANT = (
 )
 _AHEAD = "its function is compiled ahead of time, and has no first calls"
 
+# The autocasts that are on, as `compat.autocast_state` tells them.
+Autocasts = tuple[tuple[str, torch.dtype], ...]
+
 # Why sites are left alone, by their names, by the kind of their graph.
 _left: dict[str, dict[str, str]] = {}
 
@@ -90,29 +93,38 @@ class Check:
         # fx writes the names of functions into its code.
         self.__name__ = self.__qualname__ = f"check_{part.outputs[0].name}"
 
-    def __call__(self, *inputs: Any) -> Any:
-        return _Watched.apply(self, *inputs)  # type: ignore[no-untyped-call]
+    def __call__(self, autocasts: Autocasts, *inputs: Any) -> Any:
+        return _Watched.apply(self, autocasts, *inputs)  # type: ignore[no-untyped-call]
 
-    def forward(self, inputs: Sequence[Any]) -> tuple[Tensor, ...]:
+    def forward(self, autocasts: Autocasts, inputs: Sequence[Any]) -> tuple[Tensor, ...]:
         """The program's results for these inputs, and a comparison of the operator with them."""
-        found: tuple[Tensor, ...] = self._program(*inputs)
+
+        def evaluate(module: Any, values: Sequence[Any]) -> tuple[Tensor, ...]:
+            return _results(module, autocasts, values)
+
+        found = evaluate(self._program, inputs)
         if self._calls.checking and self.failure is None:
             with self._telling():
-                self._compare(self._outputs, found, lambda module, values: module(*values), inputs)
+                self._compare(self._outputs, found, evaluate, inputs)
         return found
 
     def backward(
-        self, inputs: Sequence[Any], needs: Sequence[bool], gradients: Sequence[Any], call: _Call
+        self,
+        autocasts: Autocasts,
+        inputs: Sequence[Any],
+        needs: Sequence[bool],
+        gradients: Sequence[Any],
+        call: _Call,
     ) -> list[Tensor | None]:
         """The program's gradients of those inputs that need one, and a comparison of the operator's with them."""
-        found = _gradients(self._program, inputs, needs, gradients)
+        found = _gradients(self._program, autocasts, inputs, needs, gradients)
         if self._calls.checking and self.failure is None:
             names = [f"gradient of {name}" for name, need in zip(self._inputs, needs, strict=True) if need]
             leaves = [value for value, need in zip(inputs, needs, strict=True) if need]
 
             def evaluate(module: Any, values: Sequence[Any]) -> list[Tensor]:
                 given = [None if g is None else g.double() if module is self._exact else g for g in gradients]
-                return _filled(_gradients(module, values, needs, given), leaves)
+                return _filled(_gradients(module, autocasts, values, needs, given), leaves)
 
             with self._telling():
                 if self._compare(names, _filled(found, leaves), evaluate, inputs):
@@ -181,10 +193,10 @@ class _Watched(torch.autograd.Function):
     """A site of the program, which keeps only its inputs for the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, check: Check, *inputs: Any) -> Any:
-        outputs = check.forward(inputs)
+    def forward(ctx: Any, check: Check, autocasts: Autocasts, *inputs: Any) -> Any:
+        outputs = check.forward(autocasts, inputs)
         ctx.set_materialize_grads(False)
-        ctx.check, ctx.call, ctx.autocasts = check, check._calls.current.call, compat.autocast_state()
+        ctx.check, ctx.call, ctx.autocasts = check, check._calls.current.call, autocasts
         ctx.save_for_backward(*(value if isinstance(value, Tensor) else None for value in inputs))
         ctx.others = [None if isinstance(value, Tensor) else value for value in inputs]
         fixed = [out for out, has in zip(outputs, check.differentiable, strict=True) if not has]
@@ -195,20 +207,31 @@ class _Watched(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         inputs = [other if saved is None else saved for saved, other in zip(ctx.saved_tensors, ctx.others, strict=True)]
-        needs = ctx.needs_input_grad[1:]
-        with contextlib.ExitStack() as autocasts:
-            for device, dtype in ctx.autocasts:
-                autocasts.enter_context(torch.autocast(device, dtype, cache_enabled=False))
-            found = iter(ctx.check.backward(inputs, needs, gradients, ctx.call))
-        return (None, *(next(found) if need else None for need in needs))
+        needs = ctx.needs_input_grad[2:]
+        found = iter(ctx.check.backward(ctx.autocasts, inputs, needs, gradients, ctx.call))
+        return (None, None, *(next(found) if need else None for need in needs))
+
+
+def _results(module: Any, autocasts: Autocasts, inputs: Sequence[Any]) -> tuple[Tensor, ...]:
+    """Those of a site's module, which sets autocast as its graph does, from the graph's beginning on.
+
+    So it has to begin under the autocasts of that beginning, whatever is on at the site's call.
+    """
+    with compat.under_autocast(autocasts):
+        return module(*inputs)  # type: ignore[no-any-return]
 
 
 def _gradients(
-    module: Any, inputs: Sequence[Any], needs: Sequence[bool], gradients: Sequence[Tensor | None]
+    module: Any,
+    autocasts: Autocasts,
+    inputs: Sequence[Any],
+    needs: Sequence[bool],
+    gradients: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
+    """The site's code is differentiated under what is on in the backward pass, as eager code is."""
     given = [v.detach().requires_grad_(n) if isinstance(v, Tensor) else v for v, n in zip(inputs, needs, strict=True)]
     with torch.enable_grad():
-        outputs = module(*given)
+        outputs = _results(module, autocasts, given)
     arrived = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
     leaves = [value for value, need in zip(given, needs, strict=True) if need]
     if not arrived or not leaves:
@@ -438,6 +461,7 @@ def _watched(module: fx.GraphModule, first: FirstCalls, errors: list[str], input
         graph, _ = compat.copy_graph(graph)
     else:
         graph = apart.graph
+        _give_autocasts(graph, apart.functions)
         first.checks += apart.functions
         first.unchecked += apart.whole
     regions = compat.call_regions(graph)
@@ -447,6 +471,17 @@ def _watched(module: fx.GraphModule, first: FirstCalls, errors: list[str], input
     for name in sorted({name for node in graph.nodes for name in compat.names_of_bodies(node)} - regions):
         first.unchecked += _unchecked(getattr(module, name), errors, input_norms)
     return made
+
+
+def _give_autocasts(graph: fx.Graph, checks: Sequence[Check]) -> None:
+    """Give checks the autocasts that are on where a call of their graph begins; that of a nested graph, too."""
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    with graph.inserting_before(first):
+        autocasts = graph.call_function(compat.autocast_state)
+    known = set(map(id, checks))
+    for node in graph.nodes:
+        if id(node.target) in known:
+            node.args = (autocasts, *node.args)
 
 
 def _unchecked(body: fx.GraphModule, errors: list[str], input_norms: bool | None) -> list[SiteReport]:

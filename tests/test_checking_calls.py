@@ -148,10 +148,10 @@ def test_gradients_count_for_the_call_of_their_thread() -> None:
         for _ in range(checking.CALLS):
             with pytest.MonkeyPatch.context() as patch:
 
-                def between(self: Any, inputs: Any, patch: pytest.MonkeyPatch = patch) -> Any:
+                def between(self: Any, *given: Any, patch: pytest.MonkeyPatch = patch) -> Any:
                     patch.undo()
                     other.submit(compiled, _streams()).result()
-                    return forward(self, inputs)
+                    return forward(self, *given)
 
                 patch.setattr(checking.Check, "forward", between)
                 out = compiled(_streams())

@@ -144,6 +144,7 @@ from mhc_compile.compat.operators import (
     functorch_is_active,
     hidden_from_dynamo,
     registered_operators,
+    under_autocast,
     without_autocast,
 )
 from mhc_compile.compat.reaching import (
@@ -344,6 +345,7 @@ __all__ = [
     "tensor_metadata",
     "trace_artifact",
     "uncompiled",
+    "under_autocast",
     "unit_settings",
     "watch_dynamo",
     "watch_packages",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -86,6 +86,16 @@ def without_autocast() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for device, _ in autocast_state():
             stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+@contextlib.contextmanager
+def under_autocast(state: Iterable[tuple[str, torch.dtype]]) -> Iterator[None]:
+    """A context in which the autocasts of an `autocast_state` are on, and no others."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(without_autocast())
+        for device, dtype in state:
+            stack.enter_context(torch.autocast(device, dtype, cache_enabled=False))
         yield
 
 

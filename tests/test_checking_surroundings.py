@@ -1,0 +1,100 @@
+"""`mhc.check`: what is around the sites. Autocast."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mhc_compile import checking
+from tests.test_checking import CHECK, COMBINE, MIX, _reported, all_sites, without_inductor
+
+__all__ = ["all_sites", "without_inductor"]  # fixtures
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "all_sites")
+
+N, C = 4, 16
+
+
+def _bfloat16(enabled: bool = True) -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16, enabled=enabled)
+
+
+class Layer(nn.Module):
+    """A connection whose projection and whose other steps may each be under an autocast of their own."""
+
+    def __init__(self, projection: bool | None = None, rest: bool | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.phi = nn.Parameter(torch.randn(2 * N, N * C) * 0.1)
+        self.bias = nn.Parameter(torch.randn(2 * N))
+        self.autocasts = projection, rest
+
+    def _around(self, step: int) -> contextlib.AbstractContextManager[object]:
+        enabled = self.autocasts[step]
+        return contextlib.nullcontext() if enabled is None else _bfloat16(enabled)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self._around(0):
+            flat = x.flatten(-2)
+            h = F.linear(flat, self.phi) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + 1e-6)
+        with self._around(1):
+            gates = torch.sigmoid(h.float() + self.bias)
+            return self.rest(gates[..., :N], 2 * gates[..., N:], x)
+
+    def rest(self, pre: Tensor, post: Tensor, x: Tensor) -> Tensor:
+        f = torch.tanh((pre.unsqueeze(-1) * x).sum(-2))
+        return post.unsqueeze(-1) * f.unsqueeze(-2) + x
+
+
+class Checkpointed(Layer):
+    """The region itself sets no autocast: it runs under that of the code around it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self._around(0):
+            out: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return out
+
+
+def _compare(
+    model: Layer,
+    forward: Callable[[], contextlib.AbstractContextManager[object]],
+    backward: Callable[[], contextlib.AbstractContextManager[object]],
+) -> None:
+    """Results and gradients of the first calls are those of the program; a cast more would be a thousandth."""
+    compiled = torch.compile(model, backend="mhc", options=CHECK)
+    for seed in range(checking.CALLS + 1):
+        x, found = torch.randn(6, N, C, generator=torch.Generator().manual_seed(seed)), []
+        for call in (compiled, model):
+            model.zero_grad()
+            with forward():
+                out = call(x)
+            with backward():
+                out.float().square().sum().backward()
+            found.append([out.detach(), *(torch.as_tensor(p.grad).clone() for p in model.parameters())])
+        if seed < checking.CALLS:
+            for one, other in zip(*found, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * float(other.abs().max()))
+
+
+@pytest.mark.usefixtures("without_inductor")
+@pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.parametrize(("projection", "rest"), [(None, True), (True, None), (None, False), (False, None)])
+def test_steps_of_a_site_under_different_autocasts(outside: bool, projection: bool | None, rest: bool | None) -> None:
+    """The site's code begins under the autocast in which its graph begins, not in that of its last step."""
+    _compare(Layer(projection, rest), lambda: _bfloat16(outside), contextlib.nullcontext)
+    assert _reported() == ([MIX, COMBINE], [], {MIX: 1, COMBINE: 1})
+
+
+@pytest.mark.usefixtures("without_inductor")
+@pytest.mark.parametrize("kind", [Layer, Checkpointed])
+@pytest.mark.parametrize("within", [False, True])
+def test_a_backward_pass_under_another_autocast(kind: type[Layer], within: bool) -> None:
+    """It runs under the autocasts of the forward pass, and no others."""
+    _compare(kind(), lambda: _bfloat16(within), lambda: _bfloat16(not within))
+    assert _reported() == ([MIX, COMBINE], [], {MIX: 1, COMBINE: 1})
