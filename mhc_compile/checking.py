@@ -194,7 +194,7 @@ class _Watched(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, check: Check, autocasts: Autocasts, *inputs: Any) -> Any:
-        outputs = check.forward(autocasts, inputs)
+        outputs = tuple(map(compat.no_view, check.forward(autocasts, inputs)))  # the program may write into them
         ctx.set_materialize_grads(False)
         ctx.check, ctx.call, ctx.autocasts = check, check._calls.current.call, autocasts
         ctx.save_for_backward(*(value if isinstance(value, Tensor) else None for value in inputs))

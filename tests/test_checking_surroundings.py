@@ -1,4 +1,4 @@
-"""`mhc.check`: what is around the sites. Autocast."""
+"""`mhc.check`: what is around the sites. Autocast, writes in place, and what others make of the graph."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mhc_compile import checking
+from mhc_compile import checking, compat
 from tests.test_checking import CHECK, COMBINE, MIX, _reported, all_sites, without_inductor
 
 __all__ = ["all_sites", "without_inductor"]  # fixtures
@@ -98,3 +98,29 @@ def test_a_backward_pass_under_another_autocast(kind: type[Layer], within: bool)
     """It runs under the autocasts of the forward pass, and no others."""
     _compare(kind(), lambda: _bfloat16(within), lambda: _bfloat16(not within))
     assert _reported() == ([MIX, COMBINE], [], {MIX: 1, COMBINE: 1})
+
+
+class Writing(Layer):
+    """The sublayer writes in place into what it reads, which is a view of what an operator has made."""
+
+    def rest(self, pre: Tensor, post: Tensor, x: Tensor) -> Tensor:
+        f = F.relu(torch.einsum("bn,bnc->bc", pre, x), inplace=True)
+        return (post.unsqueeze(-1) * f.unsqueeze(-2) + x).relu_()
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_what_a_site_makes_may_be_written() -> None:
+    _compare(Writing(), contextlib.nullcontext, contextlib.nullcontext)
+    assert _reported() == ([MIX, COMBINE], [], {MIX: 1, COMBINE: 1})
+
+
+def test_no_view_keeps_values_and_strides() -> None:
+    x = torch.arange(24.0).view(4, 6)
+    for view in (x[1:, ::2], x.t(), x[:, 1:].view(4, 5), torch.view_as_complex(x.view(4, 3, 2)).conj().imag):
+        copy = compat.no_view(view)
+        assert not copy._is_view()
+        assert copy.stride() == view.stride()
+        torch.testing.assert_close(copy, view, rtol=0, atol=0)
+    torch.testing.assert_close(compat.no_view(x[:1].expand(3, 6)), x[:1].expand(3, 6), rtol=0, atol=0)
+    own = torch.ones(2)
+    assert compat.no_view(own) is own

@@ -160,6 +160,15 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
     return is_traceable_wrapper_subclass(tensor)
 
 
+def no_view(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of what is a view, with its strides; other tensors as they are. What is expanded becomes whole."""
+    if not tensor._is_view():
+        return tensor
+    if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.new_empty_strided(tensor.shape, tensor.stride()).copy_(tensor)
+
+
 def depends_on_data(error: Exception) -> bool:
     """Whether fake tensors refused to run something: it depends on data, or has no fake implementation."""
     from torch._subclasses import fake_tensor
