@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import mhc_compile
 from mhc_compile import checking, compat
 from tests.test_checking import CHECK, COMBINE, MIX, _reported, all_sites, without_inductor
 
@@ -124,3 +125,15 @@ def test_no_view_keeps_values_and_strides() -> None:
     torch.testing.assert_close(compat.no_view(x[:1].expand(3, 6)), x[:1].expand(3, 6), rtol=0, atol=0)
     own = torch.ones(2)
     assert compat.no_view(own) is own
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_layers_of_which_dynamo_makes_one_graph() -> None:
+    """Nothing is noted of what these graphs are given, until somebody asks."""
+    model = nn.Sequential(*[Layer() for _ in range(4)])
+    with torch._dynamo.config.patch(use_graph_deduplication=True), torch.no_grad():
+        compiled = torch.compile(model, backend="mhc", options=CHECK)
+        for _ in range(checking.CALLS + 1):
+            compiled(torch.randn(6, N, C))
+    report = mhc_compile.report()
+    assert (report.errors, report.unchecked, dict(report.checked)) == ([], [], {MIX: 1, COMBINE: 1})
