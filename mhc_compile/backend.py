@@ -146,7 +146,7 @@ def _compiling(options: dict[str, Any], module: Any) -> Iterator[records.Compile
                 compiled.places = Places.of(module)
         with guard("sites in graphs that others call are left", compiled.traced.errors):
             if isinstance(module, fx.GraphModule):
-                compat.give_examples_to_bodies(module)  # the passes see each of these by itself
+                passes.look_at_calls(module)  # the passes see each of these by itself
         compiled.strict = bool(options.get("mhc.strict"))
         try:
             yield compiled

@@ -437,7 +437,7 @@ def prepare(module: fx.GraphModule, *, input_norms: bool | None) -> Instead:
     first = FirstCalls()
 
     def change() -> fx.GraphModule | None:
-        compat.give_examples_to_bodies(module)
+        passes.look_at_calls(module)
         first.draws = any(map(compat.may_draw, module.graph.nodes))
         program = _watched(module, first, first.errors, input_norms)
         return program if first.checks else None

@@ -189,7 +189,9 @@ def _planned(
     compat.float_watch.clear()
     collecting = gc.isenabled()
     gc.disable()  # looking for cycles takes a third of the time, and those of the record are taken apart in the end
+    around = contextlib.ExitStack()
     try:
+        around.enter_context(compat.autocast_of(graph))
         compat.settle_sizes(compat.common_fake_mode(map(compat.example, graph.nodes)))
         compat.give_examples(graph)
         sizes.put_inputs_first(graph)
@@ -215,6 +217,7 @@ def _planned(
         stages.done("plan")
         yield shadow, plan
     finally:
+        around.close()
         for shadow in shadows:
             shadow.release()
         if collecting:
@@ -410,6 +413,12 @@ def _in_place(
     report.seconds = time.perf_counter() - begin
 
 
+def look_at_calls(module: fx.GraphModule) -> None:
+    """Note of graphs that others call what only their calls tell, so that each can be looked at by itself."""
+    compat.give_examples_to_bodies(module)
+    compat.note_autocast_of_bodies(module)
+
+
 def run_recursively(
     module: fx.GraphModule,
     *,
@@ -435,7 +444,7 @@ def run_recursively(
     options: dict[str, Any] = {"input_norms": input_norms, "left": left_of(module.graph), "skipped": skipped}
     total = Report()
     with guard("sites in graphs that others call are left", total.errors):
-        compat.give_examples_to_bodies(module)
+        look_at_calls(module)
     total.add(run(module.graph, module=module, bodies=run_bodies, **options)[1])
     total.add(bodies)
     return total

@@ -101,6 +101,15 @@ def test_a_backward_pass_under_another_autocast(kind: type[Layer], within: bool)
     assert _reported() == ([MIX, COMBINE], [], {MIX: 1, COMBINE: 1})
 
 
+@pytest.mark.usefixtures("without_inductor")
+@pytest.mark.parametrize("region", [True, False])
+def test_a_region_of_an_autocast(region: bool) -> None:
+    """The region's graph sets none: it begins under that of its call."""
+    _compare(Checkpointed(region), lambda: _bfloat16(not region), contextlib.nullcontext)
+    assert mhc_compile.report().errors == []
+    assert _reported() == ([MIX, COMBINE], [], {MIX: 1, COMBINE: 1})
+
+
 class Writing(Layer):
     """The sublayer writes in place into what it reads, which is a view of what an operator has made."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mhc_compile.compat.nodes import changes_global_state, state_change
+from mhc_compile.compat.nodes import bodies, changes_global_state, state_change
 
 
 def registered_operators(namespace: str) -> set[str]:
@@ -97,6 +97,31 @@ def under_autocast(state: Iterable[tuple[str, torch.dtype]]) -> Iterator[None]:
         for device, dtype in state:
             stack.enter_context(torch.autocast(device, dtype, cache_enabled=False))
         yield
+
+
+_AUTOCAST = "mhc_autocast"
+
+
+def note_autocast_of_bodies(module: fx.GraphModule) -> None:
+    """Note of each graph that others call what autocasts are on at its first call, of which Dynamo's examples are.
+
+    Such a graph sets only what changes within it. It may be looked at before the graph that calls it, or alone.
+    """
+    noted: dict[fx.GraphModule, tuple[tuple[str, torch.dtype], ...]] = {}
+    with autocast_of(module.graph), autocast_regions() as follow_autocast:
+        for node in module.graph.nodes:
+            follow_autocast(node)
+            for body in bodies(node):
+                noted.setdefault(body, autocast_state())
+    for body, state in noted.items():
+        body.meta[_AUTOCAST] = state
+        note_autocast_of_bodies(body)
+
+
+def autocast_of(graph: fx.Graph) -> contextlib.AbstractContextManager[None]:
+    """A context with the autocasts that are on where a graph is called; as things are, if they were not noted."""
+    noted = getattr(graph.owning_module, "meta", {}).get(_AUTOCAST)
+    return contextlib.nullcontext() if noted is None else under_autocast(noted)
 
 
 @contextlib.contextmanager

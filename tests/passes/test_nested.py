@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import mhc_compile
 from mhc_compile import passes
 from mhc_compile.passes.report import Report
+from tests.passes.dynamo import graph_of
 from tests.zoo.near import Sublayer
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -294,3 +295,76 @@ def test_strict_options_accept_a_write_in_a_region() -> None:
     model, x = Writes(4, 6, 3, 2), torch.randn(X)
     torch.compile(model, backend="mhc", options={"mhc.strict": True})(x)
     assert "mhc: 2 of 2 hyper-connection sites rewritten" in str(mhc_compile.report())
+
+
+def _in_bfloat16(enabled: bool = True) -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16, enabled=enabled)
+
+
+@torch.compiler.nested_compile_region
+def _compiled_once(part: Sublayer, x: Tensor) -> Tensor:
+    out: Tensor = part(x)
+    return out
+
+
+def _of_autocast(part: Sublayer, x: Tensor) -> Tensor:
+    with _in_bfloat16():
+        out: Tensor = _region(part, x)
+    return out
+
+
+def _compiled_once_of_autocast(part: Sublayer, x: Tensor) -> Tensor:
+    with _in_bfloat16():
+        return _compiled_once(part, _compiled_once(part, x))
+
+
+def _within_a_region_of_autocast(part: Sublayer, x: Tensor) -> Tensor:
+    def outer(x: Tensor) -> Tensor:
+        with _in_bfloat16(False):
+            x = x + 1.0
+        out: Tensor = _region(part, x)
+        return out
+
+    with _in_bfloat16():
+        return _region(outer, x)  # type: ignore[no-any-return]
+
+
+def _without_autocast_in_autocast(part: Sublayer, x: Tensor) -> Tensor:
+    with _in_bfloat16():
+        x = _region(part, x)
+        with _in_bfloat16(False):
+            out: Tensor = _region(part, x)
+    return out
+
+
+def _branch_of_autocast(part: Sublayer, x: Tensor) -> Tensor:
+    with _in_bfloat16():
+        out: Tensor = torch.cond(x.sum() > -1e9, part, lambda x: x.clone(), (x,))
+    return out
+
+
+@pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.parametrize(
+    ("program", "parts"),
+    [
+        (_of_autocast, 1),
+        (_compiled_once_of_autocast, 1),
+        (_within_a_region_of_autocast, 1),
+        (_without_autocast_in_autocast, 2),
+        (_branch_of_autocast, 1),
+    ],
+)
+def test_a_region_of_an_autocast(program: Callable[[Sublayer, Tensor], Tensor], parts: int, outside: bool) -> None:
+    """It is recorded under the autocasts of its call, which it does not set itself, before its caller and after it."""
+    torch.manual_seed(0)
+    part, x = Sublayer(4, 6, 3, 2), torch.randn(*X)
+    for alone in (False, True):
+        torch._dynamo.reset()
+        with torch.no_grad(), _in_bfloat16(outside):
+            module = graph_of(lambda x: program(part, x), x)
+            passes.look_at_calls(module)
+            bodies = [one for one in module.modules() if isinstance(one, torch.fx.GraphModule)]
+            one_by_one = (passes.run(body.graph, module=body)[1] for body in reversed(bodies))
+            reports = list(one_by_one) if alone else [passes.run_recursively(module)]
+        assert [error for report in reports for error in report.errors] == []
+        assert [site.op for report in reports for site in report.rewritten] == [READ, WRITE] * parts
