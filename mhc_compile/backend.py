@@ -147,6 +147,9 @@ def _compiling(options: dict[str, Any], module: Any) -> Iterator[records.Compile
         with guard("sites in graphs that others call are left", compiled.traced.errors):
             if isinstance(module, fx.GraphModule):
                 passes.look_at_calls(module)  # the passes see each of these by itself
+        with guard("sites that mhc.check found wrong may be rewritten", compiled.traced.errors):
+            if isinstance(module, fx.GraphModule):
+                checking.note_left_alone(module)
         compiled.strict = bool(options.get("mhc.strict"))
         try:
             yield compiled

@@ -54,9 +54,25 @@ Autocasts = tuple[tuple[str, torch.dtype], ...]
 _left: dict[str, dict[str, str]] = {}
 
 
+_LEFT = "mhc_left_alone"
+
+
+def note_left_alone(module: fx.GraphModule) -> None:
+    """Note with a graph, and with those that it calls, which sites are left alone.
+
+    Inductor's own passes, which may come before ours, change a graph, so that it is of another kind then.
+    """
+    for part in module.modules() if _left else ():
+        if isinstance(part, fx.GraphModule):
+            part.meta[_LEFT] = _left.get(_kind(part.graph), {})
+
+
 def left_alone(graph: fx.Graph) -> dict[str, str]:
-    """Why sites of a graph of this kind are left alone, by their names."""
-    return _left.get(_kind(graph), {}) if _left else {}
+    """Why sites of a graph are left alone, by their names: as it was noted, or as it is for graphs of this kind."""
+    if not _left:
+        return {}
+    noted: dict[str, str] | None = getattr(graph.owning_module, "meta", {}).get(_LEFT)
+    return _left.get(_kind(graph), {}) if noted is None else noted
 
 
 def _kind(graph: fx.Graph) -> str:

@@ -8,12 +8,12 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import mhc_compile
 from mhc_compile import checking, compat
-from tests.test_checking import CHECK, COMBINE, MIX, _reported, all_sites, without_inductor
+from tests.test_checking import CHECK, COMBINE, MIX, _reported, _wrong_streams, all_sites, without_inductor
 
 __all__ = ["all_sites", "without_inductor"]  # fixtures
 
@@ -146,3 +146,37 @@ def test_layers_of_which_dynamo_makes_one_graph() -> None:
             compiled(torch.randn(6, N, C))
     report = mhc_compile.report()
     assert (report.errors, report.unchecked, dict(report.checked)) == ([], [], {MIX: 1, COMBINE: 1})
+
+
+def _in_place(graph: fx.Graph) -> None:
+    """As Inductor's own passes do: what is around a site becomes other code."""
+    for node in graph.find_nodes(op="call_function", target=torch.tanh):
+        with graph.inserting_after(node):
+            copy = graph.call_function(torch.clone, (node,))
+        copy.meta = dict(node.meta)
+        node.replace_all_uses_with(copy, lambda user, copy=copy: user is not copy)
+
+
+def _in_a_copy(graph: fx.Graph) -> None:
+    """As passes of users may."""
+    module, (copy, _) = graph.owning_module, compat.copy_graph(graph)
+    assert module is not None
+    _in_place(copy)
+    module.graph = copy
+
+
+@pytest.mark.usefixtures("without_inductor")
+@pytest.mark.parametrize("kind", [Layer, Checkpointed])
+@pytest.mark.parametrize("change", [_in_place, _in_a_copy])
+def test_a_pass_before_ours_changes_a_graph_with_sites_left_alone(
+    change: Callable[[fx.Graph], None], kind: type[Layer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check sees the graph without the change, and what it finds holds for the graph with it."""
+    _wrong_streams(monkeypatch)
+    model = kind()
+    compiled = torch.compile(model, backend="mhc", options=CHECK | {"pre_grad_custom_pass": change})
+    with torch.no_grad():
+        for seed in range(2 * checking.CALLS + 2):
+            x = torch.randn(6, N, C, generator=torch.Generator().manual_seed(seed))
+            torch.testing.assert_close(compiled(x), model(x))
+    assert _reported() == ([MIX], [COMBINE], {MIX: 1})
