@@ -136,7 +136,9 @@ def verify(
     are right where float64 or eager has the same.
 
     Afterwards, parameters, buffers, inputs, gradients, the training mode and the random number generators are as
-    before. Compiled code, `mhc_compile.report()` and Inductor's caches are as before, too.
+    before. So are other attributes that modules assign, and generators that they hold. What a model changes inside
+    other objects among its attributes, such as a list, stays changed, also from one run to the next. Compiled code,
+    `mhc_compile.report()` and Inductor's caches are as before, too.
 
     Parameters and inputs may be DTensors. Then all ranks of their mesh call `verify`, and whole results are compared.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import random
 import sys
@@ -108,16 +109,19 @@ def evaluate(
     held = [] if wide else [tensor for tensor in (*module.buffers(), *module.parameters()) if _can_be_written(tensor)]
     values = [(tensor, tensor.detach().clone()) for tensor in held]
     leaves: dict[str, torch.Tensor] = {}
+    # Of what an object among the inputs has of the model there is no copy.
+    copied: dict[int, Any] = {id(own): own for own in (*module.modules(), *module.parameters(), *module.buffers())}
 
     def given(path: Any, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
-            return value
+            return _own_copy(value, copied)
         leaf = (widened(value) if wide else value).detach().clone()  # the model may write into it
         if not (grad and value.requires_grad):
             return leaf
         leaves[keystr(path)] = leaf.requires_grad_()
         return leaf.clone()  # what is no leaf may be written
 
+    put_back = _attributes(module, args, kwargs)
     _seed()
     try:
         stance = torch.compiler.set_stance("force_eager") if call is module else contextlib.nullcontext()
@@ -149,7 +153,40 @@ def evaluate(
         with torch.no_grad():
             for tensor, before in values:
                 tensor.copy_(before)
+        put_back()
     return results
+
+
+def _attributes(module: nn.Module, *given: Any) -> Callable[[], None]:
+    """A function that puts back buffers and other attributes that a model assigns, and its own random generators.
+
+    Not parameters: sharded ones may be others as long as a pass lasts.
+    """
+    parts = [(part, dict(vars(part)), dict(part._buffers)) for part in module.modules()]
+    leaves = tree_leaves([given, *(attributes for _, attributes, _ in parts)])
+    generators = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Generator)}.values()
+    states = [(generator, generator.get_state()) for generator in generators]
+
+    def put_back() -> None:
+        for generator, state in states:
+            generator.set_state(state)
+        for part, attributes, buffers in parts:
+            for now, before in ((vars(part), attributes), (part._buffers, buffers)):
+                for name in now.keys() - before.keys():
+                    del now[name]
+                now.update(before)
+
+    return put_back
+
+
+def _own_copy(value: Any, copied: dict[int, Any]) -> Any:
+    """A copy of an object that a model may write into, such as a cache of keys and values; if it has none, itself."""
+    if isinstance(value, torch.Generator):  # its state is put back
+        return value
+    try:
+        return copy.deepcopy(value, copied)
+    except Exception:
+        return value
 
 
 def _seed() -> None:
