@@ -130,6 +130,7 @@ def _module(
     copies: dict[fx.Node | None, fx.Node] = {}
     for node, here in inputs.items():
         copies[here] = new.placeholder(node.name)
+        copies[here].meta = dict(node.meta)
     for node in graph.nodes:
         if (node in nodes and node not in copies) or compat.changes_global_state(node) or _body(node):
             copies[node] = new.node_copy(node, copies.__getitem__)

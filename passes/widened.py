@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from mhc_compile import compat
+from mhc_compile.passes.aten_calls import leaves
 
 _NARROWER = (torch.float32, torch.bfloat16, torch.float16)
 _CASTS = ("float", "bfloat16", "half")
@@ -27,11 +28,22 @@ def widened(module: fx.GraphModule) -> fx.GraphModule:
             node.target = "double"
         node.args = fx.node.map_aggregate(node.args, _wide)
         node.kwargs = fx.node.map_aggregate(node.kwargs, _wide)
+        if _takes_default_dtype(node):
+            node.kwargs = {**node.kwargs, "dtype": torch.float64}
     made = compat.module_of(graph, module)
     for name, body in list(made.named_children()):
         if isinstance(body, fx.GraphModule):
             setattr(made, name, widened(body))
     return made
+
+
+def _takes_default_dtype(node: fx.Node) -> bool:
+    """Whether this makes floating point numbers of no tensor, such as `torch.eye(4)`: there is none to widen."""
+    made = compat.example(node)
+    if node.op != "call_function" or not isinstance(made, torch.Tensor) or made.dtype not in _NARROWER:
+        return False
+    read = [leaf for one in node.all_input_nodes for leaf in leaves(compat.example(one))]
+    return "dtype" not in node.kwargs and not any(leaf is None or isinstance(leaf, torch.Tensor) for leaf in read)
 
 
 def _wide(leaf: Any) -> Any:

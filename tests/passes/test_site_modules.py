@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mhc_compile import compat, passes
 from mhc_compile.passes.site_modules import Alone
+from mhc_compile.passes.widened import widened
 from tests.passes.dynamo import graph_of
 from tests.passes.test_surroundings import C, Layer, N, sinkhorn
 
@@ -52,6 +53,23 @@ def _parts(model: Layer, x: Tensor, *reasons: str) -> list[Alone]:
     assert len(apart.whole) == len(reasons)
     assert all(reason in str(site.reason) for reason, site in zip(reasons, apart.whole, strict=True))
     return [part for part in found if part.site.op not in {site.op for site in apart.whole}]
+
+
+class Factory(Layer):
+    """A gate's code makes numbers of no tensor."""
+
+    def read(self, pre: Tensor, x: Tensor) -> Tensor:
+        return super().read(pre * torch.full((N,), 1.0), x)
+
+
+@pytest.mark.parametrize("kind", [Layer, Factory])
+def test_the_program_in_float64(kind: type[Layer]) -> None:
+    """What a site reads is known to be tensors: only what reads none takes the default dtype."""
+    x = torch.randn(2, 5, N, C)
+    for part in _parts(kind(), x):
+        given = [compat.example(node) for node in part.inputs]
+        values = [torch.randn(tuple(one.shape), dtype=torch.float64) for one in given]
+        assert {out.dtype for out in widened(part.program)(*values)} == {torch.float64}
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [(Layer, torch.float32), (Cast, torch.float32), (Cast, torch.bfloat16)])

@@ -28,3 +28,23 @@ def test_casts_after_autocast_and_in_a_nested_graph_are_to_float64() -> None:
     assert torch.equal(result, x.exp().sin())
     (before,) = module(x)
     assert before.dtype == torch.float32
+
+
+def with_factories(x: Tensor) -> Tensor:
+    """What has no dtype of its own takes the default one; whole numbers stay whole."""
+    length = x.shape[-1]
+    weights = torch.linspace(0, 1, length) + torch.full((length,), 0.1) + torch.arange(length)
+    return x @ torch.eye(length) + weights * torch.tensor(0.3) + torch.ones(length, dtype=torch.float32)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_numbers_that_are_made_of_no_tensor_are_of_float64(dynamic: bool) -> None:
+    x = torch.randn(5, 3, dtype=torch.float64)
+    with torch._dynamo.config.patch(assume_static_by_default=not dynamic):
+        module = graph_of(with_factories, x.float())
+    sizes = [node for node in module.graph.find_nodes(op="placeholder") if "SymInt" in str(node.type)]
+    (result,) = widened(module)(*[3 for _ in sizes], x)
+    assert result.dtype == torch.float64
+    weights = torch.linspace(0, 1, 3, dtype=torch.float64) + 0.1 + torch.arange(3)
+    torch.testing.assert_close(result, x + 0.3 * weights + 1.0)
