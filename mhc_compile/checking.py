@@ -348,7 +348,13 @@ class FirstCalls:
                     self._repeatable.add(call)
                 self._compile_anew()
             run = self._run or partial(self._checked, call, self._program)
-        outputs = run(*args)
+        try:
+            outputs = run(*args)
+        except BaseException:
+            # Nothing repeats it, and who keeps the error would keep the call.
+            with self.lock:
+                self._repeatable.discard(call)
+            raise
         if not is_repeated:
             with self.lock:
                 self._ended += 1

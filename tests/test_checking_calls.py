@@ -140,6 +140,22 @@ def test_calls_that_raise_do_not_count() -> None:
 
 
 @pytest.mark.usefixtures("without_inductor")
+def test_a_call_whose_error_is_kept_is_not_waited_for() -> None:
+    """Hooks that save tensors may be those of checkpointing, which repeats calls; but none that raised."""
+    table, part, errors = nn.Embedding(10, 4 * WIDTH), _connection(4), []
+    compiled = torch.compile(lambda ids: part(table(ids).unflatten(-1, (4, WIDTH))), backend="mhc", options=CHECK)
+    right = torch.zeros(2, 3, dtype=torch.long)
+    for ids in [torch.full((2, 3), 99)] + [right] * (checking.CALLS + 1):
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+                out = compiled(ids)
+            out.square().sum().backward()
+        except IndexError as error:
+            errors.append(error)
+    assert (len(errors), _reported()[2]) == (1, {MIX: 1, COMBINE: 1})
+
+
+@pytest.mark.usefixtures("without_inductor")
 def test_gradients_count_for_the_call_of_their_thread() -> None:
     """Another thread calls the graph while a call runs, and its gradients never come."""
     compiled = torch.compile(_connection(4), backend="mhc", options=CHECK)
