@@ -196,7 +196,7 @@ class Check:
                 findings += judge(self._trusted, self._found, members, group, vanishing=group == "gradients")
         failed = [finding for finding in findings if not finding.ok]
         # Rather of one tensor than of several together.
-        worst = max(failed, key=lambda f: (len(f.names) == 1, f.error / f.limit), default=None)
+        worst = max(failed, key=lambda f: (len(f.names) == 1, f.excess), default=None)
         return None if worst is None else f"when checked, its operator was less accurate than this code: {worst}"
 
     @property

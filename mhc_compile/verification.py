@@ -73,7 +73,7 @@ class Verification:
         alone = [f for f in self.findings if len(f.names) == 1]
         for kind in ("output", "gradient"):
             of_kind = [f for f in alone if f.what.startswith(kind)]
-            shown += sorted(of_kind, key=_severity)[-1:]
+            shown += sorted(of_kind, key=lambda f: f.excess)[-1:]
         shown += [f for f in self.failures if f not in shown]
         width = max([len(f.what) for f in shown] + [24])
         lines = [
@@ -106,10 +106,6 @@ class Verification:
 
 def _counted(findings: list[Finding]) -> str:
     return "1 result is" if len(findings) == 1 else f"{len(findings)} results are"
-
-
-def _severity(finding: Finding) -> float:
-    return finding.error / finding.limit if finding.limit else float(not finding.ok)
 
 
 def verify(

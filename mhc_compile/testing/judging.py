@@ -31,7 +31,8 @@ def _kinds(values: torch.Tensor) -> torch.Tensor:
 
 
 def _quotient(difference: float, size: float) -> float:
-    return difference / size if size else math.inf if difference else 0.0
+    """A difference relative to a size; if that is 0, the difference itself."""
+    return difference / (size or 1.0)
 
 
 @dataclass
@@ -98,7 +99,10 @@ class Errors:
         self.rounding[name] = rounding
 
     def relative(self, *names: str) -> float:
-        """The norm of the differences of these results together, relative to that of the exact values."""
+        """The norm of the differences of these results together, relative to that of the exact values.
+
+        If all exact values are 0, the norm itself.
+        """
         difference = math.sqrt(sum(self.difference[name] for name in names))
         reference = math.sqrt(sum(self.reference[name] for name in names))
         return _quotient(difference, reference)
@@ -132,8 +136,15 @@ class Finding:
 
     @property
     def ok(self) -> bool:
-        """Whether the error is within its limit; NaN is not."""
-        return self.error <= self.limit
+        """Whether the error is within its limit. Nothing is within infinity or NaN."""
+        return self.error <= self.limit < math.inf
+
+    @property
+    def excess(self) -> float:
+        """The error in multiples of its limit."""
+        if 0.0 < self.limit < math.inf:
+            return self.error / self.limit
+        return 0.0 if self.ok else math.inf
 
     def __str__(self) -> str:
         return f"{self.what}: error {self.error:.2e} against float64, allowed {self.limit:.2e}"
@@ -163,6 +174,9 @@ def judge(trusted: Errors, errors: Errors, names: list[str], group: str, *, vani
     What is left within a tensor differs by orders of magnitude from one evaluation to the next. So these limits are
     those of the median evaluation there, and the worst one may have 100 times the trusted error of the worst.
 
+    All results of a group may be exactly 0. Then errors have no size to be relative to, and no floor: all together may
+    have the trusted error with the usual room, and each tensor 10 times its own.
+
     No other floor applies to them, however few the values are. `vanishing=False` leaves out the values within a tensor.
     It is for outputs: a rounded input may give exactly 0 at a kink, and nothing is divided by an output's size.
 
@@ -173,20 +187,25 @@ def judge(trusted: Errors, errors: Errors, names: list[str], group: str, *, vani
     names = [name for name in names if errors.rounding[name]]
     numbers = sum(errors.numbers[name] for name in names)
     size = math.sqrt(sum(trusted.reference[name] for name in names) / max(1, numbers))
-    sized = [name for name in names if trusted.reference[name] >= trusted.numbers[name] * (1e-6 * size) ** 2]
+    least = (1e-6 * size) ** 2
+    sized = [name for name in names if size and trusted.reference[name] >= trusted.numbers[name] * least]
     findings = []
+
+    def floor(name: str) -> float:
+        if not errors.rounding[name]:
+            return _FLIPS
+        return _ROUNDINGS * errors.rounding[name] if size else 0.0
 
     def compare(
         what: str, members: list[str], room: float, measure: Callable[[Errors], float], usual: float = 0.0
     ) -> None:
         of_trusted = max(measure(trusted), usual)
-        floor = max(_ROUNDINGS * errors.rounding[name] if errors.rounding[name] else _FLIPS for name in members)
-        limit = max(room * of_trusted, floor)
+        limit = max(room * of_trusted, *map(floor, members))
         findings.append(Finding(what, tuple(members), of_trusted, measure(errors), limit, measure))
 
     def vanish(what: str, name: str, measure: Callable[[Errors], float], luck: float = _LUCK) -> None:
         of_trusted = measure(trusted)
-        limit = max(luck * of_trusted, _NOTHING)
+        limit = max(luck * of_trusted, _NOTHING if size else 0.0)
         findings.append(Finding(what, (name,), of_trusted, measure(errors), limit, measure))
 
     def room(members: list[str]) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -92,6 +94,33 @@ def test_a_small_tensor_that_vanishes_has_no_floor(own: float) -> None:
     for noise in (1e-13, own):
         found = judge(trusted, _errors({"nought": noise}), list(SIZES), "gradients")
         assert [finding.what for finding in found if not finding.ok] == ["nought"] * (noise == own)
+
+
+@pytest.mark.parametrize(
+    ("eager", "ours", "failing"),
+    [
+        (1e-9, 1.1e-9, []),
+        (1e-9, 2e-9, ["all results"]),
+        (1e-9, 5.0, ["all results", "a", "b"]),
+        (1e-9, math.inf, ["all results", "a", "b"]),
+        (1e-9, math.nan, ["all results", "a", "b"]),
+        (0.0, 0.0, []),
+        (0.0, 1e-30, ["all results", "a", "b"]),
+        (math.inf, 1.0, ["all results", "a", "b"]),  # no error of another evaluation shows what is right
+    ],
+)
+@pytest.mark.parametrize("vanishing", [False, True])
+def test_where_all_exact_values_are_zero(eager: float, ours: float, failing: list[str], vanishing: bool) -> None:
+    exact = {"a": torch.zeros(2000, dtype=torch.float64), "b": torch.zeros(3, dtype=torch.float64)}
+
+    def errors(error: float) -> Errors:
+        found = Errors()
+        found.add({name: value + error for name, value in exact.items()}, exact)
+        return found
+
+    found = judge(errors(eager), errors(ours), list(exact), "results", vanishing=vanishing)
+    assert [finding.what for finding in found if not finding.ok] == failing
+    assert all((finding.excess <= 1) == finding.ok for finding in found)
 
 
 def test_names_must_agree() -> None:
