@@ -20,6 +20,8 @@ _ROUNDINGS = 4.0
 _FLIPS = 0.01
 # Exact values below this part of a root mean square vanish: the float64 evaluation cannot distinguish them from 0.
 _NOTHING = 1e-12
+# What is off by more than this part of itself is no rounding.
+_FAR = 0.5
 # How many times the trusted error an error may be there: in most evaluations, and in the worst one.
 _LUCK = 10.0
 _WORST_LUCK = 100.0
@@ -28,6 +30,18 @@ _WORST_LUCK = 100.0
 def _kinds(values: torch.Tensor) -> torch.Tensor:
     """0 for numbers, 1 and -1 for infinities, 2 for NaN."""
     return torch.where(values.isnan(), 2, values.isinf() * values.sign()).to(torch.int8)
+
+
+def _far(values: torch.Tensor, exact: torch.Tensor, finfo: torch.finfo) -> torch.Tensor:
+    """Where numbers are off exact ones by more than roundings explain, whatever these went through.
+
+    Exact numbers that the dtype does not reach count as its largest.
+    """
+    nearest = exact.clamp(finfo.min, finfo.max)
+    reached = exact[exact == nearest]
+    size = math.sqrt(reached.square().sum().item() / max(1, reached.numel()))
+    allowed = _FAR * nearest.abs() + math.sqrt(finfo.eps) * size
+    return values.isfinite() & exact.isfinite() & ((values - nearest).abs() > allowed)
 
 
 def _quotient(difference: float, size: float) -> float:
@@ -61,7 +75,9 @@ class Errors:
     ) -> None:
         """Take the results of one more evaluation. Raises ValueError if the names or shapes are not those of `exact`.
 
-        Another infinity or NaN than the exact value is an infinite error, unless the results `usual` have it there.
+        Another infinity or NaN than the exact value is an infinite error, unless the results `usual` have it there. So
+        is a number that is far from the exact one where `usual` has none. A near one is left out: no other error
+        measures it.
         """
         if results.keys() != exact.keys():
             raise ValueError(f"only one of the two evaluations has {sorted(results.keys() ^ exact.keys())}")
@@ -74,18 +90,19 @@ class Errors:
                 self._sum(name, float((value != exact[name]).sum()), value.numel(), value.numel(), 0.0)
 
     def _add(self, name: str, value: torch.Tensor, exact: torch.Tensor, usual: torch.Tensor) -> None:
-        rounding = torch.finfo(value.dtype).eps
+        finfo = torch.finfo(value.dtype)
         value, wide, usual = value.double(), exact.double(), usual.double()
         difference = value - wide
         kept = difference.isfinite() & usual.isfinite()
         if not kept.all():
             kinds, of_exact = _kinds(value), _kinds(wide)
             others = (kinds != of_exact) & (kinds != _kinds(usual))
+            others |= ~usual.isfinite() & _far(value, wide, finfo)
             difference = difference.where(kept, 0.0).masked_fill(others, math.inf)
             kept |= others
             wide = wide.where(kept & (of_exact == 0), 0.0)
         squares, numbers = wide.square().sum().item(), int(kept.sum())
-        self._sum(name, difference.square().sum().item(), squares, numbers, rounding)
+        self._sum(name, difference.square().sum().item(), squares, numbers, finfo.eps)
         vanishes = kept & (wide.abs() <= _NOTHING * math.sqrt(squares / max(1, numbers)))
         if vanishes.any():
             self.vanishing.setdefault(name, []).append(
@@ -114,10 +131,10 @@ class Errors:
     def where_vanishing(self, name: str, size: float, quantile: float) -> float:
         """The root mean square of the differences where the exact values vanish, relative to a size.
 
-        Each evaluation has one; quantile says which: 0.5 is their median, 1 the largest.
+        Each evaluation has one; quantile says which: 0.5 is their median, 1 the largest. If no values vanish, it is 0.
         """
-        each = [_quotient(math.sqrt(squares / numbers), size) for squares, numbers in self.vanishing[name]]
-        return torch.tensor(each, dtype=torch.float64).quantile(quantile).item()
+        each = [_quotient(math.sqrt(squares / numbers), size) for squares, numbers in self.vanishing.get(name, [])]
+        return torch.tensor(each or [0.0], dtype=torch.float64).quantile(quantile).item()
 
 
 @dataclass(frozen=True)

@@ -364,6 +364,7 @@ number of values.
 - **Integers and booleans** may differ from float64 as often as eager's, times the factor for N values. One in 10,000
   always may.
 - **Infinities and NaN** are right where float64 has the same. In `verify`, the same as in eager code is right, too.
+  Where eager code has one and float64 a number, so is a number that is roughly float64's.
 
 A gradient vanishes if it is below 1e-12 of its tensor's root mean square. All gradients of a tensor vanish if their
 root mean square is below a millionth of that of all gradients. Relative errors of such gradients mean little. But Adam

@@ -123,6 +123,46 @@ def test_where_all_exact_values_are_zero(eager: float, ours: float, failing: lis
     assert all((finding.excess <= 1) == finding.ok for finding in found)
 
 
+@pytest.mark.parametrize("usual", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("exact", "ours", "ok"),
+    [
+        (1.0, 1.0, True),
+        (1.0, 1.2, True),  # what rounds to NaN for another order of sums may round a lot
+        (1.0, -7.0, False),
+        (1.0, 0.0, False),
+        (0.0, 1e-5, True),
+        (0.0, 1.0, False),
+        (1e39, 3.4e38, True),  # float32 reaches no further
+        (1e39, 0.0, False),
+        (1e39, -3.4e38, False),
+        (math.nan, 5.0, False),
+    ],
+)
+def test_a_number_where_eager_code_has_none(usual: float, exact: float, ours: float, ok: bool) -> None:
+    """It is right if it is float64's, but for roundings that nothing measures."""
+    where = torch.arange(2000) < 1000
+    wide = torch.ones(2000, dtype=torch.float64).masked_fill(where, exact)
+    of_eager = torch.ones(2000).masked_fill(where, usual)
+    of_ours = torch.ones(2000).masked_fill(where, ours)
+    for vanishing in (False, True):
+        trusted, found = Errors(), Errors()
+        trusted.add({"y": of_eager}, {"y": wide}, {"y": of_eager})
+        found.add({"y": of_ours}, {"y": wide}, {"y": of_eager})
+        assert all(finding.ok for finding in judge(trusted, trusted, ["y"], "results", vanishing=vanishing))
+        assert all(finding.ok for finding in judge(trusted, found, ["y"], "results", vanishing=vanishing)) == ok
+
+
+@pytest.mark.parametrize("ours", [math.inf, 5.0])
+def test_what_vanishes_only_where_eager_code_has_no_number(ours: float) -> None:
+    exact, usual = torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64), torch.tensor([math.nan, 1.0, 2.0])
+    trusted, found = Errors(), Errors()
+    trusted.add({"phi": usual}, {"phi": exact}, {"phi": usual})
+    found.add({"phi": torch.tensor([ours, 1.0, 2.0])}, {"phi": exact}, {"phi": usual})
+    judged = judge(trusted, found, ["phi"], "gradients")
+    assert [finding.what for finding in judged if not finding.ok] == ["all gradients", "phi", *_BOTH]
+
+
 def test_names_must_agree() -> None:
     with pytest.raises(ValueError, match=r"only one of the two evaluations has \['b'\]"):
         Errors().add({"a": torch.ones(1)}, {"a": torch.ones(1), "b": torch.ones(1)})
