@@ -229,7 +229,7 @@ def judge(trusted: Errors, errors: Errors, names: list[str], group: str, *, vani
         return 1.1 + 5 / math.sqrt(max(1, sum(errors.numbers[name] for name in members)))
 
     for name in counted:
-        compare(name, [name], room([name]), partial(_mean, names=[name]))
+        compare(name, [name], math.sqrt(room([name])), partial(_mean, names=[name]))  # the root of how many
     if not names:
         return findings
     compare(f"all {group}", names, room(names), partial(_together, names=names))

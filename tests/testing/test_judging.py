@@ -163,6 +163,23 @@ def test_what_vanishes_only_where_eager_code_has_no_number(ours: float) -> None:
     assert [finding.what for finding in judged if not finding.ok] == ["all gradients", "phi", *_BOTH]
 
 
+@pytest.mark.parametrize(
+    ("size", "eager", "ours", "ok"),
+    [(100, 4, 6, True), (100, 4, 7, False), (10000, 0, 1, True), (10000, 0, 2, False), (40000, 400, 450, True)],
+)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+def test_integers_are_counted(size: int, eager: int, ours: int, ok: bool, dtype: torch.dtype) -> None:
+    """Of N, as many may differ as eager's do, times 1.1 + 5 / sqrt(N), and one in 10,000."""
+    exact = torch.zeros(size, dtype=dtype)
+
+    def errors(differing: int) -> Errors:
+        found = Errors()
+        found.add({"y": (torch.arange(size) < differing).to(dtype)}, {"y": exact})
+        return found
+
+    assert [finding.ok for finding in judge(errors(eager), errors(ours), ["y"], "outputs")] == [ok]
+
+
 def test_names_must_agree() -> None:
     with pytest.raises(ValueError, match=r"only one of the two evaluations has \['b'\]"):
         Errors().add({"a": torch.ones(1)}, {"a": torch.ones(1), "b": torch.ones(1)})
