@@ -312,7 +312,7 @@ def _check_errors(eager: Errors, narrow: bool, *given: Any) -> None:
         raise ValueError("model: all of its results are infinite or NaN; expected some numbers to compare")
     limit = _LARGEST_NARROW if narrow else _LARGEST
     for group in ("output", "gradient"):
-        names = [name for name in eager.numbers if name.startswith(group) and eager.rounding[name]]
+        names = [name for name in eager.numbers if name.startswith(group) and eager.dtypes[name].is_floating_point]
         error = eager.relative(*names)
         if _on_any_rank(error > limit, *given):
             raise ValueError(

@@ -100,6 +100,13 @@ class Out:
         (lambda y, model: y.where(y > 0, -math.inf), lambda out: out.clamp(min=-1e9), "output"),
         (lambda y, model: y.where(y > 0, math.nan), lambda out: out.nan_to_num(), "output"),
         (lambda y, model: y.where(y > 0, -math.inf), lambda out: out * 1.001, "output"),
+        (lambda y, model: y.where(y > 0, math.nan), lambda out: out.nan_to_num(-7.0), "output"),
+        (
+            lambda y, model: y.bfloat16().float(),
+            lambda out: out.bfloat16(),
+            "output, torch.bfloat16 and not torch.float32",
+        ),
+        (lambda y, model: y - y, lambda out: out + 5, "all outputs"),
     ],
 )
 def test_outputs_of_every_kind(then: Callable[..., Any], spoil: Callable[..., Any], name: str) -> None:

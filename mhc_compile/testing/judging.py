@@ -63,7 +63,7 @@ class Errors:
     difference: dict[str, float] = field(default_factory=dict)
     reference: dict[str, float] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
-    rounding: dict[str, float] = field(default_factory=dict)
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     vanishing: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
     """For each evaluation with values that vanish, the sum of their squared differences, and their number."""
 
@@ -87,7 +87,8 @@ class Errors:
             if value.is_floating_point():
                 self._add(name, value, exact[name], (usual or exact)[name])
             else:
-                self._sum(name, float((value != exact[name]).sum()), value.numel(), value.numel(), 0.0)
+                self._sum(name, float((value != exact[name]).sum()), value.numel(), value.numel())
+            self.dtypes[name] = value.dtype
 
     def _add(self, name: str, value: torch.Tensor, exact: torch.Tensor, usual: torch.Tensor) -> None:
         finfo = torch.finfo(value.dtype)
@@ -102,18 +103,17 @@ class Errors:
             kept |= others
             wide = wide.where(kept & (of_exact == 0), 0.0)
         squares, numbers = wide.square().sum().item(), int(kept.sum())
-        self._sum(name, difference.square().sum().item(), squares, numbers, finfo.eps)
+        self._sum(name, difference.square().sum().item(), squares, numbers)
         vanishes = kept & (wide.abs() <= _NOTHING * math.sqrt(squares / max(1, numbers)))
         if vanishes.any():
             self.vanishing.setdefault(name, []).append(
                 (difference[vanishes].square().sum().item(), int(vanishes.sum()))
             )
 
-    def _sum(self, name: str, difference: float, reference: float, numbers: int, rounding: float) -> None:
+    def _sum(self, name: str, difference: float, reference: float, numbers: int) -> None:
         self.difference[name] = self.difference.get(name, 0.0) + difference
         self.reference[name] = self.reference.get(name, 0.0) + reference
         self.numbers[name] = numbers
-        self.rounding[name] = rounding
 
     def relative(self, *names: str) -> float:
         """The norm of the differences of these results together, relative to that of the exact values.
@@ -199,9 +199,12 @@ def judge(trusted: Errors, errors: Errors, names: list[str], group: str, *, vani
 
     Integers and booleans are judged one tensor at a time. As many may differ from the exact ones as eager's do, with
     the usual room, and one in 10,000: between two values one rounding apart, chance decides which is larger.
+
+    A result of another dtype than the trusted one is wrong, whatever its numbers are.
     """
-    counted = [name for name in names if not errors.rounding[name]]
-    names = [name for name in names if errors.rounding[name]]
+    others = [name for name in names if errors.dtypes[name] != trusted.dtypes[name]]
+    counted = [name for name in names if not trusted.dtypes[name].is_floating_point]
+    names = [name for name in names if trusted.dtypes[name].is_floating_point]
     numbers = sum(errors.numbers[name] for name in names)
     size = math.sqrt(sum(trusted.reference[name] for name in names) / max(1, numbers))
     least = (1e-6 * size) ** 2
@@ -209,9 +212,9 @@ def judge(trusted: Errors, errors: Errors, names: list[str], group: str, *, vani
     findings = []
 
     def floor(name: str) -> float:
-        if not errors.rounding[name]:
+        if name in counted:
             return _FLIPS
-        return _ROUNDINGS * errors.rounding[name] if size else 0.0
+        return _ROUNDINGS * torch.finfo(trusted.dtypes[name]).eps if size else 0.0
 
     def compare(
         what: str, members: list[str], room: float, measure: Callable[[Errors], float], usual: float = 0.0
@@ -228,6 +231,10 @@ def judge(trusted: Errors, errors: Errors, names: list[str], group: str, *, vani
     def room(members: list[str]) -> float:
         return 1.1 + 5 / math.sqrt(max(1, sum(errors.numbers[name] for name in members)))
 
+    for name in others:
+        measure = partial(_is_other, name=name, dtype=trusted.dtypes[name])
+        what = f"{name}, {errors.dtypes[name]} and not {trusted.dtypes[name]}"
+        findings.append(Finding(what, (name,), 0.0, measure(errors), 0.0, measure))
     for name in counted:
         compare(name, [name], math.sqrt(room([name])), partial(_mean, names=[name]))  # the root of how many
     if not names:
@@ -248,6 +255,10 @@ def judge(trusted: Errors, errors: Errors, names: list[str], group: str, *, vani
             vanish(f"{name}, where it vanishes", name, partial(where, quantile=0.5))
             vanish(f"{name}, where it vanishes, at worst", name, partial(where, quantile=1.0), _WORST_LUCK)
     return findings
+
+
+def _is_other(errors: Errors, name: str, dtype: torch.dtype) -> float:
+    return float(errors.dtypes[name] != dtype)
 
 
 def _together(errors: Errors, names: list[str]) -> float:

@@ -359,6 +359,7 @@ number of values.
 - **Gradients that vanish** may have 10 times eager's error, or 1e-12 of the root mean square of all gradients.
   If only some gradients of a tensor vanish, 10 times holds for the median run, and 100 times for the worst one.
 - An error of 4 roundings always passes, except for gradients that vanish.
+- **The dtype** has to be eager's. The roundings are those of this dtype.
 - **If all exact values are 0**, of all outputs or of all gradients, errors have no size to be relative to. All together
   may have 1.1 + 5 / sqrt(N) times eager's error, and each tensor 10 times its own. Nothing else passes.
 - **Integers and booleans** may differ from float64 as often as eager's, times the factor for N values. One in 10,000

@@ -180,6 +180,19 @@ def test_integers_are_counted(size: int, eager: int, ours: int, ok: bool, dtype:
     assert [finding.ok for finding in judge(errors(eager), errors(ours), ["y"], "outputs")] == [ok]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int64])
+def test_another_dtype(dtype: torch.dtype) -> None:
+    """Its roundings are no excuse, and it is wrong itself."""
+    exact = torch.arange(5000, dtype=torch.float64)
+    trusted, errors = Errors(), Errors()
+    trusted.add({"y": exact.float() + 1e-3}, {"y": exact})
+    errors.add({"y": exact.to(dtype)}, {"y": exact})
+    assert all(finding.ok for finding in judge(trusted, trusted, ["y"], "outputs"))
+    failing = [finding.what for finding in judge(trusted, errors, ["y"], "outputs") if not finding.ok]
+    assert failing[0] == f"y, {dtype} and not torch.float32"
+    assert ("y" in failing) == (dtype in (torch.bfloat16, torch.float16))
+
+
 def test_names_must_agree() -> None:
     with pytest.raises(ValueError, match=r"only one of the two evaluations has \['b'\]"):
         Errors().add({"a": torch.ones(1)}, {"a": torch.ones(1), "b": torch.ones(1)})
