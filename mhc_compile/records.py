@@ -413,12 +413,16 @@ def place(function: compat.GivenUp | compat.RecompileLimit) -> Location:
 
 
 def _breaks_between_sites(graphs: list[Compiled]) -> list[str]:
-    """The breaks by which graphs with sites end, and others with sites begin. What they cut is told elsewhere."""
+    """The breaks by which a graph with sites ends, and a later one begins. What they cut is told elsewhere."""
     found = [(graph, report) for graph in graphs if (report := graph.report()).rewritten]
-    begun = {_told(graph.before) for graph, _ in found if graph.before is not None}
-    ended = dict.fromkeys(_told(graph.after) for graph, _ in found if graph.after is not None)
     reasons = " ".join(site.reason or "" for _, report in found for site in report.cut)
-    return [place for place in ended if place in begun and place not in reasons]
+    ended, between = set[compat.GraphBreak](), dict[str, None]()
+    for graph, _ in found:
+        if graph.before in ended:
+            between[_told(graph.before)] = None
+        if graph.after is not None:
+            ended.add(graph.after)
+    return [place for place in between if place not in reasons]
 
 
 def _told_elsewhere(graphs: Iterable[Compiled]) -> Callable[[Compiled], Container[str]]:

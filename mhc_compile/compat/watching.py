@@ -103,6 +103,8 @@ class Watched:
 
     kept has the compilations whose code it keeps, each with file, first line and name of the function.
 
+    broken has the last break of the code that runs: that which Dynamo made, or the program's if Dynamo gave up on it.
+
     strategies has what Dynamo does with code that it does not compile, by the id of the code. at_work has the functions
     that it is compiling, outermost first.
 
@@ -113,6 +115,7 @@ class Watched:
 
     kept: dict[tuple[Any, Any], tuple[str, int, str]] = field(default_factory=dict)
     breaks: dict[GraphBreak, None] = field(default_factory=dict)
+    broken: weakref.WeakKeyDictionary[CodeType, GraphBreak] = field(default_factory=weakref.WeakKeyDictionary)
     strategies: dict[int, tuple[weakref.ref[CodeType], Any]] = field(default_factory=dict)
     at_work: list[str] = field(default_factory=list)
     looks: Looks = field(default_factory=Looks)
@@ -122,7 +125,7 @@ class Watched:
 
     def reset(self) -> None:
         """Forget all: Dynamo numbers its frames anew."""
-        for seen in (self.kept, self.breaks, self.strategies):
+        for seen in (self.kept, self.breaks, self.broken, self.strategies):
             seen.clear()
         self.looks.reset()
 
@@ -130,6 +133,8 @@ class Watched:
 watched = Watched()
 # The frames that Dynamo is compiling, outermost first, each with what compiles it.
 _converting: ContextVar[tuple[tuple[Any, Any], ...]] = ContextVar("converting", default=())
+# The breaks of the callers of the last one.
+_around: ContextVar[tuple[GraphBreak | None, GraphBreak | None]] = ContextVar("around", default=(None, None))
 # Why the compilations that there are do not serve, the last one first: it is asked for before each limit is looked at.
 _reasons: ContextVar[list[str]] = ContextVar("reasons", default=[])  # noqa: B039  (it is only replaced)
 
@@ -137,20 +142,24 @@ _reasons: ContextVar[list[str]] = ContextVar("reasons", default=[])  # noqa: B03
 def breaks_around() -> tuple[GraphBreak | None, GraphBreak | None]:
     """The breaks by which the graph that is being compiled begins, and ends: its own, or those of its callers."""
     frame, number, _ = compile_id()
-    at_work = _functions_at_work() if watched.breaks else set()
-    own = [one for one in watched.breaks if (one.frame, one.number) == (frame, number)]
-    callers = [one for one in watched.breaks if one.frame != frame and one.function in at_work]
-    return next(reversed(callers or own), None), next(reversed(own or callers), None)
+    own = next((one for one in reversed(watched.breaks) if (one.frame, one.number) == (frame, number)), None)
+    before, after = _around.get()
+    return before, own or after
 
 
-def _functions_at_work() -> set[tuple[str, str]]:
-    def frames() -> Iterator[FrameType]:
-        frame: FrameType | None = sys._getframe()
-        while frame is not None:
-            yield frame
-            frame = frame.f_back
+def _breaks_of_callers(code: CodeType, caller: FrameType | None) -> tuple[GraphBreak | None, GraphBreak | None]:
+    """The last breaks before a function is called, and after it returns.
 
-    return {_named(frame.f_code) for frame in frames()}
+    A function that is resumed returns to no line of its first part, which calls it last.
+    """
+    before, after, inner = None, None, code
+    while caller is not None and watched.broken:
+        broken = watched.broken.get(caller.f_code)
+        before = before or broken
+        if not _RESUMED.match(inner.co_name):
+            after = after or broken
+        caller, inner = caller.f_back, caller.f_code
+    return before, after
 
 
 def own_name(name: str) -> str:
@@ -192,6 +201,7 @@ def watch_dynamo() -> None:
             breaks = len(watched.breaks)
             look = watched.looks.of(given_to_compile(self)[0]) if watched.looks.lasting else None
             token = _converting.set((*_converting.get(), (frame, self)))
+            around = _around.set(_breaks_of_callers(frame.f_code, sys._getframe(1)))
             name = _named(frame.f_code)[0]
             watched.at_work.append(name)
             try:
@@ -200,12 +210,17 @@ def watch_dynamo() -> None:
             finally:
                 watched.at_work.remove(name)
                 _converting.reset(token)
+                _around.reset(around)
             with _guard("a function that Dynamo gives up on is not reported"):
                 if result.guarded_code is None:
                     _note_strategy(frame.f_code, result)
                 else:
                     _note_compiled(frame.f_code, result.guarded_code, self)
-                _note_eager(frame, list(watched.breaks)[breaks:], result.guarded_code is None, self)
+                own = [one for one in list(watched.breaks)[breaks:] if one.function == _named(frame.f_code)]
+                if own:
+                    made = frame.f_code if result.guarded_code is None else result.guarded_code.code
+                    watched.broken[made] = own[-1]
+                _note_eager(frame, own, result.guarded_code is None, self)
             return result
 
         @functools.wraps(reasons)
@@ -279,7 +294,7 @@ def _note_strategy(code: CodeType, result: Any) -> None:
 def _note_eager(frame: Any, breaks: list[GraphBreak], whole: bool, compiler: Any) -> None:
     """Report the user's function that Dynamo gives up on for one of these breaks, as a whole or from there on."""
     code = frame.f_code
-    own = [one for one in breaks if one.function == _named(code) and (whole or one.ends)]
+    own = [one for one in breaks if whole or one.ends]
     if own and not code.co_filename.startswith(_TORCH):
         name, file = own[-1].function
         resumed = name != code.co_name
