@@ -117,7 +117,8 @@ def layers(report: Report) -> list[Layer]:
     entries = [Entry(site, "rewritten" if site.rewritten else "declined") for site in report.sites]
     entries += [Entry(site, "called by the program") for site in report.called]
     for site in report.cut:
-        cut = next((one for one in _alike(site, entries) if one.status == "rewritten" and not one.cut), None)
+        torn = [one for one in _alike(site, entries) if one.status == "rewritten" and not one.cut]
+        cut = next((one for one in torn if site.detail == CUT and one.site.location == site.location), None)
         if cut is not None:
             cut.cut.append(site.reason or site.detail)
         elif site.op != FUNCTION:
@@ -139,8 +140,9 @@ def layers(report: Report) -> list[Layer]:
 
 
 def _alike(site: SiteReport, entries: list[Entry]) -> Iterator[Entry]:
-    """Entries that may belong to a site: with its operator and module, those with its line first."""
-    found = [one for one in entries if (one.site.op, one.site.module) == (site.op, site.module)]
+    """Entries of operators that may belong to a site: with its operator and module, those with its line first."""
+    at = site.op, site.module
+    found = [one for one in entries if one.site.rewritten and (one.site.op, one.site.module) == at]
     return iter(sorted(found, key=lambda one: one.site.location != site.location))
 
 
