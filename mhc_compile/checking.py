@@ -460,7 +460,7 @@ def prepare(module: fx.GraphModule, *, input_norms: bool | None) -> Instead:
 
     def change() -> fx.GraphModule | None:
         passes.look_at_calls(module)
-        first.draws = any(map(compat.may_draw, module.graph.nodes))
+        first.draws = any(map(compat.draws_random_numbers, module.graph.nodes))
         program = _watched(module, first, first.errors, input_norms)
         return program if first.checks else None
 

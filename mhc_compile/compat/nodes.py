@@ -116,15 +116,31 @@ def _named_as_mutating(op: str, target: Any) -> bool:
     name = getattr(target, "__name__", "")
     if name.endswith("_") and not name.endswith("__") and getattr(target, "__module__", None) != "_operator":
         return True  # torch.sigmoid_, torch._foreach_add_
-    module = str(getattr(target, "__module__", ""))
-    if module.startswith("torch._dynamo.variables") and name.startswith("prim"):
-        return False  # what torch 2.11 has for a method of DTensors, such as prim_to_local
-    if module.startswith(("torch._dynamo", "numpy", "torch._numpy")):
-        return True  # NumPy code, of which nothing is known here
-    overloads = [target] if isinstance(target, OpOverload) else []
+    return is_foreign(target) or any(op._schema.is_mutable for op in _overloads(target))
+
+
+def _overloads(target: Any) -> list[OpOverload]:
+    """All operators that a call of this target may be."""
     if isinstance(target, OpOverloadPacket):
-        overloads = [getattr(target, name) for name in target.overloads()]  # type: ignore[no-untyped-call]
-    return any(op._schema.is_mutable for op in overloads)
+        return [getattr(target, name) for name in target.overloads()]  # type: ignore[no-untyped-call]
+    return [target] if isinstance(target, OpOverload) else []
+
+
+_KNOWN_PACKAGES = {"torch", "_operator", "builtins", "math", "einops"}
+
+
+@functools.lru_cache(4096)
+def is_foreign(target: Any) -> bool:
+    """Whether nothing is known of a function: it may write, draw random numbers and stop gradients.
+
+    Such are those that the program allows in the graph, by `torch.compiler.allow_in_graph`, and NumPy code.
+    """
+    if isinstance(target, (str, OpOverload, OpOverloadPacket, HigherOrderOperator)):
+        return False
+    module = str(getattr(target, "__module__", None) or "torch")  # functions written in C have none
+    if module.startswith("torch._dynamo.variables") and getattr(target, "__name__", "").startswith("prim"):
+        return False  # what torch 2.11 has for a method of DTensors, such as prim_to_local
+    return module.split(".")[0] not in _KNOWN_PACKAGES or module.startswith(("torch._dynamo", "torch._numpy"))
 
 
 def writes(node: fx.Node) -> bool:
@@ -133,55 +149,61 @@ def writes(node: fx.Node) -> bool:
     return not functional and may_mutate(node)
 
 
+# Functions of torch that are written in Python. Operators have a tag.
 _RANDOM = {
-    *("bernoulli", "multinomial", "normal", "poisson", "rrelu", "gumbel_softmax", "scaled_dot_product_attention"),
-    *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like"),
-    *("dropout", "dropout1d", "dropout2d", "dropout3d", "native_dropout", "alpha_dropout", "feature_dropout"),
-    *("feature_alpha_dropout", "fractional_max_pool2d", "fractional_max_pool3d"),
-    *("binomial", "_standard_gamma", "_sample_dirichlet", "_fused_dropout", "rrelu_with_noise"),
-    *("exponential", "geometric", "cauchy", "log_normal", "uniform"),
+    *("dropout1d", "dropout2d", "dropout3d", "fractional_max_pool2d", "fractional_max_pool3d", "gumbel_softmax"),
+    *("svd_lowrank", "pca_lowrank", "lobpcg"),
 }
 
 
 def draws_random_numbers(node: fx.Node) -> bool:
-    """Whether a node's result may depend on where it stands among those that draw random numbers.
+    """Whether a node may draw random numbers, for a result or in place.
 
     An operator that torch does not have itself may draw without a tag that says so.
     """
     if is_higher_order(node):
         return _any_draws(bodies(node))
-    return _is_random(node.op, node.target) and not _has_dropout_of_0(node)
-
-
-def may_draw(node: fx.Node) -> bool:
-    """Whether a node may draw random numbers, for a result or in place."""
-    return draws_random_numbers(node) or _is_random_in_place(node)
+    return node.op in ("call_function", "call_method") and _is_random(node.target) and not _has_dropout_of_0(node)
 
 
 def _any_draws(graphs: Iterable[fx.GraphModule]) -> bool:
-    return any(may_draw(node) for graph in graphs for node in graph.graph.nodes)
+    return any(draws_random_numbers(node) for graph in graphs for node in graph.graph.nodes)
+
+
+@functools.lru_cache(4096)
+def _is_random(target: Any) -> bool:
+    if is_foreign(target) or namespace_of(target) not in {"", "mhc", *_OF_TORCH}:
+        return True
+    overloads = [*_overloads(target), *_overloads(_of_aten(target))]
+    return _name(target) in _RANDOM or any(torch.Tag.nondeterministic_seeded in one.tags for one in overloads)
+
+
+def _of_aten(target: Any) -> Any:
+    """ATen's operator of a function's or a method's name."""
+    return getattr(torch.ops.aten, _name(target), None)
+
+
+def _name(target: Any) -> str:
+    return (target if isinstance(target, str) else getattr(target, "__name__", "")).split(".")[0]
 
 
 def _has_dropout_of_0(node: fx.Node) -> bool:
     """Whether a node is attention that drops nothing out, as it does by default."""
-    if getattr(node.target, "__name__", "").split(".")[0] != "scaled_dot_product_attention":
+    place, default = _dropout(node.target)
+    if place is None:
         return False
-    dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+    dropout = node.args[place] if len(node.args) > place else node.kwargs.get("dropout_p", default)
     return isinstance(dropout, (int, float)) and dropout == 0
 
 
 @functools.lru_cache(4096)
-def _is_random(op: str, target: Any) -> bool:
-    if namespace_of(target) not in {"", "mhc", *_OF_TORCH}:
-        return True
-    name = str(target) if op == "call_method" else getattr(target, "__name__", "") if op == "call_function" else ""
-    return name.split(".")[0] in _RANDOM
-
-
-def _is_random_in_place(node: fx.Node) -> bool:
-    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-    name = name.split(".")[0]
-    return name.endswith("_") and name[:-1] in _RANDOM | {"random"}
+def _dropout(target: Any) -> tuple[int | None, Any]:
+    """Which argument of an operator for attention says how much is dropped out, and its default."""
+    for one in _overloads(_of_aten(target)):
+        for place, argument in enumerate(one._schema.arguments):
+            if argument.name == "dropout_p":
+                return place, argument.default_value
+    return None, None
 
 
 def called_operator(node: fx.Node) -> OpOverload | None:
