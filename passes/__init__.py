@@ -29,7 +29,7 @@ from mhc_compile.passes import share as sharing
 from mhc_compile.passes import sizes
 from mhc_compile.passes.before_after import BeforeAfter, before_after, of_nodes
 from mhc_compile.passes.called import called, forget_sites
-from mhc_compile.passes.cut import CUT, WRITTEN_ELSEWHERE, advice, cut
+from mhc_compile.passes.cut import WRITTEN_ELSEWHERE, advice, cut
 from mhc_compile.passes.functional import functional
 from mhc_compile.passes.fuse.apart import keep_apart
 from mhc_compile.passes.fuse.joint import is_operator, noted_parts, operator_name
@@ -49,7 +49,7 @@ from mhc_compile.passes.plan import (
     outputs,
 )
 from mhc_compile.passes.recognise import recognise
-from mhc_compile.passes.report import Fused, Location, Report, SiteReport, location, module_path, number
+from mhc_compile.passes.report import CUT, Fused, Location, Report, SiteReport, location, module_path, number
 from mhc_compile.passes.rewrite import SitesFailed, rewrite
 from mhc_compile.passes.rewrite.watched import watched
 from mhc_compile.passes.site_forms import form_of

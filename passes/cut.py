@@ -15,9 +15,8 @@ from torch import fx
 from mhc_compile import compat
 from mhc_compile.passes.called import INSERTED
 from mhc_compile.passes.fuse.joint import calls
-from mhc_compile.passes.report import Location, SiteReport, location, module_path
+from mhc_compile.passes.report import CUT, Location, SiteReport, location, module_path
 
-CUT = "cut"
 MADE_ELSEWHERE = "its gates are made outside this graph"
 USED_ELSEWHERE = "its gates are used outside this graph"
 WRITTEN_ELSEWHERE = "the gates of its write are used outside this graph"

@@ -133,6 +133,8 @@ class Fused:
 
 # What stands for the operator, and for the detail, of a function that Dynamo gives up on.
 FUNCTION, NOT_COMPILED, CANNOT_HOLD = "function", "not compiled", "not compiled, cannot hold a site"
+# What stands for the detail of a site of which a part is in another graph.
+CUT = "cut"
 # What stands for the operator of a module that only its name tells (`passes.named`).
 MODULE = "module"
 # What notes the number of a node in it.

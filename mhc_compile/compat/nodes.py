@@ -305,7 +305,7 @@ def namespace_of(target: Any) -> str:
 
 
 def without_gradient(node: fx.Node) -> list[fx.Node]:
-    """The inputs of an autograd.Function, or of a registered operator, to which its backward gives None."""
+    """The inputs of an autograd.Function, an operator or an unknown function, to which it gives no gradient."""
     function = autograd_function(node)
     if function is not None:
         given = node.args[2:]
@@ -313,13 +313,15 @@ def without_gradient(node: fx.Node) -> list[fx.Node]:
         for one, some in zip(given, function.gives_gradient(given), strict=True):
             gives[one] = gives[one] or some
         return [one for one, some in gives.items() if isinstance(one, fx.Node) and not some]
-    if isinstance(node.target, OpOverload) and namespace_of(node.target) not in _OF_TORCH:
-        return _tried(node)
-    return []
+    if getattr(node.target, "__name__", "") == "tag_activation_checkpoint" and len(bodies(node)) == 1:
+        return _tried(node, bodies(node)[0], node.args[1:])
+    registered = isinstance(node.target, OpOverload | OpOverloadPacket) and namespace_of(node.target) not in _OF_TORCH
+    unknown = registered or (node.op == "call_function" and is_foreign(node.target))
+    return _tried(node, node.target, node.args, node.kwargs) if unknown else []
 
 
-def _tried(node: fx.Node) -> list[fx.Node]:
-    """`without_gradient` by the backward of an operator, on tensors without data."""
+def _tried(node: fx.Node, function: Any, args: Any, kwargs: Any = None) -> list[fx.Node]:
+    """`without_gradient` by the backward of the function that a node calls, on tensors without data."""
     leaves = {one: example(one) for one in node.all_input_nodes}
     leaves = {one: value for one, value in leaves.items() if isinstance(value, torch.Tensor) and value.requires_grad}
     if not leaves:
@@ -328,8 +330,8 @@ def _tried(node: fx.Node) -> list[fx.Node]:
         mode = fake_mode_of(next(iter(leaves.values())))
         with torch.enable_grad(), quiet_shape_env(mode), mode:
             leaves = {one: value.detach().requires_grad_() for one, value in leaves.items()}
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda one: leaves.get(one, example(one)))
-            made = torch.utils._pytree.tree_leaves(node.target(*args, **kwargs))  # type: ignore[operator]
+            args, kwargs = fx.node.map_arg((args, kwargs or {}), lambda one: leaves.get(one, example(one)))
+            made = torch.utils._pytree.tree_leaves(function(*args, **kwargs))
             made = [value for value in made if isinstance(value, torch.Tensor) and value.requires_grad]
             gradients = [torch.ones_like(value) for value in made]
             found = torch.autograd.grad(made, [*leaves.values()], gradients, allow_unused=True)

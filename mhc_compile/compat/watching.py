@@ -158,7 +158,7 @@ def _breaks_of_callers(code: CodeType, caller: FrameType | None) -> tuple[GraphB
         before = before or broken
         if not _RESUMED.match(inner.co_name):
             after = after or broken
-        caller, inner = caller.f_back, caller.f_code
+        inner, caller = caller.f_code, caller.f_back
     return before, after
 
 

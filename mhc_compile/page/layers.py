@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from mhc_compile.passes.report import FUNCTION, Fused, Report, SiteReport, Traffic
+from mhc_compile.passes.report import CUT, FUNCTION, Fused, Report, SiteReport, Traffic
 
 _NUMBERED = re.compile(r"(?:.*?\.)?\d+(?=\.|$)")
 _WRITES = ("expand_combine", "mix_streams")
@@ -140,9 +140,8 @@ def layers(report: Report) -> list[Layer]:
 
 
 def _alike(site: SiteReport, entries: list[Entry]) -> Iterator[Entry]:
-    """Entries of operators that may belong to a site: with its operator and module, those with its line first."""
-    at = site.op, site.module
-    found = [one for one in entries if one.site.rewritten and (one.site.op, one.site.module) == at]
+    """Entries that may belong to a site: with its operator and module, those with its line first."""
+    found = [one for one in entries if (one.site.op, one.site.module) == (site.op, site.module)]
     return iter(sorted(found, key=lambda one: one.site.location != site.location))
 
 

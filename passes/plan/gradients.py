@@ -49,6 +49,11 @@ def _requires_gradient(node: fx.Node) -> bool:
     return any(tensor.requires_grad for tensor in tensors_of(node))
 
 
+def _has_no_gradient(node: fx.Node) -> bool:
+    """Whether all of a node's results are known, and need no gradient, such as `x.data`."""
+    return bool(tensors_of(node)) and not _requires_gradient(node)
+
+
 def _calls(shadow: Shadow, *names: str) -> list[fx.Node]:
     """The calls of functions of these names."""
     return [node for node in shadow.graph.nodes if getattr(node.target, "__name__", "") in names]
@@ -76,7 +81,7 @@ def reached_by_gradients(shadow: Shadow) -> set[fx.Node]:
             found.add(node)
         if _registers_hook(node):  # it returns its tensor
             to_all.update({node} & found)
-        elif node.op == "output" or node in writing or not compat.is_plain_call(node):
+        elif node.op == "output" or node in writing or not (compat.is_plain_call(node) or _has_no_gradient(node)):
             to_all.add(node)
         elif node in found and _requires_gradient(node):
             to_used.add(node)

@@ -1,0 +1,54 @@
+"""Gradients that end inside of what a program calls: parameters behind it have none, in eager code and compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from tests.fuzz import allowed, functions  # noqa: F401  (registers operators)
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+N, C = 4, 16
+ENDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "data": lambda x, y: x + y.data,
+    "allowed": allowed.first,
+    "packet": lambda x, y: torch.ops.fuzz.first(x, y),
+    "overload": lambda x, y: torch.ops.fuzz.first.default(x, y),
+    "checkpoint": lambda x, y: checkpoint(lambda x, y: x + y.detach(), x, y, use_reentrant=False),
+}
+
+
+class Model(torch.nn.Module):
+    """The write's result ends; the read's does not."""
+
+    def __init__(self, end: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.register_buffer("phi", 0.1 * torch.randn(2 * N, N * C))
+        self.pre, self.post = (torch.nn.Parameter(torch.rand(N)) for _ in range(2))
+        self.end = end
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(-2)
+        h = F.linear(flat, self.phi) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + 1e-6)
+        pre, post = torch.sigmoid(h[..., :N] + self.pre), 2 * torch.sigmoid(h[..., N:] + self.post)
+        f = (pre.unsqueeze(-1) * x).sum(-2)
+        return self.end(f.unsqueeze(-2).expand_as(x), post.unsqueeze(-1) * f.unsqueeze(-2) + x)
+
+
+@pytest.mark.parametrize("kind", ENDS)
+def test_no_gradient_stays_none(kind: str) -> None:
+    model, x = Model(ENDS[kind]), torch.randn(6, N, C)
+    found = []
+    for call in (model, torch.compile(model, backend="mhc")):
+        model.zero_grad()
+        call(x).square().sum().backward()
+        found.append([parameter.grad for parameter in (model.pre, model.post)])
+    assert found[0][1] is None
+    assert found[1][1] is None
+    torch.testing.assert_close(found[1][0], found[0][0])
