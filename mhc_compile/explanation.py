@@ -15,7 +15,7 @@ from mhc_compile.passes.report import Report
 from mhc_compile.progress import progress
 
 
-def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
+def explain(model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
     """Run `model(*args, **kwargs)` once through Dynamo and report its hyper-connections.
 
     Returns a `Report`. `report.sites`, `report.rewritten` and `report.declined` list the sites with operator, source

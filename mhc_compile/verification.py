@@ -110,6 +110,7 @@ def _counted(findings: list[Finding]) -> str:
 
 def verify(
     model: nn.Module,
+    /,
     *args: Any,
     grad: bool = True,
     inductor: bool = True,

@@ -68,6 +68,8 @@ def users_code(what: str, expected: str) -> Iterator[None]:
     """Turn whatever the user's code raises into a `UsageError`."""
     try:
         yield
+    except BrokenPipeError:  # of what reads our output
+        raise
     except (Exception, SystemExit) as error:
         raise UsageError(f"{what} failed with {in_one_line(error)}; expected {expected}") from error
 
@@ -77,6 +79,7 @@ def load(place: str, inputs: Sequence[Input]) -> Program:
     module_name, _, name = place.rpartition(":")
     if not module_name or not name:
         raise UsageError(f"got {place!r}; expected {_PLACES}")
+    torch.manual_seed(0)  # a module may make its model when it is imported
     found = _attribute(_module(module_name), module_name, name)
     torch.manual_seed(0)
     if callable(found) and not isinstance(found, torch.nn.Module):

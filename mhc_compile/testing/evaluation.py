@@ -204,9 +204,9 @@ def _can_be_written(tensor: torch.Tensor) -> bool:
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a DTensor, as a plain tensor; others as they are."""
+    """The whole of a DTensor or of a sparse tensor, as a plain tensor; others as they are."""
     whole: torch.Tensor = tensor.full_tensor() if compat.is_dtensor(tensor) else tensor
-    return whole
+    return whole if whole.layout is torch.strided else whole.to_dense()
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:

@@ -97,7 +97,9 @@ class Float64Reference(Generic[ModuleT]):
     """
 
     def __init__(self, module: ModuleT) -> None:
-        self.module = copy.deepcopy(module)._apply(widened)  # type: ignore[no-untyped-call]
+        known: dict[torch.Tensor, Any] = {}  # one tensor that two modules hold stays one
+        own = copy.deepcopy(module)
+        self.module = own._apply(lambda tensor: known.setdefault(tensor, widened(tensor)))  # type: ignore[no-untyped-call]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = tree_map(widened, (args, kwargs))

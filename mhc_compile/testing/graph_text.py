@@ -54,7 +54,7 @@ class Graphs:
         return "\n".join(lines)
 
 
-def capture(model: Callable[..., Any], *args: Any, allow_empty: bool = False, **kwargs: Any) -> Graphs:
+def capture(model: Callable[..., Any], /, *args: Any, allow_empty: bool = False, **kwargs: Any) -> Graphs:
     """Run `model(*args, **kwargs)` once and return its rewritten graphs.
 
     The graphs have the sizes of these arguments, whatever sizes the model was compiled for before in this process. The

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from mhc_compile.testing.evaluation import evaluate
 from mhc_compile.testing.float64 import Float64Reference, KeepFloat64
 
 LOWER = torch.zeros(1)
@@ -113,3 +114,30 @@ def test_recomputation_in_backward_stays_in_float64() -> None:
 
     Float64Reference(Checkpointed())(torch.randn(4, 5)).sum().backward()
     assert seen == [torch.float64, torch.float64]
+
+
+def test_a_buffer_that_two_modules_hold_stays_one() -> None:
+    class Holder(nn.Module):
+        def __init__(self, buffer: torch.Tensor) -> None:
+            super().__init__()
+            self.register_buffer("buffer", buffer)
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            shared = torch.ones(3)
+            self.first, self.second = Holder(shared), Holder(shared)
+
+        def forward(self) -> torch.Tensor:
+            self.first.buffer.mul_(3)  # type: ignore[operator]
+            return self.second.buffer * 1  # type: ignore[no-any-return,operator]
+
+    reference = Float64Reference(Both())
+    assert torch.equal(reference(), Both()().double())
+
+
+def test_sparse_gradients_are_compared() -> None:
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 3))
+    results = evaluate(model, model, (torch.arange(4),), {}, grad=True)
+    gradient = next(value for name, value in results.items() if "0.weight" in name)
+    assert gradient.layout is torch.strided
