@@ -111,13 +111,15 @@ def main(arguments: Sequence[str]) -> int:
     if options.command == "compile":
         compile_here(options.request)
         return 0
-    if options.command == "table":
-        print("\n\n".join(report.table(report.load(path)) for path in options.files))
-        return 0
     try:
+        if options.command == "table":
+            print("\n\n".join(report.table(report.load(path)) for path in options.files))
+            return 0
         written = [picture for path in options.files for picture in plots.draw(path, options.out)]
     except ModuleNotFoundError as error:
         raise SystemExit(f"{error}: plots need the bench extra, pip install '.[bench]'") from None
+    except ValueError as error:  # of a file
+        raise SystemExit(str(error)) from None
     print("\n".join(map(str, written)))
     return 0
 

@@ -61,11 +61,13 @@ def save(path: Path, about: dict[str, Any], bandwidth: float, results: list[dict
     temporary.replace(path)
 
 
-def load(path: Path) -> dict[str, Any]:
-    """A file that `save` wrote; raises ValueError for anything else."""
+def load(path: Path, needed: str = "case") -> dict[str, Any]:
+    """A file that `save` wrote, whose results have what is needed; raises ValueError for anything else."""
     content = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"{path}: not a results file of format {FORMAT}")
+    if any(needed not in result for result in content.get("results", [{}])):
+        raise ValueError(f"{path}: another benchmark's results, which have no {needed}")
     return content
 
 

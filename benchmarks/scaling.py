@@ -282,7 +282,7 @@ def draw(path: Path, folder: Path) -> Path:
     pyplot: Any = importlib.import_module("matplotlib.pyplot")
     from benchmarks.plots import NAMES
 
-    content = report.load(path)
+    content = report.load(path, "division")
     names = {mode: NAMES.get(mode, ("plain residual", "#1b9e77")) for mode in ("eager", "inductor", "mhc", "plain")}
     measured = {(r["division"], r["mode"]): _rate(r) for r in content["results"] if r["part"] == "speed"}
     divisions = [division for division in DIVISIONS if any(key[0] == division for key in measured)]
@@ -350,7 +350,10 @@ def main() -> int:
         return measure(options)
     if options.file is None:
         raise SystemExit(f"{options.command}: which file of results?")
-    print(table(report.load(options.file)) if options.command == "table" else draw(options.file, options.file.parent))
+    if options.command == "table":
+        print(table(report.load(options.file, "division")))
+    else:
+        print(draw(options.file, options.file.parent))
     return 0
 
 

@@ -11,6 +11,7 @@ from torch import fx
 import mhc_compile.ops  # noqa: F401  (registers the operators that the passes insert)
 from mhc_compile import checking, compat, passes, records
 from mhc_compile.arguments import check_model
+from mhc_compile.passes.places import Places
 from mhc_compile.passes.report import Report
 from mhc_compile.progress import progress
 
@@ -29,12 +30,15 @@ def explain(model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
     has seen before do not matter, and functions that it gave up on are tried again. Afterwards Dynamo is as it was
     before, except that it numbers later compilations from where explain ends.
 
+    Buffers, such as those of a batch norm, change as in any call.
+
     Raises TypeError if model is a class, or cannot be called.
     """
     check_model(model)
     ledger = records.Ledger()
 
     def look(gm: fx.GraphModule) -> Report:
+        Places.of(gm)  # which numbers the nodes, for `SiteReport.node`
         return passes.run_recursively(gm, left_of=checking.left_alone)
 
     def mhc(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -47,9 +48,16 @@ def progress(words: Callable[[], str]) -> Iterator[None]:
 
 
 def say(line: str) -> None:
-    """Print a line that stays. The progress line that may be on the terminal makes room for it."""
+    """Print a line that stays. The progress line that may be on the terminal makes room for it.
+
+    If whoever reads the output has enough of it, as `head` has, what follows is not printed: the command still ends
+    with its exit code.
+    """
     if sys.stderr.isatty():
         sys.stderr.write("\r\x1b[K")
         sys.stderr.flush()
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

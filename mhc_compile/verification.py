@@ -39,8 +39,11 @@ class VerificationError(RuntimeError):
     """The compiled model is less accurate than the eager one; `verification` holds the numbers."""
 
     def __init__(self, verification: Verification) -> None:
-        super().__init__(str(verification))
+        super().__init__(verification)
         self.verification = verification
+
+    def __str__(self) -> str:
+        return str(self.verification)
 
 
 @dataclass
@@ -211,7 +214,8 @@ def verify(
                 with _perturbed(module, repeat):
                     _run_again(result.errors, call, module, args, kwargs, grad)
             result.findings = _findings(result.errors, list(exact))
-    tell(str(result))
+    for line in str(result).splitlines():
+        tell(line)
     if raises and not result.ok:
         raise VerificationError(result)
     return result

@@ -70,6 +70,11 @@ def declined() -> Any:
     return GateOfChannels(), (torch.randn(SHAPE),)
 
 
+def has_children() -> Any:
+    os.system("echo a child is at work")
+    return make()
+
+
 def fails() -> Any:
     raise ValueError("the width is\nwrong")
 
@@ -147,6 +152,7 @@ def test_json_is_all_that_stdout_has(capsys: pytest.CaptureFixture[str]) -> None
     assert list(found["sites"][0]) == keys
     assert all(f"`{key}`" in PAGE or f'"{key}"' in PAGE for key in keys)
     assert {site["excerpt"] for site in found["sites"]} == found["excerpts"].keys()
+    assert all(isinstance(site["node"], int) for site in found["sites"])
     assert list(found["sites"][0]["location"]) == ["file", "line", "code"]
     assert found["sites"][0]["location"]["file"] == inspect.getsourcefile(Sublayer)
     assert found["errors"] == found["cut"] == []
@@ -443,3 +449,20 @@ def test_a_process_of_its_own() -> None:
     assert "mhc_compile.command_line.commands" in imported
     assert not {"torch._dynamo", "mhc_compile.guard", "mhc_compile.passes"} & imported
     assert "python -m mhc_compile ops: got 'no_such'; expected one of aggregate, " in done.stderr
+
+
+def test_json_is_all_that_stdout_has_with_child_processes_too() -> None:
+    command = [sys.executable, "-m", "mhc_compile", "explain", f"{HERE}:has_children", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["graphs"] == 1
+    assert "a child is at work\n" in done.stderr
+
+
+@pytest.mark.parametrize(("options", "code"), [((), 0), (("--strict",), 1)])
+def test_the_exit_code_is_the_commands_if_nobody_reads_its_output(options: tuple[str, ...], code: int) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-m", "mhc_compile", "explain", f"{HERE}:declined", *options]
+    done = subprocess.run(command, cwd=ROOT, stdout=writes, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writes)
+    assert (done.returncode, "BrokenPipe" in done.stderr) == (code, False)

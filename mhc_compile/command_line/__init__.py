@@ -6,7 +6,6 @@ A command imports what it needs when it runs: `--help` waits neither for Dynamo 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -118,16 +117,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         code: int = options.run(options)
-        sys.stdout.flush()
     except UsageError as error:
         if options.verbose and error.__cause__ is not None:
             traceback.print_exception(error.__cause__)
         more = " (-v shows the traceback)" if error.__cause__ is not None and not options.verbose else ""
         sys.stderr.write(f"{_PROG} {options.command}: {error}{more}\n")
         return 2
-    except BrokenPipeError:  # whoever reads the output has enough of it, as head has
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     return code
 
 

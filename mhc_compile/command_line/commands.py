@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import inspect
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -169,9 +170,20 @@ def _schema(name: str) -> str:
 
 @contextlib.contextmanager
 def _stdout_for_json(wanted: bool) -> Iterator[None]:
-    """Send what the user's code prints to stderr, if stdout is JSON."""
-    with contextlib.redirect_stdout(sys.stderr) if wanted else contextlib.nullcontext():
+    """Send what the user's code and its child processes print to stderr, if stdout is JSON."""
+    if not wanted:
         yield
+        return
+    sys.stdout.flush()
+    stdout, stderr = 1, 2  # as every process has them, whatever `sys.stdout` is
+    kept = os.dup(stdout)
+    os.dup2(stderr, stdout)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, stdout)
+        os.close(kept)
 
 
 def _loaded(options: argparse.Namespace) -> Program:

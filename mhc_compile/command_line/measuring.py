@@ -41,7 +41,8 @@ class Sizes:
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         layers = f"{self.layers} hyper-connection{'s' if self.layers > 1 else ''}"
-        return f"{layers}, n = {_STREAMS}, C = {self.width}, {dtype}, {self.tokens} tokens"
+        tokens = f"{self.tokens} token{'s' if self.tokens > 1 else ''}"
+        return f"{layers}, n = {_STREAMS}, C = {self.width}, {dtype}, {tokens}"
 
 
 class Chain(nn.Module):

@@ -68,8 +68,6 @@ def users_code(what: str, expected: str) -> Iterator[None]:
     """Turn whatever the user's code raises into a `UsageError`."""
     try:
         yield
-    except BrokenPipeError:  # of what reads our output
-        raise
     except (Exception, SystemExit) as error:
         raise UsageError(f"{what} failed with {in_one_line(error)}; expected {expected}") from error
 

@@ -42,8 +42,12 @@ class KeepFloat64(TorchFunctionMode):
     Give checkpoint the mode for that time: `context_fn=lambda: (contextlib.nullcontext(), KeepFloat64())`.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._default_dtypes: list[torch.dtype] = []  # one for each time that it is entered
+
     def __enter__(self) -> KeepFloat64:
-        self._default_dtype = torch.get_default_dtype()
+        self._default_dtypes.append(torch.get_default_dtype())
         torch.set_default_dtype(torch.float64)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -55,7 +59,7 @@ class KeepFloat64(TorchFunctionMode):
         exc_tb: TracebackType | None,
     ) -> None:
         super().__exit__(exc_type, exc_val, exc_tb)  # type: ignore[no-untyped-call]
-        torch.set_default_dtype(self._default_dtype)
+        torch.set_default_dtype(self._default_dtypes.pop())
 
     def __torch_function__(
         self,

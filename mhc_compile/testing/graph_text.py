@@ -29,9 +29,13 @@ class EmptyCaptureError(ValueError):
     """A captured model has no hyper-connection operator. The message has the report, which says what was declined."""
 
     def __init__(self, report: Report) -> None:
-        super().__init__(
+        super().__init__(report)
+        self.report = report
+
+    def __str__(self) -> str:
+        return (
             "the captured graphs have no hyper-connection operator, so that their snapshot would never change; "
-            f"pass allow_empty=True if that is meant\n{report}"
+            f"pass allow_empty=True if that is meant\n{self.report}"
         )
 
 

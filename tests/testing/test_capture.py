@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -150,8 +151,10 @@ def test_recognised_code_in_nested_graphs_alone() -> None:
 
 
 def test_an_empty_capture_is_an_error() -> None:
-    with pytest.raises(EmptyCaptureError, match="pass allow_empty=True if that is meant\nmhc: 0 of 0 hyper-conn"):
+    told = "pass allow_empty=True if that is meant\nmhc: 0 of 0 hyper-conn"
+    with pytest.raises(EmptyCaptureError, match=told) as caught:
         capture(nn.Linear(24, 24), streams())
+    assert str(copy.copy(caught.value)) == str(caught.value)
     assert str(capture(nn.Linear(24, 24), streams(), allow_empty=True)) == "return"
 
 

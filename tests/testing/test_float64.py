@@ -141,3 +141,12 @@ def test_sparse_gradients_are_compared() -> None:
     results = evaluate(model, model, (torch.arange(4),), {}, grad=True)
     gradient = next(value for name, value in results.items() if "0.weight" in name)
     assert gradient.layout is torch.strided
+
+
+def test_the_mode_may_be_entered_again() -> None:
+    before, mode = torch.get_default_dtype(), KeepFloat64()
+    with mode:
+        with mode:
+            assert torch.zeros(1).dtype == torch.float64
+        assert torch.get_default_dtype() == torch.float64
+    assert torch.get_default_dtype() == before
