@@ -110,6 +110,38 @@ class Reticent(nn.Module):
         self.phi = PHI
 
 
+class OfClass:
+    phi = nn.Parameter(torch.randn(N * N + 2 * N, N * C))
+
+
+class Property:
+    """The function names the property alone."""
+
+    def __init__(self) -> None:
+        self.kept = PHI
+
+    @property
+    def phi(self) -> nn.Parameter:
+        return self.kept
+
+
+class OfMethod(nn.Module):
+    """The function names the method alone, and the module has grandchildren."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept, self.layer = PHI, nn.Sequential(nn.Sequential(nn.ReLU()))
+
+    def phi(self) -> nn.Parameter:
+        return self.kept
+
+
+def parametrized() -> nn.Module:
+    module = nn.Module()
+    module.phi = nn.Parameter(torch.randn(PHI.shape))
+    return nn.utils.parametrize.register_parametrization(module, "phi", nn.Identity())
+
+
 class Shapeless(Tensor):
     shape = dtype = requires_grad = property(_never)
     __torch_function__ = classmethod(_never)
@@ -242,14 +274,22 @@ def test_no_code_of_the_program_runs() -> None:
     for known in (
         *(Stored(PHI), Dict(phi=PHI), List([PHI]), Slots(PHI), Reticent(), UserDict(a=PHI), UserList([PHI])),
         *(OrderedDict(a=PHI), defaultdict(_never, a=PHI), deque([PHI]), {"a": [(PHI,)]}, nn.ParameterList([PHI])),
-        MappingProxyType({"a": PHI}),
+        *(MappingProxyType({"a": PHI}), {"a": PHI}.values(), iter([PHI]), reversed([PHI]), map(_never, [PHI])),
+        *(
+            functools.partial(_never, PHI),
+            (_never(one) for one in [PHI]),
+            Property(),
+            OfClass(),
+            OfMethod(),
+            parametrized(),
+        ),
         Tensor._make_subclass(Shapeless, PHI.detach(), True),
     ):
         assert _reached(known) == phi, type(known)
     module = nn.Linear(2, 3)
     for unknown in (Computed(), Proxy(), weakref.proxy(module), nn.LazyLinear(3)):
         assert _reached(unknown) is None
-    assert _reached(Evasive(), module.weight.dtype, range(3), Computed, iter([PHI])) == frozenset()
+    assert _reached(Evasive(), module.weight.dtype, range(3), Computed, iter([3])) == frozenset()
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

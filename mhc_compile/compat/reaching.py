@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from types import (
     CodeType,
     FunctionType,
+    GeneratorType,
     GetSetDescriptorType,
-    MappingProxyType,
     MemberDescriptorType,
-    MethodType,
     ModuleType,
 )
 from typing import Any
@@ -38,12 +39,22 @@ class Reached:
 def reached(frame: Any, below: bool = False) -> frozenset[Reached] | None:
     """The floating point tensors that a function can read by itself, when it is about to be called.
 
-    These are its arguments, the globals and closures that it names, attributes that it names, and items of containers.
-    All parameters of a module that it reaches count if the module has no grandchildren: the function may call it. None
-    if there are too many objects to find out, or one does not show what it holds. below: with all tensors of the
-    modules that it reaches.
+    These are its arguments, the globals and closures that it names, attributes that it names, and items of containers
+    and iterators. Names in properties, generators and the program's own methods count if it names these. All parameters
+    of a module that it reaches count if the module has no grandchildren: the function may call it. None if there are
+    too many objects to find out, or one does not show what it holds. below: with all tensors of the modules that it
+    reaches.
     """
     names = set(_names(frame.f_code))
+    while True:
+        before = len(names)
+        found = _search(frame, names, below)
+        if found is None or len(names) == before:
+            return found
+
+
+def _search(frame: Any, names: set[str], below: bool) -> frozenset[Reached] | None:
+    """What is reached by these names. Names in code that makes attributes are added to them."""
     left = [*frame.f_locals.values(), *(_content(cell) for cell in getattr(frame, "closure", None) or ())]
     left += [value for name, value in frame.f_globals.items() if name in names]
     seen: dict[int, Any] = {}  # with the objects, so that no number is given twice
@@ -105,14 +116,10 @@ def _parts(value: Any, names: set[str], below: bool) -> list[Any]:
     kind = type(value)
     if kind in ProxyTypes or any("__class__" in _of_class(base) for base in _bases(kind)[:-1]):
         raise _Hidden  # it stands for another object
-    if kind is MethodType:
-        return [value.__self__]
-    if kind is MappingProxyType:
-        return gc.get_referents(value)
-    if issubclass(kind, nn.Module):
-        return _parts_of_module(value, names, below)
     own = _attributes(value)
-    named = [part for name, part in own.items() if name in names]
+    named = [part for name, part in own.items() if name in names] + _of_class_by_name(kind, names)
+    if issubclass(kind, nn.Module):
+        return named + _parts_of_module(value, names, below)
     for builtin, stored in _STORED.items():
         if issubclass(kind, builtin):
             return [*stored(value), *named]
@@ -120,7 +127,39 @@ def _parts(value: Any, names: set[str], below: bool) -> list[Any]:
         if not own:
             raise _Hidden  # its code makes the items
         return [*own.values()]
-    return named
+    if kind is GeneratorType:
+        names.update(_names(value.gi_code))
+    # What is not written in Python says itself what it holds, such as an iterator, a partial or a bound method.
+    return named if _is_written_in_python(kind) else gc.get_referents(value)
+
+
+def _is_written_in_python(kind: type) -> bool:
+    return bool(kind.__flags__ & _ON_HEAP) and _of_class(kind).get("__module__") not in _WRITTEN_IN_C
+
+
+_ON_HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+_WRITTEN_IN_C = ("functools", "itertools", "collections", "_operator")
+
+
+def _of_class_by_name(kind: type, names: set[str]) -> list[Any]:
+    """What the class stores under these names. Names in its properties and methods are added to them."""
+    found = []
+    for base in _bases(kind)[:-1]:
+        there = _of_class(base)
+        for member in [there[name] for name in names & there.keys()]:
+            if type(member) in (property, cached_property):
+                member = member.fget if type(member) is property else member.func
+                if type(member) is FunctionType:
+                    names.update(_names(member.__code__))
+            else:
+                member = member.__func__ if type(member) in (staticmethod, classmethod) else member
+                if type(member) is FunctionType and not member.__code__.co_filename.startswith(_TORCH):
+                    names.update(_names(member.__code__))
+                found.append(member)
+    return found
+
+
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 
 
 def _attributes(value: Any) -> dict[str, Any]:
@@ -140,8 +179,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _parts_of_module(module: nn.Module, names: set[str], below: bool) -> list[Any]:
-    own, (parameters, buffers, children) = _attributes(module), _tables(module)
-    parts = [part for table in (own, parameters, buffers, children) for name, part in table.items() if name in names]
+    parts = [part for table in _tables(module) for name, part in table.items() if name in names]
     if below or not any(_children(child) for child in _children(module)):  # such as a projection, with what adapts it
         for one in _with_descendants(module):
             parameters, buffers, _ = _tables(one)
