@@ -92,7 +92,11 @@ def test_the_write_makes_all_logits(kind: type[Sublayer]) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "why"),
-    [(Tanh, "the h_pre gate is 2 * sigmoid; only sigmoid (+ eps) is supported"), (Softmax, "not mult * sigmoid")],
+    [
+        (Twice, "the h_pre gate is 2 * sigmoid; only sigmoid (+ eps) is supported"),
+        (Tanh, "is zero where a tanh is, and has all its digits there"),
+        (Softmax, "not mult * sigmoid"),
+    ],
 )
 def test_the_report_says_why(kind: type[Sublayer], why: str) -> None:
     report = mhc_compile.explain(Chain(kind), torch.randn(X))
