@@ -204,9 +204,9 @@ class _Compilation:
         """Why there is no code that Dynamo could keep; None where it may be at work still."""
         graphs = [graph for attempt in self.attempts() for graph in attempt.graphs]
         failures = [graph.failure for graph in graphs if graph.failure is not None]
-        breaks = [one for one in compat.watched.breaks if (one.frame, one.number) == (frame, number)]
         if not failures:
             return None
+        breaks = [one for one in list(compat.watched.breaks) if (one.frame, one.number) == (frame, number)]
         return f"Dynamo gives up on the graph at {_told(breaks[-1])}" if breaks else f"its graph failed: {failures[-1]}"
 
 
@@ -494,7 +494,8 @@ def forget() -> None:
 def aside() -> Iterator[None]:
     """Meanwhile, reports are of what is compiled meanwhile; afterwards, they are as before."""
     before = dict(vars(_process))
-    vars(_process).update(vars(Ledger()))
+    # Other threads go on with graphs that they have begun.
+    vars(_process).update(vars(Ledger()) | {"_active": _process._active})
     try:
         yield
     finally:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,33 @@ def test_a_report_is_made_while_another_thread_compiles(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(records._Compilation, "report", entered_meanwhile)
     assert _operators() == BOTH
+
+
+def test_reports_are_put_aside_while_another_thread_compiles() -> None:
+    """The other thread begins a graph before, and ends it meanwhile."""
+    aside = records.aside()
+    with records.graph() as graph:
+        aside.__enter__()
+        assert records.current() is graph
+    aside.__exit__(None, None, None)
+    assert records.current() is not graph
+    assert records._process._without_frame == [graph]
+    records.forget()
+
+
+def test_breaks_may_come_while_failures_are_told() -> None:
+    class Meanwhile:
+        def __eq__(self, other: object) -> bool:
+            compat.watched.breaks[replace(first, line=2)] = None
+            return False
+
+        __hash__ = object.__hash__
+
+    first = compat.GraphBreak(Meanwhile(), 0, ("f", "a.py"), "a.py", 1, "", False)
+    compat.watched.breaks[first] = None
+    compilation = records._Compilation(0, [records.Compiled(failure="out of memory")])
+    assert compilation.failure(0, 0) == "its graph failed: out of memory"
+    compat.watched.reset()
 
 
 class Around(torch.nn.Module):
