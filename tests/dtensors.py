@@ -6,6 +6,7 @@ import contextlib
 import copy
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -132,8 +133,11 @@ def ends_in_channels(name: str) -> bool:
     return name.removeprefix("d_") in ("x", "x_new", "f", "layer_input", "out")
 
 
-def over(operator: str, tokens: Placements = ()) -> Place:
-    """Channels over the last dim of a mesh, tokens over the others; gates' gradients as a write's backward has them."""
+def over(operator: str, tokens: Placements = (), dims: int = len(TOKENS)) -> Place:
+    """Channels over the last dim of a mesh, tokens over the others; gates' gradients as a write's backward has them.
+
+    dims: how many the tokens have.
+    """
 
     def place(name: str) -> Placements:
         if not is_of_tokens(name):
@@ -141,18 +145,19 @@ def over(operator: str, tokens: Placements = ()) -> Place:
         if not ends_in_channels(name):
             return [*tokens, Partial() if name in ("d_h_post", "d_h_res", "d_next_post") else Replicate()]
         of_streams = name in ("d_x", "x", "x_new", "d_x_new") or (name, operator) == ("d_out", "mix_streams_backward")
-        return [*tokens, Shard(len(TOKENS) + of_streams)]
+        return [*tokens, Shard(dims + of_streams)]
 
     return place
 
 
-def over_channels(mesh: DeviceMesh, tokens: Placements = ()) -> dict[str, Any]:
+def over_channels(mesh: DeviceMesh, tokens: Placements = (), shape: tuple[int, ...] = TOKENS) -> dict[str, Any]:
     """All operators: distances, and those that communicate."""
     lines = Lines()
     far, collectives = {}, {}
     for operator in WITH_CHANNELS:
-        distance, _, count = same(operator, mesh, over(operator, tokens))
-        distance = max(distance, same(operator, mesh, over(operator, tokens), OTHER_ROWS)[0])
+        place = over(operator, tokens, len(shape))
+        distance, _, count = same(operator, mesh, place, replace(SIZES, tokens=shape))
+        distance = max(distance, same(operator, mesh, place, replace(OTHER_ROWS, tokens=shape))[0])
         if not distance < EXACT:
             far[operator] = distance
         if count:
@@ -450,6 +455,7 @@ def scenarios(ranks: int, _folder: Path) -> Scenarios:
         "pair": lambda: every_operator(pair, [Shard(0)]),
         "channels": lambda: over_channels(pair),
         "channels on a square": lambda: over_channels(square, [Shard(0)]),
+        "channels of one token": lambda: over_channels(square, [Replicate()], ()),
         "too few channels": lambda: over_channels(line),
         "not needed": lambda: not_needed(line),
         "mixed": lambda: mixed(line),

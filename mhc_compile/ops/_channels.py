@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mhc_compile.ops._checks import accumulation_dtype
+from mhc_compile.ops._tensors import rows_of
 
 # Parameters that have a number for each channel, or for each channel of each stream.
 _OF_CHANNELS = frozenset({"layer_bias", "input_norm_weight"})
@@ -145,7 +146,7 @@ class _Operators:
         squares, product = self.columns.summed(*sums)
         r = torch.rsqrt(squares / total + eps)
         # In this order, since r^3 alone overflows where u is small.
-        return g * r - u * (product * r / total * r * r), (d_out * u * r).flatten(0, -2).sum(0)
+        return g * r - u * (product * r / total * r * r), rows_of(d_out * u * r).sum(0)
 
     def mix_backward(
         self, d_pre: Tensor | None, d_post: Tensor | None, d_res: Tensor | None, d_x: Tensor | None, x: Tensor,

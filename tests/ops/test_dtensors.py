@@ -18,7 +18,7 @@ from tests.ops.calls import OPERATORS
 
 pytestmark = pytest.mark.slow
 SHARDS = ["first", "second", "whole", "both", "first twice", "pair"]
-CHANNELS = ["channels", "channels on a square", "too few channels", "accuracy over channels"]
+CHANNELS = ["channels", "channels of one token", "channels on a square", "too few channels", "accuracy over channels"]
 CHANNELS += ["autograd over channels", "compiled over channels"]
 NAME = "mhc::generate_mix"
 
@@ -62,9 +62,12 @@ SUMS = {
 }
 
 
-@pytest.mark.parametrize("mesh", ["channels", "channels on a square"])
+@pytest.mark.parametrize("mesh", ["channels", "channels of one token", "channels on a square"])
 def test_only_gates_of_shards_of_channels_are_summed(all_ranks: Seen, mesh: str) -> None:
-    """Reads, writes and mixes communicate nothing. Shards of channels are uneven, and tokens may be sharded as well."""
+    """Reads, writes and mixes communicate nothing. Shards of channels are uneven, and tokens may be sharded as well.
+
+    A single token may have no dim of its own.
+    """
     for rank, seen in enumerate(all_ranks[mesh]):
         # Two ranks have the channels of the first mesh, and the others are not in it.
         inside = mesh != "channels" or rank < 2
