@@ -7,6 +7,7 @@ import copy
 import os
 import random
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
@@ -59,21 +60,26 @@ def kept(module: nn.Module) -> Iterator[None]:
                 numpy.random.set_state(of_numpy)
 
 
-def first_results(module: nn.Module, args: Any, kwargs: Any, grad: bool) -> tuple[Any, Any, KeepDraws, Results]:
-    """The arguments, of which all require a gradient if the model takes that; what the model draws; its results."""
+def first_results(module: nn.Module, args: Any, kwargs: Any, grad: bool) -> tuple[Any, Any, KeepDraws, Results, float]:
+    """The arguments, of which all require a gradient if the model takes that; its draws; its results; and its seconds.
+
+    The seconds are those of the run that gave the results.
+    """
 
     def requiring(value: Any) -> Any:
         wide = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
         return value.detach().clone().requires_grad_() if wide else value
 
+    def run(args: Any, kwargs: Any) -> tuple[Any, Any, KeepDraws, Results, float]:
+        begin = time.perf_counter()
+        with KeepDraws() as draws:
+            found = evaluate(module, module, args, kwargs, grad)
+        return args, kwargs, draws, found, time.perf_counter() - begin
+
     if grad:
-        with contextlib.suppress(Exception), KeepDraws() as draws:
-            every = tree_map(requiring, (args, kwargs))
-            found = evaluate(module, module, every[0], every[1], grad)
-            return (*every, draws, found)
-    with KeepDraws() as draws:
-        found = evaluate(module, module, args, kwargs, grad)
-    return args, kwargs, draws, found
+        with contextlib.suppress(Exception):
+            return run(*tree_map(requiring, (args, kwargs)))
+    return run(args, kwargs)
 
 
 def exact_results(module: nn.Module, args: Any, kwargs: Any, grad: bool, draws: KeepDraws) -> Results:

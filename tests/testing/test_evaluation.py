@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mhc_compile.testing.draws import KeepDraws
-from mhc_compile.testing.evaluation import evaluate, exact_results
+from mhc_compile.testing.evaluation import evaluate, exact_results, first_results
 
 
 class Cache:
@@ -131,3 +132,20 @@ def test_an_input_of_which_there_is_no_copy_is_given_itself() -> None:
 
     alone, model = Alone(), Model(keeps)
     evaluate(model, model, (torch.randn(3), alone), {}, grad=False)
+
+
+def test_a_first_run_that_fails_takes_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fails where an input requires a gradient, and runs once more without."""
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+
+    def then(_: nn.Module, given: tuple[Tensor]) -> None:
+        clock[0] += 1
+        if given[0].requires_grad:
+            raise ValueError("it requires a gradient")
+
+    model = nn.Linear(2, 2)
+    model.register_forward_pre_hook(then)
+    args, _, _, _, seconds = first_results(model, (torch.ones(1, 2),), {}, True)
+    assert not args[0].requires_grad
+    assert (seconds, clock) == (1.0, [2.0])
