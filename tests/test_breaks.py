@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mhc_compile
-from mhc_compile import passes, records
+from mhc_compile import compat, passes, records
+from mhc_compile.nn import HyperConnection
 from mhc_compile.passes.cut import advice
 from mhc_compile.passes.report import Location, Report, SiteReport
 from mhc_compile.testing import EmptyCaptureError, capture
@@ -529,6 +530,17 @@ def test_what_was_compiled_before_a_reset_is_forgotten() -> None:
     torch._dynamo.reset()
     report = mhc_compile.explain(NoBackward(4, 6, 3, 2), torch.randn(X))
     assert _names(report.rewritten) == ["generate_mix", "aggregate", "expand_combine"]
+
+
+@pytest.mark.usefixtures("passes_only")
+def test_code_without_a_hash() -> None:
+    """vmap asks for the module's text, which Dynamo cannot trace: the code that it makes has a dict as a constant."""
+    model, x = HyperConnection(nn.Linear(6, 6), dim=6), torch.randn(X)
+    out = torch.compile(lambda x: torch.vmap(model)(x), backend="mhc")(x)
+    torch.testing.assert_close(out, torch.vmap(model)(x))
+    code = (lambda: None).__code__.replace(co_consts=(None, {}))
+    compat.watched.broken[code] = compat.GraphBreak(0, 0, ("f", "a.py"), "a.py", 1, "", False)
+    assert code in compat.watched.broken
 
 
 def test_advice_for_graphs_that_are_given_up() -> None:

@@ -21,6 +21,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from mhc_compile.compat.graphs import compile_id, on_dynamo_reset
 from mhc_compile.compat.inductor import _guard
@@ -104,6 +105,7 @@ class Watched:
     kept has the compilations whose code it keeps, each with file, first line and name of the function.
 
     broken has the last break of the code that runs: that which Dynamo made, or the program's if Dynamo gave up on it.
+    Code that Dynamo made may hold a dict, and has no hash then.
 
     strategies has what Dynamo does with code that it does not compile, by the id of the code. at_work has the functions
     that it is compiling, outermost first.
@@ -115,7 +117,7 @@ class Watched:
 
     kept: dict[tuple[Any, Any], tuple[str, int, str]] = field(default_factory=dict)
     breaks: dict[GraphBreak, None] = field(default_factory=dict)
-    broken: weakref.WeakKeyDictionary[CodeType, GraphBreak] = field(default_factory=weakref.WeakKeyDictionary)
+    broken: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
     strategies: dict[int, tuple[weakref.ref[CodeType], Any]] = field(default_factory=dict)
     at_work: list[str] = field(default_factory=list)
     looks: Looks = field(default_factory=Looks)
@@ -154,7 +156,7 @@ def _breaks_of_callers(code: CodeType, caller: FrameType | None) -> tuple[GraphB
     """
     before, after, inner = None, None, code
     while caller is not None and watched.broken:
-        broken = watched.broken.get(caller.f_code)
+        broken = watched.broken.get(caller.f_code)  # type: ignore[no-untyped-call]
         before = before or broken
         if not _RESUMED.match(inner.co_name):
             after = after or broken
