@@ -165,6 +165,16 @@ def test_a_parameter_with_two_names_stays_one(mesh: DeviceMesh) -> None:
     assert module.phi.grad.full_tensor().unique().tolist() == [2 * BATCH * LENGTH]
 
 
+def test_a_parameter_of_two_modules_stays_one(mesh: DeviceMesh) -> None:
+    model = nn.Sequential(Tied(), Tied())
+    model[1].phi = model[1].psi = model[0].phi
+    parallelize_module(model, mesh, {"*": HyperConnectionParallel(Shard(1))})
+    assert isinstance(model[0].phi, DTensor)
+    assert {id(module.phi) for module in model} == {id(model[0].phi)}
+    model(torch.ones(BATCH, LENGTH, STREAMS, WIDTH)).sum().backward()
+    assert [p.grad is not None for p in model.parameters()] == [True]
+
+
 @pytest.mark.parametrize("options", [{}, {"use_local_output": True}, {"output_layouts": (Replicate(), None)}], ids=str)
 def test_a_named_tuple_stays_one(options: dict[str, Any], mesh: DeviceMesh) -> None:
     module = parallelize_module(Named(), mesh, HyperConnectionParallel(Shard(1), **options))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from mhc_compile import compat
 
@@ -18,6 +19,9 @@ log = logging.getLogger(__name__)
 
 Layouts = Placement | tuple[Placement | None, ...] | None
 _EXPECTED = "Shard of a dim of tokens, Shard(-1) for channels, or Replicate()"
+
+# What plain parameters became, by mesh. Several modules may share one, or one module have several names for it.
+_MADE = WeakIdKeyDictionary()
 
 
 class HyperConnectionParallel(ParallelStyle):
@@ -30,11 +34,11 @@ class HyperConnectionParallel(ParallelStyle):
         }
         parallelize_module(model, mesh["tp"], plan)
 
-    The module's own parameters, such as phi, scale and bias, become DTensors with `Replicate`. Those of its submodules
-    are left to other entries of the plan. Each rank's part of a gradient is added up as soon as a backward pass has
-    it, with one all-reduce for each parameter. FSDP2 around the module does that itself. So do optimizers, at each
-    step, if the parameters were replaced after `parallelize_module`, as by `to_empty`, `bfloat16` or `deepcopy`: the
-    gradients are then DTensors with `Partial`.
+    The module's own parameters, such as phi, scale and bias, become DTensors with `Replicate`. One that several such
+    modules share stays one. Those of submodules are left to other entries of the plan. Each rank's part of a gradient
+    is added up as soon as a backward pass has it, with one all-reduce for each parameter. FSDP2 around the module does
+    that itself. So do optimizers, at each step, if the parameters were replaced after `parallelize_module`, as by
+    `to_empty`, `bfloat16` or `deepcopy`: the gradients are then DTensors with `Partial`.
 
     The first argument of the module is its streams [..., n, C]. Floating-point tensors [..., n] among its
     other positional arguments are gates, which are placed as the streams are, and whole if channels are shared out.
@@ -82,30 +86,32 @@ class HyperConnectionParallel(ParallelStyle):
             raise ValueError(f"the mesh has {device_mesh.ndim} dimensions; expected one dimension, as in mesh['tp']")
         if self.streams.is_shard() and not self.streams.is_shard(0) and not compat.flattens_shards():
             _tell_what_fails(str(self.streams))
-        made: dict[nn.Parameter, nn.Parameter] = {}
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:
-                # One may have several names.
-                if parameter not in made:
-                    made[parameter] = self._whole(name, parameter, device_mesh)
-                module.register_parameter(name, made[parameter])
+                module.register_parameter(name, self._whole(name, parameter, device_mesh))
         module.register_forward_pre_hook(lambda _, given: self._enter(given, device_mesh))
         module.register_forward_hook(lambda _, given, results: self._leave(results))
         return module
 
     def _whole(self, name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-        if isinstance(parameter, DTensor):
-            if parameter.device_mesh != mesh or not all(each.is_replicate() for each in parameter.placements):
-                raise ValueError(
-                    f"parameter {name} {list(parameter.shape)} is placed as {parameter.placements} on "
-                    f"{_ranks(parameter.device_mesh)}; expected a plain parameter, or (Replicate(),) on {_ranks(mesh)}"
-                )
-        else:
-            shared = distribute_tensor(parameter.detach(), mesh, [Replicate()], src_data_rank=self.src_data_rank)
-            parameter = nn.Parameter(shared, requires_grad=parameter.requires_grad)
+        if not isinstance(parameter, DTensor):
+            parameter = self._made(parameter, mesh)
+        elif parameter.device_mesh != mesh or not all(each.is_replicate() for each in parameter.placements):
+            raise ValueError(
+                f"parameter {name} {list(parameter.shape)} is placed as {parameter.placements} on "
+                f"{_ranks(parameter.device_mesh)}; expected a plain parameter, or (Replicate(),) on {_ranks(mesh)}"
+            )
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(_add_up)  # type: ignore[no-untyped-call]
         return parameter
+
+    def _made(self, parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+        """What a plain parameter becomes: the same for all modules that hold it."""
+        made: dict[DeviceMesh, nn.Parameter] = _MADE.setdefault(parameter, {})  # type: ignore[no-untyped-call]
+        if mesh not in made:
+            shared = distribute_tensor(parameter.detach(), mesh, [Replicate()], src_data_rank=self.src_data_rank)
+            made[mesh] = nn.Parameter(shared, requires_grad=parameter.requires_grad)
+        return made[mesh]
 
     def _enter(self, given: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         """The arguments of the module, as DTensors."""
