@@ -38,8 +38,8 @@ def _far(values: torch.Tensor, exact: torch.Tensor, finfo: torch.finfo) -> torch
     Exact numbers that the dtype does not reach count as its largest.
     """
     nearest = exact.clamp(finfo.min, finfo.max)
-    reached = exact[exact == nearest]
-    size = math.sqrt(reached.square().sum().item() / max(1, reached.numel()))
+    reached = exact == nearest
+    size = math.sqrt(exact.where(reached, 0.0).square().sum().item() / max(1, int(reached.sum())))
     allowed = _FAR * nearest.abs() + math.sqrt(finfo.eps) * size
     return values.isfinite() & exact.isfinite() & ((values - nearest).abs() > allowed)
 
@@ -107,7 +107,7 @@ class Errors:
         vanishes = kept & (wide.abs() <= _NOTHING * math.sqrt(squares / max(1, numbers)))
         if vanishes.any():
             self.vanishing.setdefault(name, []).append(
-                (difference[vanishes].square().sum().item(), int(vanishes.sum()))
+                (difference.where(vanishes, 0.0).square().sum().item(), int(vanishes.sum()))
             )
 
     def _sum(self, name: str, difference: float, reference: float, numbers: int) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from mhc_compile.testing import Errors, judge
 
@@ -196,3 +199,19 @@ def test_another_dtype(dtype: torch.dtype) -> None:
 def test_names_must_agree() -> None:
     with pytest.raises(ValueError, match=r"only one of the two evaluations has \['b'\]"):
         Errors().add({"a": torch.ones(1)}, {"a": torch.ones(1), "b": torch.ones(1)})
+
+
+@pytest.mark.parametrize("usual", [0.0, math.nan])
+def test_dtensors_are_judged(tmp_path: Path, usual: float) -> None:
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        exact = distribute_tensor(torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64), mesh, [Shard(0)])
+        value = distribute_tensor(torch.tensor([usual, 1.0, 2.0]), mesh, [Shard(0)])
+        errors = Errors()
+        errors.add({"phi": value}, {"phi": exact}, {"phi": value})
+        assert all(finding.ok for finding in judge(errors, errors, ["phi"], "results"))
+    finally:
+        torch.distributed.destroy_process_group()
