@@ -83,7 +83,49 @@ def test_a_matrix_of_another_kind_is_no_sinkhorn_of_exp(kind: type[Sublayer]) ->
 def test_an_iteration_whose_eps_differ_is_one() -> None:
     model: Any = LaterEps(4, 6, 3, 2)
     told = _reasons(check.run(model, (torch.randn(SHAPE),)).report)
-    assert told["h_res"].startswith("is a Sinkhorn-like iteration whose eps differ: 1e-06, 0.0001, 0.01"), told
+    assert told["h_res"].endswith("has its small numbers, as if eps differ: 1e-06, 0.0001, 0.01"), told
+
+
+class SumsOfProducts(Sublayer):
+    """Sums are products with ones, and the columns have another eps and a factor."""
+
+    def res(self, logits: Tensor) -> Tensor:
+        m, ones = logits.exp(), torch.ones(self.n, 1, dtype=logits.dtype)
+        for _ in range(3):
+            m = m / (m @ ones + 1e-6)
+            m = m / (1.01 * ones.T @ m + 1e-3)
+        return m
+
+
+class Leaning(Sublayer):
+    """A softmax, and a little of its first row."""
+
+    def res(self, logits: Tensor) -> Tensor:
+        m = logits.softmax(-1)
+        return m + 0.02 * m[..., :1, :] + 1e-2 * m[..., 0, :].unsqueeze(-2)
+
+
+def test_sums_are_found_in_the_numbers() -> None:
+    model: Any = SumsOfProducts(4, 6, 3, 2)
+    outcome = check.run(model, (torch.randn(SHAPE),))
+    assert outcome.report.errors == []
+    assert _reasons(outcome.report)["h_res"].startswith("is a Sinkhorn-like matrix"), str(outcome.report)
+    assert _compiled(Leaning) == {"h_res": NO_SINKHORN}
+
+
+class Weighted(Sublayer):
+    """An RMS norm with a weight, which is one of the streams or of the weighted streams."""
+
+    def mixes(self, x: Tensor) -> Tensor:
+        flat = self.flat(x)
+        return self.project(flat * self.per_channel.repeat(self.n)) * self.rms(flat)
+
+    def pre(self, logits: Tensor) -> Tensor:
+        return F.hardsigmoid(logits)
+
+
+def test_a_gate_behind_a_norm_with_a_weight_has_its_own_reason() -> None:
+    assert _compiled(Weighted)["h_pre"] == NO_SIGMOID
 
 
 # --- sums of gates
