@@ -29,6 +29,8 @@ from mhc_compile.passes.shadow import Op, Value
 
 # Region and candidate are float64 and at most a few operations long.
 _TOLERANCE = 1e-13
+# At how many logits at least a gate is looked at from one end to the other.
+_POINTS = 64
 # Where a gate is small, it has to be right relative to itself: softplus is linear from 20 on, which is 2e-9 too little.
 _OF_TAIL = 1e-8
 # exp(-_LAST), which is no number of float32.
@@ -276,30 +278,35 @@ def _fit_sigmoid(found: Region) -> Sigmoid | str | None:
     slope = _short(2 * torch.tensor(ratio, dtype=torch.float64).logit().item())
     # The sum of a sigmoid and of the limit nearer to zero cancels least.
     eps, far = sorted((bottom, top), key=abs)
-    kind = Sigmoid(_short(far - eps), slope if eps == bottom else -slope, eps)
+    rises = eps == bottom
+    eps = eps if abs(eps) > height * _NOTHING else 0.0
+    kind = Sigmoid(_short(far - eps), slope if rises else -slope, eps)
     generator = torch.Generator().manual_seed(0)
     given = [
         torch.randn(shape, generator=generator, dtype=torch.float64) * spread for spread in (0.1, 3.0, 40.0, 400.0)
     ]
-    given.append(_ramp(found, -_LAST, _LAST) / slope)
+    given += [ramp / slope for ramp in _ramps(found, -_LAST, _LAST)]
     pairs = [(at, value) for at in given if (value := _run(found, at)) is not None]
     if len(pairs) < len(given) or not all(_is_near(kind, *pair, 0.0) for pair in pairs):
         return None
-    if 0 < abs(eps) <= _TOLERANCE * 10 * height:
+    cancels = _cancels(kind, found)
+    same_tail = all(_is_near(kind, *pair, _OF_TAIL) for pair in pairs)
+    if 0 < abs(eps) <= _TOLERANCE * 10 * height and (cancels or not same_tail):
         # It comes from a clamp at -30, say, and is no eps: as an eps, it would double a gate in the tail.
         return f"is a sigmoid gate that does not fall below {eps:.2g}, as if its logits were clamped"
     if _keeps_digits(kind, found):
-        return "is zero where a tanh is, and has all its digits there; a sigmoid and a number added have few of them"
-    cancels = _cancels(kind, found)
-    if not cancels and not all(_is_near(kind, *pair, _OF_TAIL) for pair in pairs):
+        return "crosses zero as a tanh does, with more digits than a sigmoid and a number added have there"
+    if not cancels and not same_tail:
         return "equals a sigmoid gate, but not where that is next to nothing (a threshold, or a mask)"
     sigmoid = partial(_sigmoid, kind)
     places = [torch.randn(shape, generator=generator, dtype=torch.float64) * spread for spread in (1.0, 6.0)]
-    ramp = _ramp(found, -40.0, 40.0)
-    # Where a sigmoid is near 1, its gradient is rounded as much as 1 is.
-    least = torch.where(ramp < 0, 0.0 if not cancels else 1.0, 1.0) * height * slope * 1e-14 + height * _NOTHING
-    each = same_gradient_of_each(sigmoid, found, ramp / kind.slope, least=least, relative=_OF_TAIL)
-    if not each or not same_gradient(sigmoid, found, *places):
+    same = same_gradient(sigmoid, found, *places)
+    for ramp in _ramps(found, -40.0, 40.0):
+        # Where a sigmoid is near 1, its gradient is rounded as much as 1 is.
+        least = torch.where(ramp < 0, 0.0 if not cancels else 1.0, 1.0) * height * slope * 1e-14 + height * _NOTHING
+        at = ramp / kind.slope
+        same = same and same_gradient_of_each(sigmoid, found, at, least=least, relative=_OF_TAIL)
+    if not same:
         return "equals a sigmoid gate, but its gradient does not (a detach, or a scaled gradient)"
     if not same_gradient(sigmoid, found, torch.zeros(shape, dtype=torch.float64), relative=AT_KINKS):
         return "equals a sigmoid gate, but its gradient does not where logits are zero (as that of abs or clamp there)"
@@ -312,9 +319,11 @@ def _sigmoid(kind: Sigmoid, given: torch.Tensor) -> torch.Tensor:
     return kind.mult * torch.sigmoid(kind.slope * given) + kind.eps
 
 
-def _ramp(found: Region, first: float, last: float) -> torch.Tensor:
+def _ramps(found: Region, first: float, last: float) -> torch.Tensor:
+    """What a region is given one after the other, so that many logits are seen, however few it has itself."""
     count = torch.Size(found.shape).numel()
-    return torch.linspace(first, last, count, dtype=torch.float64).reshape(found.shape)
+    runs = -(-_POINTS // count)
+    return torch.linspace(first, last, runs * count, dtype=torch.float64).view(runs, *found.shape)
 
 
 def _is_near(kind: Sigmoid, given: torch.Tensor, got: torch.Tensor, relative: float) -> bool:
@@ -329,9 +338,12 @@ def _is_near(kind: Sigmoid, given: torch.Tensor, got: torch.Tensor, relative: fl
 
 def _cancels(kind: Sigmoid, found: Region) -> bool:
     """Whether what a region computes has few digits in the tail, as 1 + tanh has: what it does there hides in them."""
-    given = _ramp(found, -26.0, -24.0) / kind.slope
-    got, tail = _run(found, given), _sigmoid(replace(kind, eps=0.0), given)
-    return got is None or bool(((got.reshape(given.shape) - kind.eps - tail).abs() > _OF_TAIL * tail.abs()).any())
+    for ramp in _ramps(found, -26.0, -24.0):
+        given = ramp / kind.slope
+        got, tail = _run(found, given), _sigmoid(replace(kind, eps=0.0), given)
+        if got is None or ((got.reshape(given.shape) - kind.eps - tail).abs() > _OF_TAIL * tail.abs()).any():
+            return True
+    return False
 
 
 def _keeps_digits(kind: Sigmoid, found: Region) -> bool:
@@ -339,11 +351,11 @@ def _keeps_digits(kind: Sigmoid, found: Region) -> bool:
     half, middle = kind.mult / 2, kind.mult / 2 + kind.eps
     if abs(middle) >= abs(half) / 4:
         return False
-    given = _ramp(found, -1e-9, 1e-9) / kind.slope
-    got = _run(found, given)
-    if got is None:
+    given = _ramps(found, -1e-9, 1e-9) / kind.slope
+    got = [value for at in given if (value := _run(found, at)) is not None]
+    if len(got) < len(given):
         return False
-    rounded = got.reshape(given.shape) - half * torch.tanh(kind.slope * given / 2)
+    rounded = torch.stack(got).reshape(given.shape) - half * torch.tanh(kind.slope * given / 2)
     return bool(rounded.max() - rounded.min() < 0.25 * torch.finfo(torch.float64).eps * abs(kind.mult))
 
 

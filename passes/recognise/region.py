@@ -172,10 +172,12 @@ def same_gradient(
     *points: torch.Tensor,
     relative: float = _GRADIENT,
     of: tuple[int, ...] = (1, -1),
+    overflows: bool = False,
 ) -> bool:
     """Whether a function that agrees with a region in value agrees in gradient too, at all these points.
 
     of: the gradient's shape, first of all the parts that agree each by itself.
+    overflows: the points may be so large that the region's gradient is NaN. A part of it that is may be anything.
 
     A detach shows only there, and what a custom `autograd.Function` makes of the gradients that it is given.
     """
@@ -185,7 +187,8 @@ def same_gradient(
         return found.run(leaf).reshape(found.shape)
 
     return all(
-        _agree(_gradients(ours, point, sizes), _gradients(theirs, point, sizes), relative, of) for point in points
+        _agree(_gradients(ours, point, sizes), _gradients(theirs, point, sizes), relative, of, overflows)
+        for point in points
     )
 
 
@@ -210,8 +213,7 @@ def same_gradient_of_each(
         if own is None or other is None:
             return False
         for a, b, size in zip(own, other, sizes, strict=True):
-            # Where the region's gradient is none, overflow may have made it, and a function may do better.
-            if not bool((b.isnan() | ((a - b).abs() <= relative * b.abs() + size * least)).all()):
+            if not bool(((a - b).abs() <= relative * b.abs() + size * least).all()):
                 return False
     return True
 
@@ -251,13 +253,19 @@ def _gradients(
 
 
 def _agree(
-    ours: list[torch.Tensor] | None, theirs: list[torch.Tensor] | None, relative: float, of: tuple[int, ...]
+    ours: list[torch.Tensor] | None,
+    theirs: list[torch.Tensor] | None,
+    relative: float,
+    of: tuple[int, ...],
+    overflows: bool,
 ) -> bool:
     if ours is None or theirs is None:
         return False
     pairs = [(a.reshape(of).flatten(1), b.reshape(of).flatten(1)) for a, b in zip(ours, theirs, strict=True)]
-    # Where the region's gradient is none, overflow may have made it, and a function may do better.
-    return all(bool((((a - b).norm(dim=1) <= relative * b.norm(dim=1)) | b.isnan().any(1)).all()) for a, b in pairs)
+    return all(
+        bool(((overflows & b.isnan().any(1)) | ((a - b).norm(dim=1) <= relative * b.norm(dim=1))).all())
+        for a, b in pairs
+    )
 
 
 def _differs(op: Op) -> bool:

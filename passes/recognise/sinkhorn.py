@@ -275,7 +275,7 @@ def _same_gradient(found: Region, ours: Callable[[torch.Tensor], torch.Tensor], 
     count = torch.Size(found.shape).numel() // (side * side)
     places = torch.arange(count * -(-len(given) // count)) % len(given)
     points = given[places].view(-1, *found.shape)
-    return same_gradient(ours, found, *points, of=(-1, side, side))
+    return same_gradient(ours, found, *points, of=(-1, side, side), overflows=True)
 
 
 def _logits_of_gradients(found: Region, side: int) -> Iterator[torch.Tensor]:

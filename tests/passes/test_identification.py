@@ -266,6 +266,19 @@ def test_a_bound_of_the_logits_is_no_eps(bound: float, told: str) -> None:
     assert told in str(outcome.report)
 
 
+class _TinyEps(_Bounded):
+    def pre(self, logits: Tensor) -> Tensor:
+        return torch.sigmoid(logits) + 1e-12
+
+
+@pytest.mark.parametrize(("kind", "bound"), [(_TinyEps, 0.0), (_Bounded, 200.0)])
+def test_an_eps_may_be_tiny_and_a_bound_out_of_reach(kind: type[_Bounded], bound: float) -> None:
+    outcome = check.run(kind(bound), (torch.randn(2, 3, N, WIDTH),))
+    check.assert_as_accurate(outcome)
+    assert outcome.operators == ["expand_combine", "generate_mix_and_aggregate"], str(outcome.report)
+    assert outcome.reasons == [], str(outcome.report)
+
+
 class _Untrained(Sublayer):
     """All logits of a mix are the same number, as phi is before training."""
 
@@ -297,6 +310,13 @@ class _WithoutKink(_Untrained):
         positive = 1 / (1 + torch.exp(-logits.clamp(min=0)))
         negative = logits.clamp(max=0).exp()
         return torch.where(logits >= 0, positive, negative / (1 + negative))
+
+
+class _Quotient(_Untrained):
+    """It is no number where logits are zero."""
+
+    def post(self, logits: Tensor) -> Tensor:
+        return 2 * F.silu(logits) / logits
 
 
 class _ShiftedByOne(_Untrained):
@@ -334,6 +354,11 @@ def test_gradients_where_torch_has_to_pick_one(kind: type[_Untrained], told: str
     reasons = [reason for reason in outcome.reasons if reason != "what is made of the logits"]
     assert any(told in reason for reason in reasons) == bool(told), str(outcome.report)
     assert not outcome.report.declined, str(outcome.report)
+
+
+def test_a_gate_that_is_no_number_where_logits_are_zero() -> None:
+    outcome = check.run(_Quotient(), (torch.randn(2, 3, N, WIDTH),), repeats=1)
+    assert any("where logits are zero" in reason for reason in outcome.reasons), str(outcome.report)
 
 
 class _InChunks(Sublayer):
@@ -432,7 +457,7 @@ class _Softplus(_Tail):
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
-        (_Tanh, "is zero where a tanh is"),
+        (_Tanh, "crosses zero as a tanh does"),
         (_TanhFromHalves, ""),  # where the program's sum loses as many digits
         (_Negative, ""),
         (_Threshold, "not where that is next to nothing"),
@@ -446,6 +471,12 @@ def test_gates_near_zero_are_right_relative_to_themselves(kind: type[_SmallGate]
     check.assert_as_accurate(outcome)
     assert outcome.operators == ["expand_combine", "generate_mix_and_aggregate"], str(outcome.report)
     assert any(told in reason for reason in outcome.reasons) == bool(told), str(outcome.report)
+
+
+def test_what_a_gate_is_does_not_hang_on_the_number_of_tokens() -> None:
+    outcome = check.run(_TanhFromHalves(), (torch.randn(1, 1, N, WIDTH),))
+    check.assert_as_accurate(outcome)
+    assert outcome.reasons == [], str(outcome.report)
 
 
 class _DetachedMatrix(Sublayer):
