@@ -155,6 +155,16 @@ def is_batched(tensor: torch.Tensor) -> bool:
     return False
 
 
+def requires_gradient(tensor: torch.Tensor) -> bool:
+    """Whether a tensor requires a gradient, or one does that it stands for: a tensor of torch.vmap does not say so."""
+    functorch = torch._C._functorch
+    while not tensor.requires_grad:
+        if not functorch.is_functorch_wrapped_tensor(tensor):
+            return False
+        tensor = functorch.get_unwrapped(tensor)
+    return True
+
+
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """Whether this is of a subclass that holds other tensors, such as DTensor."""
     return is_traceable_wrapper_subclass(tensor)

@@ -46,12 +46,17 @@ def _meet(derivatives: list[fx.Node]) -> bool:
 
 
 def _requires_gradient(node: fx.Node) -> bool:
-    return any(tensor.requires_grad for tensor in tensors_of(node))
+    return any(map(compat.requires_gradient, tensors_of(node)))
 
 
 def _has_no_gradient(node: fx.Node) -> bool:
     """Whether all of a node's results are known, and need no gradient, such as `x.data`."""
-    return bool(tensors_of(node)) and not _requires_gradient(node)
+    return any(True for _ in tensors_of(node)) and not _requires_gradient(node)
+
+
+def _hands_on(node: fx.Node) -> bool:
+    """Whether a node only hands on the gradient of its result; those in which torch.vmap begins and ends do, too."""
+    return compat.is_plain_call(node) or getattr(node.target, "__name__", "") in ("_add_batch_dim", "_remove_batch_dim")
 
 
 def _calls(shadow: Shadow, *names: str) -> list[fx.Node]:
@@ -81,7 +86,7 @@ def reached_by_gradients(shadow: Shadow) -> set[fx.Node]:
             found.add(node)
         if _registers_hook(node):  # it returns its tensor
             to_all.update({node} & found)
-        elif node.op == "output" or node in writing or not (compat.is_plain_call(node) or _has_no_gradient(node)):
+        elif node.op == "output" or node in writing or not (_hands_on(node) or _has_no_gradient(node)):
             to_all.add(node)
         elif node in found and _requires_gradient(node):
             to_used.add(node)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from mhc_compile.testing import capture
 from tests.fuzz import allowed, functions  # noqa: F401  (registers operators)
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -19,6 +20,7 @@ ENDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "allowed": allowed.first,
     "packet": lambda x, y: torch.ops.fuzz.first(x, y),
     "overload": lambda x, y: torch.ops.fuzz.first.default(x, y),
+    "vmap": lambda x, y: torch.vmap(lambda x, y: x + y.detach())(x, y),
     "checkpoint": lambda x, y: checkpoint(lambda x, y: x + y.detach(), x, y, use_reentrant=False),
 }
 
@@ -52,3 +54,13 @@ def test_no_gradient_stays_none(kind: str) -> None:
     assert found[0][1] is None
     assert found[1][1] is None
     torch.testing.assert_close(found[1][0], found[0][0])
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_gradient_comes_back_through_vmap(depth: int) -> None:
+    function = torch.sin
+    for _ in range(depth):
+        function = torch.vmap(function)
+    lines = str(capture(Model(lambda x, y: x + function(y)), torch.randn(6, N, C)))
+    assert "generate_mix_and_aggregate" in lines
+    assert "expand_combine" in lines
