@@ -94,7 +94,7 @@ def test_the_write_makes_all_logits(kind: type[Sublayer]) -> None:
     ("kind", "why"),
     [
         (Twice, "the h_pre gate is 2 * sigmoid; only sigmoid (+ eps) is supported"),
-        (Tanh, "is zero where a tanh is, and has all its digits there"),
+        (Tanh, "crosses zero as a tanh does, with more digits"),
         (Softmax, "not mult * sigmoid"),
     ],
 )
