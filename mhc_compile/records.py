@@ -377,11 +377,11 @@ class Ledger:
     def finds_nothing(self, frame: Any, number: Any) -> bool:
         """Whether strict options have found nothing yet: not in a compilation of a frame, and not before.
 
-        It is False for a frame that Dynamo cuts, because its other graphs may follow.
+        It is False for a frame that Dynamo cuts, and for the rest of one, because of its other graphs.
         """
         compilation = self._frames.get(frame, {}).get(number)
         graphs = compilation.graphs if compilation is not None else []
-        if not any(graph.strict for graph in graphs) or any(graph.after for graph in graphs):
+        if not any(graph.strict for graph in graphs) or any(graph.before or graph.after for graph in graphs):
             return False
         found = self.report()
         return not (found.sites or found.called or found.cut)

@@ -179,17 +179,18 @@ def _named(code: Any) -> tuple[str, str]:
 def watch_dynamo() -> None:
     """Record in `watched` what Dynamo does, from now on.
 
-    It has a hook for code that it keeps, and logs each break by one method. What becomes of a frame is what
-    `CatchErrorsWrapper` returns. `exceeds_recompile_limit` decides if the compilation before was the last one (torch
-    2.11 to 2.14).
+    It has a hook for code that it keeps, and logs each break by one method. `_throw_if_in_functorch` ends a compilation
+    without a break. What becomes of a frame is what `CatchErrorsWrapper` returns. `exceeds_recompile_limit` decides if
+    the compilation before was the last one (torch 2.11 to 2.14).
     """
     with _guard("what Dynamo breaks and throws away is not reported"):
         from torch._dynamo import cache_size, convert_frame, guards
         from torch._dynamo.convert_frame import CatchErrorsWrapper, register_bytecode_hook
-        from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+        from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
 
         log, convert = InstructionTranslatorBase.log_graph_break, CatchErrorsWrapper.__call__
         exceeds, reasons = cache_size.exceeds_recompile_limit, guards.get_and_maybe_log_recompilation_reasons
+        begin = InstructionTranslator._throw_if_in_functorch
 
         @functools.wraps(log)
         def log_and_note(self: Any, code_options: Any, reason: str, exc: Any, **known: Any) -> None:
@@ -198,12 +199,23 @@ def watch_dynamo() -> None:
                     _note_break(self, exc, _ENDS in reason)
             log(self, code_options, reason, exc, **known)
 
+        @functools.wraps(begin)
+        def begin_and_note(self: Any) -> None:
+            try:
+                begin(self)
+            except Exception:
+                with _guard("a function that Dynamo does not compile inside torch.func is not reported"):
+                    _note_functorch(self.f_code)
+                raise
+
         @functools.wraps(convert)
         def convert_and_note(self: Any, frame: Any, cache_entry: Any, frame_state: Any) -> Any:
-            breaks = len(watched.breaks)
-            look = watched.looks.of(given_to_compile(self)[0]) if watched.looks.lasting else None
+            breaks, look, beside = len(watched.breaks), None, _around.get()
+            with _guard("a graph is reported without the breaks around it"):
+                look = watched.looks.of(given_to_compile(self)[0]) if watched.looks.lasting else None
+                beside = _breaks_of_callers(frame.f_code, sys._getframe(1))
             token = _converting.set((*_converting.get(), (frame, self)))
-            around = _around.set(_breaks_of_callers(frame.f_code, sys._getframe(1)))
+            around = _around.set(beside)
             name = _named(frame.f_code)[0]
             watched.at_work.append(name)
             try:
@@ -256,6 +268,7 @@ def watch_dynamo() -> None:
         convert_frame.exceeds_recompile_limit = exceeds_by_its_own  # type: ignore[assignment, attr-defined]
         convert_frame.get_and_maybe_log_recompilation_reasons = reasons_and_note  # type: ignore[assignment, attr-defined]
         InstructionTranslatorBase.log_graph_break = log_and_note  # type: ignore[method-assign]
+        InstructionTranslator._throw_if_in_functorch = begin_and_note  # type: ignore[method-assign]
         register_bytecode_hook(_note_code)
 
 
@@ -279,6 +292,15 @@ def _note_break(translator: Any, error: Any, ends: bool) -> None:
         words = f"{words.rstrip('.')}. Set {setting.group(1)}"
     on_dynamo_reset(watched)
     found = GraphBreak(frame, number, _named(root.f_code), stack[-1].filename, stack[-1].lineno or 0, words, ends)
+    watched.breaks[found] = None
+
+
+def _note_functorch(code: CodeType) -> None:
+    """Dynamo traces what `torch.vmap`, `grad` and `jvp` call from outside of them, or not at all."""
+    frame, number, _ = compile_id()
+    words = "Unsupported functorch tracing attempt: a transform of torch.func calls it, which is not compiled itself"
+    on_dynamo_reset(watched)
+    found = GraphBreak(frame, number, _named(code), code.co_filename, code.co_firstlineno, words, True)
     watched.breaks[found] = None
 
 

@@ -121,7 +121,8 @@ def _refuse_writes(
     """Refuse a site if the program writes into some memory between two places; unseen: without autograd's knowledge."""
     for node, written in shadow.writes:
         if after < shadow.position[node] < before and written & memory and (not unseen or _is_unseen(node, written)):
-            raise Decline(f"{in_words(node)} writes in place into {what}")
+            unknown = node.op == "call_function" and compat.is_foreign(node.target)
+            raise Decline(f"{in_words(node)} {'may write' if unknown else 'writes'} in place into {what}")
 
 
 def _is_unseen(write: fx.Node, written: frozenset[Any]) -> bool:

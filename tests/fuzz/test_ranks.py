@@ -41,7 +41,7 @@ def test_each_form_is_rewritten_and_judged(form: str, monkeypatch: pytest.Monkey
 
 
 def test_each_form_is_drawn() -> None:
-    programs = [program for program in map(compose, map(Choices, range(400))) if program.ranks > 1]
+    programs = [program for program in map(compose, map(Choices, range(800))) if program.ranks > 1]
     forms = {name: sum(f"{name}(" in program.source for program in programs) for name in ("shared_out", "gathered")}
     assert min(forms.values()) > 3, forms
     assert sum(forms.values()) < len(programs), "no program only has a process group"
