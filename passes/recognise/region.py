@@ -85,11 +85,17 @@ class Region:
 def evaluate(op: Op, arguments: Arguments, known: dict[Value, Any]) -> Iterator[tuple[Value, Any]]:
     """What an operator makes of these arguments and the values in them."""
     args, kwargs = map_leaves(lambda a: known[a] if isinstance(a, Value) else _number(a), arguments)
-    if kwargs.get("dtype") in _FLOATS:
+    if kwargs.get("dtype") in _FLOATS or _is_factory_of_floats(op):
         kwargs["dtype"] = torch.float64
     kwargs.pop("device", None)
     result = op.target(*args, **kwargs)
     return zip(op.outs, result if isinstance(result, (tuple, list)) else (result,), strict=True)
+
+
+def _is_factory_of_floats(op: Op) -> bool:
+    """Whether an operator makes floats of nothing, such as `torch.ones(4)`, which has the default dtype."""
+    arguments = getattr(getattr(op.target, "_schema", None), "arguments", ())
+    return not op.sources and op.out.meta.dtype in _FLOATS and any(one.name == "dtype" for one in arguments)
 
 
 def region(out: Value, is_leaf: Callable[[Value], bool]) -> Region | None:

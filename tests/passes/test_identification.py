@@ -515,3 +515,20 @@ def test_matrices_that_are_none_of_a_sinkhorn_everywhere(kind: type[_DetachedMat
     check.assert_as_accurate(outcome)
     (reason,) = [reason for reason in outcome.reasons if "h_res" in reason]
     assert told in reason
+
+
+class _SummedByProduct(Sublayer):
+    def rows(self, m: Tensor) -> Tensor:
+        return m / (m @ torch.ones(N, 1) + 1e-6)
+
+
+class _EpsInATensor(Sublayer):
+    def rms(self, flat: Tensor) -> Tensor:
+        return torch.rsqrt(flat.square().mean(-1, keepdim=True) + torch.full((1,), 1e-6))
+
+
+@pytest.mark.parametrize("kind", [_SummedByProduct, _EpsInATensor])
+def test_constants_of_the_default_dtype(kind: type[Sublayer]) -> None:
+    outcome = check.run(kind(N, WIDTH, 3, 2), (torch.randn(2, 3, N, WIDTH),), repeats=1)
+    check.assert_as_accurate(outcome)
+    assert outcome.operators == ["expand_combine", "generate_mix_and_aggregate"], str(outcome.report)
