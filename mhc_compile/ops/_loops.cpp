@@ -658,19 +658,19 @@ struct Projected {
     long rows;
 };
 
-// Adds left[k, t] * panel[k, c] over k to what the tokens of a tile have in `sums`, so far apart.
+// Adds left[k, t] * panel[k, c], summed over k, to what the tokens of a tile have in `sums`, so far apart. The sum over
+// k is often far smaller than that: it is made by itself, so that its roundings are as small.
 template <int T>
 static inline void add_products(float* sums, long apart, const float* left, const float* panel, long rows) {
-    W totals[T * VECTORS];
-    #pragma GCC unroll 16
-    for (int pair = 0; pair < T * VECTORS; pair++)
-        totals[pair] = load_wide(sums + apart * (pair / VECTORS) + pair % VECTORS * WIDE);
+    W totals[T * VECTORS] = {};
     for (long k = 0; k < rows; k++)
         spread(totals, left + T * k, panel + STEP * k, std::make_integer_sequence<int, VECTORS>(),
                std::make_integer_sequence<int, T * VECTORS>());
     #pragma GCC unroll 16
-    for (int pair = 0; pair < T * VECTORS; pair++)
-        store_wide(sums + apart * (pair / VECTORS) + pair % VECTORS * WIDE, totals[pair]);
+    for (int pair = 0; pair < T * VECTORS; pair++) {
+        float* to = sums + apart * (pair / VECTORS) + pair % VECTORS * WIDE;
+        store_wide(to, load_wide(to) + totals[pair]);
+    }
 }
 
 // What a gradient of streams is made of.
@@ -782,7 +782,7 @@ struct StreamGradient {
 };
 
 // The gradient of streams x [tokens, N, columns], in this order of its terms:
-// d_x + 2 / (N * columns) * d_ms * x + h_pre * d_out + the sum of h_res[o] * d_new[o] + that of d_h[k] * phi[k].
+// d_x + 2 / (N * columns) * d_ms * x + h_pre * d_out + the sum of h_res[o] * d_new[o] + (that of d_h[k] * phi[k]).
 // All but those of the first projection may be null. Bits of `narrow`: which of x, d_out, d_new, d_x, out are bfloat16.
 extern "C" void unproject(long rows, long more_rows, long narrow, const float* d_h, const float* phi, const float* d_ms,
                           const float* more_h, const float* more_phi, const float* more_ms, const void* x,

@@ -202,6 +202,22 @@ def test_every_set_of_terms_of_a_gradient_of_streams(size: tuple[int, int, int],
         assert error < 5e-7, named
 
 
+@pytest.mark.parametrize("second", [False, True], ids=["one projection", "two projections"])
+@pytest.mark.parametrize("width", [8, 40, 256])
+def test_the_products_with_phi_have_small_roundings(width: int, second: bool) -> None:
+    """They are small beside what comes through a write, and their sums over logits must not be rounded as that is."""
+    size = (400, 4, width)
+    of, _ = _terms(size, {"a write"}, torch.float32, second=second)
+    of = of._replace(phi=of.phi / 100, more_phi=of.more_phi / 100 if of.more_phi is not None else None)
+    wide = of._replace(**{name: None if value is None else value.double() for name, value in of._asdict().items()})
+    exact, plain = torch.empty(size, dtype=torch.float64), torch.empty(size)
+    loop = _loops._Loop("unproject", "float64", size[1], {})  # which has references alone
+    for into, terms in [(exact, wide), (plain, of)]:
+        _loops._unproject_by_references(loop, [into], terms, [width, size[0]])
+    error, other = _error([_sum(of, size, torch.float32), plain], [exact, exact])
+    assert error <= (1.1 + 5 / exact.numel() ** 0.5) * other
+
+
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_a_gradient_of_bfloat16_streams_is_rounded_once(size: tuple[int, int, int]) -> None:
     """Any of its terms may be bfloat16, and the sum is that of the floats that they are."""
