@@ -118,8 +118,7 @@ def recognise(shadow: Shadow, errors: list[str] | None = None) -> Findings:
         if mixture is not None:
             mixtures.append(mixture)
         streams = tuple(reading.x for reading in found)
-        # The first reading is the plainest. But one by which a value is a function of one slice says more about it.
-        for miss in sorted(missed, key=lambda miss: not isinstance(miss.because, str)):
+        for miss in missed:
             (of_streams if acts else misses).setdefault(miss.value, replace(miss, streams=streams))
     misses |= of_streams
     understood = {value for mixture in mixtures for value in mixture.gates}

@@ -98,6 +98,8 @@ def _understand_with(
     *,
     normed: bool,
 ) -> tuple[Mixture | None, list[NotAGate]]:
+    # Values that are functions of one slice, of which most can be said, and others, of the plainest reading first.
+    sliced: list[NotAGate] = []
     missed: list[NotAGate] = []
     affine: AffineWalk | None = None
     for reading in readings:
@@ -114,21 +116,21 @@ def _understand_with(
                 within = gates.identify(inner, affine, known)
                 gate = gate if isinstance(within, NotAGate) else within
             if isinstance(gate, NotAGate):
-                missed.append(gate)
+                (sliced if isinstance(gate.because, str) else missed).append(gate)
                 continue
             after = gate.logits.normed
             if after is not None and before is not None:
-                missed.append(NotAGate(value, "comes from a projection that is normalised twice"))
+                sliced.append(NotAGate(value, "comes from a projection that is normalised twice"))
                 continue
             if (after is None and before is None) == normed:
-                missed.append(NotAGate(value, _NO_NORM))
+                sliced.append(NotAGate(value, _NO_NORM))
                 continue
             factor = Rms(0.0, "none") if after is None else after.rms
             kind = before or Normed(factor, reading.const, _only_weight(reading))
             found.setdefault(kind, Mixture(reading, kind)).gates[gate.value] = gate
         if found:
-            return max(found.values(), key=lambda mixture: len(mixture.gates)), missed
-    return None, missed
+            return max(found.values(), key=lambda mixture: len(mixture.gates)), [*sliced, *missed]
+    return None, [*sliced, *missed]
 
 
 def before_factor(value: Value, cone: Container[Value]) -> Value | None:
