@@ -6,6 +6,7 @@ import functools
 import inspect
 import operator
 from collections.abc import Iterable, Iterator, Sequence
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -149,13 +150,6 @@ def writes(node: fx.Node) -> bool:
     return not functional and may_mutate(node)
 
 
-# Functions of torch that are written in Python. Operators have a tag.
-_RANDOM = {
-    *("dropout1d", "dropout2d", "dropout3d", "fractional_max_pool2d", "fractional_max_pool3d", "gumbel_softmax"),
-    *("svd_lowrank", "pca_lowrank", "lobpcg"),
-}
-
-
 def draws_random_numbers(node: fx.Node) -> bool:
     """Whether a node may draw random numbers, for a result or in place.
 
@@ -174,13 +168,37 @@ def _any_draws(graphs: Iterable[fx.GraphModule]) -> bool:
 def _is_random(target: Any) -> bool:
     if is_foreign(target) or namespace_of(target) not in {"", "mhc", *_OF_TORCH}:
         return True
-    overloads = [*_overloads(target), *_overloads(_of_aten(target))]
-    return _name(target) in _RANDOM or any(torch.Tag.nondeterministic_seeded in one.tags for one in overloads)
+    overloads = [*_overloads(target), *_overloads(_of_aten(_name(target)))]
+    return _any_seeded(overloads) or _names_random(target, set())
 
 
-def _of_aten(target: Any) -> Any:
-    """ATen's operator of a function's or a method's name."""
-    return getattr(torch.ops.aten, _name(target), None)
+def _any_seeded(overloads: list[OpOverload]) -> bool:
+    return any(torch.Tag.nondeterministic_seeded in one.tags for one in overloads)
+
+
+def _names_random(function: Any, seen: set[Any]) -> bool:
+    """Whether a function in Python, one that it names or one in its closure names an operator that draws."""
+    if not isinstance(function, FunctionType) or function in seen:
+        return False
+    seen.add(function)
+    named = list(_names_in(function.__code__))
+    others = [function.__globals__.get(name) for name in named]
+    others += [cell.cell_contents for cell in function.__closure__ or ()]
+    return any(_any_seeded(_overloads(_of_aten(name))) for name in named) or any(
+        _names_random(other, seen) for other in others
+    )
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
+
+
+def _of_aten(name: str) -> Any:
+    """ATen's operator of this name, which a function or a method has."""
+    return getattr(torch.ops.aten, name, None)
 
 
 def _name(target: Any) -> str:
@@ -199,7 +217,11 @@ def _has_dropout_of_0(node: fx.Node) -> bool:
 @functools.lru_cache(4096)
 def _dropout(target: Any) -> tuple[int | None, Any]:
     """Which argument of an operator for attention says how much is dropped out, and its default."""
-    for one in _overloads(_of_aten(target)):
+    if isinstance(target, FunctionType):
+        parameters = inspect.signature(target).parameters
+        if "dropout_p" in parameters:
+            return list(parameters).index("dropout_p"), parameters["dropout_p"].default
+    for one in _overloads(_of_aten(_name(target))):
         for place, argument in enumerate(one._schema.arguments):
             if argument.name == "dropout_p":
                 return place, argument.default_value
