@@ -171,7 +171,7 @@ class _Tracer:
         self.wrappers: set[fx.Node] = set()
         # Tensors whose shape the program has yet to change in place: Dynamo has them in their last shape alone.
         self.reshaped: Counter[int] = Counter(
-            id(tensor) for node in graph.nodes if spelled(node) in _RESHAPES for tensor in tensors_of(node)
+            id(tensor) for node in graph.nodes if _reshapes(node) for tensor in tensors_of(node)
         )
         self.recorded: dict[tuple[Any, ...], _Recorded | None] = {}
         self.tensor_kinds: dict[int, Kind] = {}
@@ -233,7 +233,7 @@ class _Tracer:
                 self._bind(node, container[node.args[1]])
                 return
         if compat.may_mutate(node):
-            if spelled(node) in _RESHAPES:
+            if _reshapes(node):
                 self.reshaped -= Counter(map(id, held))
             self._mutating(node, example)
         elif (function := compat.autograd_function(node)) is not None:
@@ -437,6 +437,13 @@ def _check_record(found: Recording, node: fx.Node) -> None:
 _RESHAPES = {
     *("unsqueeze_", "squeeze_", "transpose_", "t_", "swapaxes_", "swapdims_", "as_strided_", "resize_", "resize_as_"),
 }
+
+
+def _reshapes(node: fx.Node) -> bool:
+    """Whether a node changes the shape of what it is called on: a method, or an operator such as unsqueeze_.default."""
+    return spelled(node).partition(".")[0] in _RESHAPES
+
+
 _UNREADABLE = _Recorded(Recording((), None, []), [], [])
 
 
