@@ -139,10 +139,15 @@ def common_fake_mode(values: Iterable[Any]) -> Any:
 
 def fake_mode_of(tensor: Any) -> Any:
     """The mode in which factory functions make tensors like this one, which torch.func may have wrapped."""
+    return getattr(_within(_unwrapped(tensor)), "fake_mode", None) or contextlib.nullcontext()
+
+
+def _unwrapped(tensor: Any) -> Any:
+    """The tensor that torch.func has wrapped, at all its levels; others as they are."""
     functorch = torch._C._functorch
     while isinstance(tensor, torch.Tensor) and functorch.is_functorch_wrapped_tensor(tensor):
         tensor = functorch.get_unwrapped(tensor)
-    return getattr(_within(tensor), "fake_mode", None) or contextlib.nullcontext()
+    return tensor
 
 
 def is_batched(tensor: torch.Tensor) -> bool:
@@ -373,6 +378,9 @@ def same_strides(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def storage_of(tensor: torch.Tensor) -> Any:
-    """The storage of a tensor, also of a fake one, equal for tensors that share memory; None without plain memory."""
-    tensor = _within(tensor)
+    """The storage of a tensor, also of a fake one, equal for tensors that share memory; None without plain memory.
+
+    What torch.vmap makes of a tensor shares its memory.
+    """
+    tensor = _within(_unwrapped(tensor))
     return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else None

@@ -90,6 +90,18 @@ class WriteBetween(Layer):
         return self.write(f, post, x, sinkhorn(self.logits(h)))
 
 
+class WriteInVmapBetween(Layer):
+    """A bias of h_post is written inside torch.vmap after the read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.project(x)
+        bias = self.bias[N : 2 * N].detach() * 1.0
+        f = torch.tanh(self.read(torch.sigmoid(h[..., :N] + bias), x) @ self.weight)
+        torch.vmap(torch.vmap(lambda b: b.mul_(5.0)))(bias.view(2, N // 2))
+        post = 2 * torch.sigmoid(h[..., N : 2 * N] * self.scale[1] + bias)
+        return self.write(f, post, x, sinkhorn(self.logits(h)))
+
+
 class GradModeBetween(Layer):
     """A product of parameters, computed with gradients, stands between two stretches without."""
 
@@ -166,7 +178,11 @@ class _Rewrite:
 
 
 @pytest.mark.parametrize(
-    "kind", [Layer, WriteBetween, GradModeBetween, AutocastBetween, GatesWritten, LogitsClamped, SizeAsNumber]
+    "kind",
+    [
+        *(Layer, WriteBetween, WriteInVmapBetween, GradModeBetween, AutocastBetween, GatesWritten, LogitsClamped),
+        SizeAsNumber,
+    ],
 )
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_results_are_eagers(kind: type[Layer], dynamic: bool) -> None:
