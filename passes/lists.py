@@ -237,7 +237,7 @@ class Lists:
         seen = set(self._reached)
         while pending:
             node = pending.pop()
-            if node not in seen and any(tensor.requires_grad for tensor in tensors_of(node)):
+            if node not in seen and any(map(compat.requires_gradient, tensors_of(node))):
                 if node.op in ("placeholder", "get_attr"):
                     return True
                 pending += node.all_input_nodes

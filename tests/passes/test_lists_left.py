@@ -211,6 +211,22 @@ class OneStreamUsedOfSharedGates(OneStreamUsed):
         self.p = nn.Parameter(torch.randn(N))  # type: ignore[assignment]
 
 
+class OneStreamUsedOfMappedGates(OneStreamUsed):
+    """Each gate of a write is made by torch.vmap from a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.r = nn.Parameter(torch.randn(N * N))  # type: ignore[assignment]
+
+    def sublayer(self, xs: list[Tensor]) -> list[Tensor]:
+        new = super().sublayer(xs)
+        del self.written  # what is kept is a result of the graph
+        return new
+
+    def post(self) -> Sequence[Tensor]:
+        return [torch.vmap(torch.sin)(p.view(1)).squeeze(0) for p in self.p]
+
+
 def _run(kind: type[Gated]) -> tuple[list[str], list[str]]:
     """The operators in the new graph, and the reasons of what is left, of a model that does what it does eagerly."""
     x = torch.randn(2, 3, N, WIDTH)
@@ -250,6 +266,7 @@ def test_gradients_that_are_off_where_a_list_would_be_stacked() -> None:
 
 def test_parameters_of_streams_without_a_gradient_get_none() -> None:
     assert _run(OneStreamUsed) == ([], [lists.ZEROS])
+    assert _run(OneStreamUsedOfMappedGates) == ([], [lists.ZEROS])
     assert _run(OneStreamUsedOfSharedGates) == (["aggregate", "expand_combine"], [])
 
 
