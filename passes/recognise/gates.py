@@ -286,6 +286,9 @@ def _fit_sigmoid(found: Region) -> Sigmoid | str | None:
         torch.randn(shape, generator=generator, dtype=torch.float64) * spread for spread in (0.1, 3.0, 40.0, 400.0)
     ]
     given += [ramp / slope for ramp in _ramps(found, -_LAST, _LAST)]
+    thresholds = [number for number in sorted(found.constants(whole=True)) if 0 < abs(number * slope) < 1]
+    beside = [at for number in thresholds for at in _beside(found, number)]
+    given += beside
     pairs = [(at, value) for at in given if (value := _run(found, at)) is not None]
     if len(pairs) < len(given) or not all(_is_near(kind, *pair, 0.0) for pair in pairs):
         return None
@@ -300,7 +303,7 @@ def _fit_sigmoid(found: Region) -> Sigmoid | str | None:
         return "equals a sigmoid gate, but not where that is next to nothing (a threshold, or a mask)"
     sigmoid = partial(_sigmoid, kind)
     places = [torch.randn(shape, generator=generator, dtype=torch.float64) * spread for spread in (1.0, 6.0)]
-    same = same_gradient(sigmoid, found, *places)
+    same = same_gradient(sigmoid, found, *places, *beside)
     for ramp in _ramps(found, -40.0, 40.0):
         # Where a sigmoid is near 1, its gradient is rounded as much as 1 is.
         least = torch.where(ramp < 0, 0.0 if not cancels else 1.0, 1.0) * height * slope * 1e-14 + height * _NOTHING
@@ -324,6 +327,14 @@ def _ramps(found: Region, first: float, last: float) -> torch.Tensor:
     count = torch.Size(found.shape).numel()
     runs = -(-_POINTS // count)
     return torch.linspace(first, last, runs * count, dtype=torch.float64).view(runs, *found.shape)
+
+
+def _beside(found: Region, number: float) -> torch.Tensor:
+    """Logits on both sides of a number of the region: it may be a threshold, however small."""
+    count = torch.Size(found.shape).numel()
+    sides = number * torch.tensor([0.999, 1.001, -0.999, -1.001], dtype=torch.float64)
+    runs = -(-len(sides) // count)
+    return sides[torch.arange(runs * count) % len(sides)].view(runs, *found.shape)
 
 
 def _is_near(kind: Sigmoid, given: torch.Tensor, got: torch.Tensor, relative: float) -> bool:

@@ -82,7 +82,7 @@ _BEGINNINGS = sorted(product(SINKHORN_STARTS, SINKHORN_AXES), key=lambda beginni
 
 def identify(found: Region, side: int) -> tuple[Sinkhorn, bool, bool] | str:
     """The form, and whether it is that of the transposed logits and whether the result is transposed; or why none."""
-    given = torch.cat(list(_logits(side, found.limits())))
+    given = torch.cat([*_logits(side, found.limits()), *_beside(found, side)])
     got = _run(found, given, side)
     if isinstance(got, str):
         return got
@@ -271,7 +271,7 @@ def _computed(candidate: _Start, steps: int, side: int, turn: tuple[bool, bool],
 
 def _same_gradient(found: Region, ours: Callable[[torch.Tensor], torch.Tensor], side: int) -> bool:
     """Whether gradients agree, matrix by matrix: a norm over all hides those that are small."""
-    given = torch.cat(list(_logits_of_gradients(found, side)))
+    given = torch.cat([*_logits_of_gradients(found, side), *_beside(found, side)])
     count = torch.Size(found.shape).numel() // (side * side)
     places = torch.arange(count * -(-len(given) // count)) % len(given)
     points = given[places].view(-1, *found.shape)
@@ -291,6 +291,15 @@ def _logits_of_gradients(found: Region, side: int) -> Iterator[torch.Tensor]:
         sunk[:, 0] += math.log(eps)
         sunk[:, :, -1] += math.log(eps)
         yield sunk
+
+
+def _beside(found: Region, side: int) -> Iterator[torch.Tensor]:
+    """Logits on both sides of a number of the region, which may be a threshold, however small."""
+    generator = torch.Generator().manual_seed(2)
+    for number in sorted(found.constants(whole=True)):
+        if 0.0 < abs(number) < 1.0:
+            numbers = torch.randn(2, side, side, generator=generator, dtype=torch.float64)
+            yield number * (1.0 + 1e-3 * numbers) * torch.tensor([1.0, -1.0], dtype=torch.float64).view(2, 1, 1)
 
 
 def _same_gradient_at_ties(found: Region, ours: Callable[[torch.Tensor], torch.Tensor]) -> bool:

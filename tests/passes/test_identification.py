@@ -532,3 +532,38 @@ def test_constants_of_the_default_dtype(kind: type[Sublayer]) -> None:
     outcome = check.run(kind(N, WIDTH, 3, 2), (torch.randn(2, 3, N, WIDTH),), repeats=1)
     check.assert_as_accurate(outcome)
     assert outcome.operators == ["expand_combine", "generate_mix_and_aggregate"], str(outcome.report)
+
+
+def _among(logits: Tensor, threshold: float) -> Tensor:
+    """Where logits are next to zero, but not zero: no ordinary logits are."""
+    return (logits.abs() < threshold) & (logits != 0)
+
+
+class _MaskedNearZero(Sublayer):
+    def pre(self, logits: Tensor) -> Tensor:
+        return torch.where(_among(logits, 1e-4), 0.0, torch.sigmoid(logits))
+
+
+class _DetachedNearZero(Sublayer):
+    def pre(self, logits: Tensor) -> Tensor:
+        return torch.sigmoid(torch.where(_among(logits, 1e-4), logits.detach(), logits))
+
+
+class _MatrixMaskedNearZero(Sublayer):
+    def res(self, logits: Tensor) -> Tensor:
+        return super().res(torch.where(_among(logits, 1e-4), 1.0, logits))
+
+
+class _MatrixDetachedNearZero(Sublayer):
+    def res(self, logits: Tensor) -> Tensor:
+        return super().res(torch.where(_among(logits, 1e-4), logits.detach(), logits))
+
+
+@pytest.mark.parametrize("kind", [_MaskedNearZero, _DetachedNearZero, _MatrixMaskedNearZero, _MatrixDetachedNearZero])
+def test_thresholds_near_zero(kind: type[Sublayer]) -> None:
+    model = kind(N, WIDTH, 3, 2)
+    with torch.no_grad():
+        model.phi.mul_(1e-5)
+        model.bias.zero_()
+    outcome = check.run(model, (torch.randn(2, 3, N, WIDTH),), repeats=1)
+    check.assert_as_accurate(outcome)
