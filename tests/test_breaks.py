@@ -532,6 +532,8 @@ def test_what_was_compiled_before_a_reset_is_forgotten() -> None:
     assert _names(report.rewritten) == ["generate_mix", "aggregate", "expand_combine"]
 
 
+# torch 2.14 warns while it traces the text of a dataclass. As an error, this would end the caller's compilation there.
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin:UserWarning")
 @pytest.mark.usefixtures("passes_only")
 def test_code_without_a_hash() -> None:
     """vmap asks for the module's text, which Dynamo cannot trace: the code that it makes has a dict as a constant."""
