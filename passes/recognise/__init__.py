@@ -325,7 +325,7 @@ def _token_dims(x: Value, view: StreamsView) -> tuple[int, ...] | None:
 def default_view(projection: Projection, n: int) -> StreamsView | None:
     """Where n streams lie in what a projection reads, if they are its major elements: [..., n, C]."""
     inner = tidy([(size, stride) for size, stride, _ in projection.parts[0].inner])
-    if projection.width % n or n > projection.width:
+    if projection.width % n:
         return None
     try:
         dims = Layout((inner,)).reshape((n, projection.width // n)).dims

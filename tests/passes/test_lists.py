@@ -356,6 +356,11 @@ def test_told_in_one_line(kind: type[Listed], reason: str, rewritten: int) -> No
     assert declined[0].location.file.endswith("test_lists.py")
 
 
+def test_an_output_that_is_added_to_one_of_two_streams_is_told() -> None:
+    outcome = _run(ToOne(2))
+    assert any("to some of the 2 streams" in str(site.reason) for site in outcome.report.declined), str(outcome.report)
+
+
 @pytest.mark.parametrize("missing", [torch.stack, "unbind"])
 def test_what_torch_does_not_stack_or_take_apart_is_left(missing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with DTensors in torch 2.11."""

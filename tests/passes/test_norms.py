@@ -147,6 +147,18 @@ class ThreeNormsOfUnknownGates(Normed):
         return a.softmax(-1), 1 + p.sin(), r.unflatten(-1, (N, N)).softmax(-1)
 
 
+class TwoFactors(Normed):
+    """The gates of one projection are scaled by two norms: most of them by one, the matrix by the other."""
+
+    def gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        flat = self.flat(x)
+        mean = flat.square().mean(-1, keepdim=True)
+        usual, other = torch.rsqrt(mean + 1e-6), torch.rsqrt(mean + 1e-2)
+        pre, post, res = self.split(self.project(flat))
+        pre, post, res = self.logits((pre * usual, post * usual, res * other))
+        return self.pre(pre), self.post(post), self.res(res)
+
+
 NORMS: list[tuple[type[Normed], list[str]]] = [
     (WeightOfChannels, FULL),
     (WeightOfStreams, FULL),
@@ -165,6 +177,7 @@ NORMS: list[tuple[type[Normed], list[str]]] = [
     (ThreeProjections, FULL),
     (OneProjectionPutTogether, FULL),
     (ThreeNormsOfUnknownGates, ["aggregate", "expand_combine", "projection"]),
+    (TwoFactors, [*FULL, "sinkhorn"]),
 ]
 
 
