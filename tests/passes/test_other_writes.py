@@ -309,6 +309,21 @@ def test_streams_that_are_summed_with_several_gates_are_not_read_with_one() -> N
     assert outcome.operators == ["aggregate", "projection"], str(outcome.report)
 
 
+class SummedLinear(Softmax):
+    """A near miss: a linear layer over a last dimension as small as n, whose results are summed, is no read."""
+
+    def body(self, x: Tensor) -> Any:
+        a, p, r = self.gates(x)
+        small = nn.functional.linear(x.transpose(-1, -2).sin(), r[0, 0]).sum(-1)
+        return self.write(x, self.layer(self.read(x, a)) * small.sigmoid(), p, r)
+
+
+def test_a_linear_layer_whose_results_are_summed_is_no_read() -> None:
+    outcome = check.run(SummedLinear(), (torch.randn(SHAPE),))
+    check.assert_as_accurate(outcome)
+    assert outcome.operators == ALL, str(outcome.report)
+
+
 class KnownGateAlone(Sublayer):
     """A known gate reads the streams, and every stream gets the output."""
 
