@@ -151,6 +151,25 @@ class OfAMean(Softmax):
         return x + p.unsqueeze(-1) * f.unsqueeze(-2)
 
 
+class LayersOfMeans(Softmax):
+    """Each layer reads the mean of the streams that the one before wrote."""
+
+    def body(self, x: Tensor) -> Any:
+        for _ in range(2):
+            _, p, r = self.gates(x)
+            x = self.write(x, self.layer(x.mean(-2)), p, r)
+        return x
+
+
+class StaticLayersOfSums(Static):
+    """Nothing but these sums shows what the streams are."""
+
+    def body(self, x: Tensor) -> Any:
+        for _ in range(2):
+            x = x + self.p.unsqueeze(-1) * self.layer(x.sum(-2)).unsqueeze(-2)
+        return x
+
+
 class MixedLast(Softmax):
     """Nothing but a matrix reads the new streams."""
 
@@ -188,6 +207,8 @@ FORMS: list[tuple[type[Own], list[str]]] = [
     (StaticInOneProduct, BOTH),
     (InOneSum, ALL),
     (OfAMean, ALL),
+    (LayersOfMeans, ["expand_combine"] * 2 + ["projection"] * 2),
+    (StaticLayersOfSums, ["expand_combine"] * 2),
     (MixedLast, sorted([*ALL, "mix_streams"])),
     (MixedAndPooled, sorted([*ALL, "aggregate"])),
     (FewerRowsLast, ALL),
