@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -98,6 +99,8 @@ def test_sites_that_are_alike_share_an_excerpt(report: Report) -> None:
     assert "in3: " in before
     assert "in4" not in before, "parts of what a site computes are no inputs"
     assert "sinkhorn_steps=39" in after
+    lines = [line for line in before.splitlines() if line.startswith("# ")]
+    assert all(line != following for line, following in pairwise(lines)), "a line of the program is shown once"
 
 
 class Pyramid(nn.Module):

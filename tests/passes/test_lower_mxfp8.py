@@ -335,5 +335,14 @@ def test_numbers_are_those_of_the_program(name: str, fakes: FakeTensorMode) -> N
     assert torch.equal(exponents.view(torch.uint8).flatten(), wanted_exponents.flatten())
 
 
+@pytest.mark.parametrize(
+    ("left", "right", "same"), [(0x7F, 0xFF, True), (0xFF, 0x7F, True), (0x7F, 0x7E, False), (0x00, 0x80, False)]
+)
+def test_any_nan_is_as_good_as_another(left: int, right: int, same: bool) -> None:
+    """But not numbers that differ, and not zeros of two signs."""
+    one, other = (torch.tensor([0x38, bits], dtype=torch.uint8).view(NUMBERS) for bits in (left, right))
+    assert mxfp8._same_bits(one, other) == same
+
+
 def test_it_is_an_option(fakes: FakeTensorMode) -> None:
     assert passes.lower(boundary(floor, of_bfloat16(fakes))).lowered == {"boundary": 1}

@@ -202,11 +202,18 @@ def _read_back(x: Tensor, f: Tensor, phi: Tensor, post: Tensor, res: Tensor, **r
     return torch.ops.mhc.expand_combine_and_read_backward(x, u, h, ms, *given, needs)
 
 
+def _write_back(x: Tensor, post: Tensor, **rest: Tensor) -> Any:
+    """The backward of a write that mixes nothing."""
+    given = (x, x[..., 0, :], None, post, 2 * x, None, [True, False, True, True, False])
+    backward = torch.ops.mhc.expand_combine_backward
+    return *backward(*given), *backward(*given, 3 * x)
+
+
 def _head(x: Tensor, phi: Tensor, bias: Tensor, scale: Tensor, **rest: Tensor) -> Any:
     return torch.ops.mhc.head(x, phi[:N], scale[:1], bias[:N])
 
 
-@pytest.mark.parametrize("function", [_read_back, _head])
+@pytest.mark.parametrize("function", [_read_back, _write_back, _head])
 def test_operators_in_parts(function: Callable[..., Any]) -> None:
     shapes = SHAPES | {"post": (3, 5, N), "res": (3, 5, N, N)}
     draw = torch.Generator().manual_seed(0)
