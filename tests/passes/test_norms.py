@@ -132,6 +132,14 @@ class ThreeProjections(Normed):
         return torch.cat([F.linear(self.flat(x), p) for p in parts], -1) * self.factor(x).squeeze(-1)
 
 
+class TwoProjections(ThreeProjections):
+    """Two of them: that of the read and write, and that of the matrix."""
+
+    def mixes(self, x: Tensor) -> Tensor:
+        parts = self.phi.split((2 * N, N * N))
+        return torch.cat([F.linear(self.flat(x), p) for p in parts], -1) * self.factor(x).squeeze(-1)
+
+
 class OneProjectionPutTogether(Normed):
     """A list of projections that has one of them."""
 
@@ -175,6 +183,7 @@ NORMS: list[tuple[type[Normed], list[str]]] = [
     (NoNorm, FULL),
     (ThreeNorms, APART),
     (ThreeProjections, FULL),
+    (TwoProjections, FULL),
     (OneProjectionPutTogether, FULL),
     (ThreeNormsOfUnknownGates, ["aggregate", "expand_combine", "projection"]),
     (TwoFactors, [*FULL, "sinkhorn"]),
