@@ -61,6 +61,15 @@ def test_a_site_knows_its_module(report: Report) -> None:
     assert [site.module for site in report.sites] == [name for name in names for _ in range(2)]
 
 
+fn = Model(1, lambda: nn.Linear(C, C))
+
+
+def test_a_module_that_is_a_global_keeps_its_name() -> None:
+    """Dynamo calls what it compiles fn, too."""
+    names = {site.module for site in mhc_compile.explain(lambda x: fn(x), streams()).sites}
+    assert names == {"fn.layers.0.attention", "fn.layers.0.mlp"}
+
+
 def test_the_program_is_counted_as_the_benchmarks_count_it() -> None:
     """A model whose every operation belongs to a site."""
     model, x = Model(2, nn.Identity), streams()

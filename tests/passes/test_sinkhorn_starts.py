@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import mhc_compile
 from tests.zoo import check
@@ -327,3 +328,30 @@ def test_logits_that_are_read_whole_and_column_by_column() -> None:
     check.assert_as_accurate(outcome)
     assert outcome.operators == ["expand_combine", "generate_mix_and_aggregate"], str(outcome.report)
     assert outcome.reasons == []
+
+
+class _OfLogits(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, logits: Tensor) -> Tensor:
+        return self.function(logits.sin())
+
+
+def _softmax_and_columns(logits: Tensor) -> Tensor:
+    m = logits.softmax(-1)
+    return m / m.sum(-2, keepdim=True)
+
+
+def _logarithms_and_columns(logits: Tensor) -> Tensor:
+    m = logits.log_softmax(-1)
+    return (m - m.logsumexp(-2, keepdim=True)).exp()
+
+
+@pytest.mark.parametrize("function", [_softmax_and_columns, _logarithms_and_columns])
+def test_a_softmax_is_the_first_of_two_half_steps(function: Callable[[Tensor], Tensor]) -> None:
+    """Of a Sinkhorn whose logits no projection makes."""
+    outcome = check.run(_OfLogits(function), (torch.randn(2, 3, N, N),))
+    check.assert_as_accurate(outcome)
+    assert outcome.operators == ["sinkhorn"], str(outcome.report)
