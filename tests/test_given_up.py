@@ -345,6 +345,14 @@ def test_a_phi_of_matrices_beside_their_streams(n: int) -> None:
     assert can_hold({compat.Reached((n * n + n, n * C), True)})
 
 
+@pytest.mark.parametrize("tokens", [(6,), (2, 3), (2, 3, 5)])
+def test_a_phi_that_is_given_beside_streams(tokens: tuple[int, ...]) -> None:
+    """It need not be learned, if it multiplies all channels of a token's streams."""
+    streams = compat.Reached((*tokens, N, C), False)
+    assert can_hold({compat.Reached((N * N + 2 * N, N * C), False), streams})
+    assert not can_hold({compat.Reached((N * N + 2 * N, C * C), False), streams})
+
+
 @pytest.mark.parametrize("rows", [64, 192, 256, 768])
 def test_usual_layers_cannot_hold_a_site(rows: int) -> None:
     """Not even beside heads, unless these are the n streams of n * n rows."""
