@@ -13,6 +13,7 @@ from mhc_compile.passes.functional import functional
 from tests.passes.dynamo import graph_of
 from tests.zoo import check
 from tests.zoo.common import random_parameter, random_phi
+from tests.zoo.near import Sublayer
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -102,3 +103,19 @@ def test_a_write_that_stays_leaves_nothing_of_what_would_have_come_instead() -> 
     graph = graph_of(program, torch.randn(4, 4), torch.randn(4, 2)).graph
     kept = [node.target for node in functional(graph).nodes if node.op == "call_method"]
     assert kept == ["add_"]
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_a_symbolic_size_is_assigned_in_place(half: bool) -> None:
+    """It is neither a number nor a tensor."""
+
+    class Assigned(Sublayer):
+        def forward(self, x: Tensor) -> Any:
+            x = x.sin()
+            x[..., 0, :] = x.shape[0] * 0.5 if half else x.shape[0]
+            return self.body(x)
+
+    outcome = check.run(Assigned(N, WIDTH, SHAPE[1], SHAPE[0]), (torch.randn(SHAPE),), dynamic=True)
+    check.assert_as_accurate(outcome)
+    assert "expand_combine" in outcome.operators, str(outcome.report)
+    assert not outcome.report.errors
