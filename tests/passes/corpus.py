@@ -3,7 +3,8 @@
 python -m tests.passes.corpus [count]     writes corpus.txt anew, for a change that is meant; git shows what is other
 
 Other tests say what has to be rewritten, with few programs for each rule. Here every change of a plan shows, wherever
-it comes from, and is looked at before it is kept.
+it comes from, and is looked at before it is kept. Some changes are no site more or less, and no other result: a cast or
+a norm that the program makes itself now, and that an operator made before.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
 
 import mhc_compile
+from mhc_compile.testing import capture
 from tests.fuzz.__main__ import Choices, composed
 from tests.fuzz.program import Program
 
@@ -37,17 +39,21 @@ def program_of(seed: int) -> Program | None:
 
 
 def outcome(program: Program) -> list[str]:
-    """A line for each site and each kind of fusion."""
-    model, inputs = program.build()
-    training = program.mode == "training"
-    given: list[Tensor] = [value.requires_grad_(training and program.leaves) for value in inputs]
-    with _quietly(), torch.set_grad_enabled(training):
-        report = mhc_compile.explain(model, *given)
+    """A line for each site and each kind of fusion, and the operators' calls: what they are given, and which dtypes."""
+    with _quietly(), torch.set_grad_enabled(program.mode == "training"):
+        report = mhc_compile.explain(*_called(program))
+        calls = str(capture(*_called(program))).splitlines() if report.rewritten else []
     lines = [f"{site.op}{'' if site.rewritten else ' is left'}: {site.told}" for site in report.sites]
     lines += [f"fused: {count} x {name}" for name, count in sorted(report.fusions.items())]
     lines += [f"error: {error}" for error in report.errors]
     # A line more at the top of a file is no other outcome.
-    return [_LINE.sub(r"\1", line) for line in lines]
+    return [_LINE.sub(r"\1", line) for line in lines + calls]
+
+
+def _called(program: Program) -> tuple[Any, ...]:
+    """The model and its inputs."""
+    model, inputs = program.build()
+    return model, *(value.requires_grad_(program.mode == "training" and program.leaves) for value in inputs)
 
 
 @contextlib.contextmanager
