@@ -84,7 +84,6 @@ class _Move:
                 for name, now in ((old["name"], str(where)), (at.short.rpartition(":")[0], where.short)):
                     line = f"line {where.line} of {now.rpartition(':')[0]}"
                     self._words.setdefault(f"{name}:{at.line}", now)
-                    self._words.setdefault(f"line {at.line} of {name}", line)
                     # With the code, as excerpts of a graph and sentences have it.
                     self._words.setdefault(f"{name}:{at.line}  {at.code}", f"{now}  {where.code}")
                     self._words.setdefault(f"line {at.line} of {name} ({at.code})", f"{line} ({where.code})")
