@@ -48,3 +48,15 @@ def test_numbers_that_are_made_of_no_tensor_are_of_float64(dynamic: bool) -> Non
     assert result.dtype == torch.float64
     weights = torch.linspace(0, 1, 3, dtype=torch.float64) + 0.1 + torch.arange(3)
     torch.testing.assert_close(result, x + 0.3 * weights + 1.0)
+
+
+def with_whole_numbers(x: Tensor) -> Tensor:
+    return x * x.to(torch.int64) + torch.zeros(3, dtype=torch.bool).any()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_casts_to_whole_numbers_stay() -> None:
+    x = torch.linspace(-3, 3, 15, dtype=torch.float64).view(5, 3)
+    (result,) = widened(graph_of(with_whole_numbers, x.float()))(x)
+    assert result.dtype == torch.float64
+    assert torch.equal(result, x * x.trunc())
