@@ -356,6 +356,14 @@ class MixedOnceAndAdded(MixedTwice):
         return h_res.transpose(-1, -2) @ x + x.tanh() + h_post.unsqueeze(-1) * f.unsqueeze(-2)
 
 
+class BiasOfEachBatch(Sublayer):
+    """What is added with the output is the same for all positions, but not for the batch: no layer's bias."""
+
+    def write(self, x: Tensor, f: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
+        bias = x.amax((1, 2))[:, None, None]
+        return h_post.unsqueeze(-1) * f.unsqueeze(-2) + h_post.unsqueeze(-1) * bias + h_res.transpose(-1, -2) @ x
+
+
 class SameMixedTwice(MixedTwice):
     """A near miss: both matrices mix the same streams, so that they are one."""
 
@@ -388,6 +396,7 @@ REASONS: list[tuple[type[Sublayer], str, str]] = [
     (NumbersOnly, "equals a sigmoid gate, but not for logits that are NaN or infinite", "post"),
     (FiniteStart, "equals a Sinkhorn projection, but not for logits that are NaN or infinite", ""),
     (ScaledByPosition, "but also from another tensor, [3, 1], in mul", "pre"),
+    (BiasOfEachBatch, "something other than h_post times one tensor [..., C]", "write"),
     (MixedTwice, "mixes two tensors by a matrix each, and the operator mixes one", "write"),
     (RowsMixed, "mixes two tensors by a matrix each, and the operator mixes one", "write"),
     (RowsOfAllMixed, "mixes two tensors by a matrix each, and the operator mixes one", ""),
