@@ -362,6 +362,24 @@ def test_streams_that_a_known_gate_reads() -> None:
     assert outcome.operators == ["expand_combine", "head"], str(outcome.report)
 
 
+class KnownPostAlone(Sublayer):
+    """A known gate writes to the streams, whose mean is read, and a static matrix mixes them."""
+
+    def gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        flat = self.flat(x)
+        post = nn.functional.linear(flat, self.phi[: self.n]) * self.rms(flat)
+        return post, self.post(post * self.scale[1] + self.bias[: self.n]), self.phi[: self.n, : self.n].softmax(-1)
+
+    def read(self, x: Tensor, h_pre: Tensor) -> Tensor:
+        return x.mean(2)
+
+
+def test_streams_that_a_known_gate_writes() -> None:
+    outcome = check.run(KnownPostAlone(4, 6, 3, 2), (torch.randn(SHAPE),))
+    check.assert_as_accurate(outcome)
+    assert outcome.operators == ["expand_combine", "generate_mix"], str(outcome.report)
+
+
 FOR_ALL: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "LayerScale": lambda m, f, p: m.weight[0] * f,
     "a gate of the output": lambda m, f, p: torch.sigmoid(f @ m.weight[0]).unsqueeze(-1) * f,
