@@ -42,6 +42,16 @@ def _projection(t: Given, d_x: Tensor | None) -> Tensor:
     return gradient
 
 
+def _linear(t: Given, d_x: Tensor | None) -> Tensor:
+    """Of a projection whose gates no norm scales, the streams themselves are not read."""
+    gradient: Tensor = mhc.projection_backward(t["d_h"], None, t["x"], t["wide"], None, [True, False, False], d_x)[0]
+    return gradient
+
+
+def _two_without_norms(t: Given) -> Any:
+    return _linear(t, _linear(t, _write(t)))
+
+
 def _all(t: Given) -> Any:
     return _projection(t, _read(t, _write(t)))
 
@@ -91,6 +101,7 @@ def _evaluate(function: Callable[[Given], Any], values: Given) -> list[Tensor]:
     ("function", "sums"),
     [
         (_all, 1),
+        (_two_without_norms, 1),
         (_in_another_order, 1),
         (_read_twice, 2),
         (_mixture_read_twice, 1),
