@@ -31,8 +31,9 @@ def test_casts_after_autocast_and_in_a_nested_graph_are_to_float64() -> None:
 
 
 def with_factories(x: Tensor) -> Tensor:
-    """What has no dtype of its own takes the default one; whole numbers stay whole."""
+    """What has no dtype of its own takes the default one; whole numbers stay whole, and index."""
     length = x.shape[-1]
+    x = x[:, torch.arange(length, dtype=torch.int64)]
     weights = torch.linspace(0, 1, length) + torch.full((length,), 0.1) + torch.arange(length)
     return x @ torch.eye(length) + weights * torch.tensor(0.3) + torch.ones(length, dtype=torch.float32)
 
