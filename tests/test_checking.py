@@ -451,6 +451,24 @@ def test_graphs_that_distributed_data_parallel_cuts(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("without_inductor")
+def test_checks_out_of_order_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program runs without checks, and the report has words for what was wrong."""
+    watching = sys.modules["mhc_compile.passes.rewrite.watched"]._Watching
+    run = watching.run
+
+    def misplaced(self: Any, sites: Any) -> None:
+        run(self, sites)
+        self.copies.graph.output_node().prepend(self.calls[0][0])
+
+    monkeypatch.setattr(watching, "run", misplaced)
+    model = Model()
+    _step(torch.compile(model, backend="mhc", options=CHECK), model, 0, _close)
+    (error,) = mhc_compile.report().errors
+    assert "used before it has been defined" in error
+    assert _reported()[0] == [MIX, COMBINE] * 2 + ["head"]
+
+
+@pytest.mark.usefixtures("without_inductor")
 def test_a_program_without_sites_is_compiled_as_ever() -> None:
     called: list[Any] = []
     original = checking.FirstCalls.__call__

@@ -74,7 +74,7 @@ def with_tokens_last(ops: Iterable[Op], errors: list[str]) -> Iterator[tuple[Val
         cone, sums = _made_of(op)
         seen.update(cone)
         leaf = next(op.inputs())
-        if sums < _HALF_STEPS or leaf.shape != op.out.shape or leaf.numel > _MOST_ELEMENTS:
+        if sums + sinkhorn.is_reduction(op) < _HALF_STEPS or leaf.shape != op.out.shape or leaf.numel > _MOST_ELEMENTS:
             continue
         for value in _ends(cone):
             found: Region | None = None

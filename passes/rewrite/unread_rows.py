@@ -69,7 +69,7 @@ def _part(user: fx.Node, rows: range, rank: int) -> range | None:
         return None
     index = given[0] if isinstance(given[0], tuple) else given
     *others, last = index
-    to_the_end = len(index) == rank or (len(index) < rank and Ellipsis in others)
+    to_the_end = len(index) == rank or Ellipsis in others
     if not to_the_end or not all(each in (Ellipsis, slice(None)) for each in others):
         return None
     if not isinstance(last, slice) or not all(isinstance(a, int | None) for a in (last.start, last.stop, last.step)):

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from mhc_compile import passes
 from mhc_compile.nn import Form, HyperConnection
 from mhc_compile.passes.recognise import gates, rms, sinkhorn
+from mhc_compile.passes.rewrite.copies import Copies
 from tests.passes.dynamo import graph_of
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -46,11 +47,10 @@ class _FeedForward(nn.Module):
         return self.down(torch.relu(self.up(x)))
 
 
-def _graph(sublayers: int, sublayer: Callable[[], nn.Module] = _Gain) -> fx.Graph:
+def _graph(sublayers: int, sublayer: Callable[[], nn.Module] = _Gain, iterations: int = 4) -> fx.Graph:
     """Dynamo's graph of so many sublayers, one after the other. It takes Dynamo longer to trace than us to read."""
-    model = nn.Sequential(
-        *(HyperConnection(sublayer(), dim=WIDTH, form=Form.deepseek_v4(iterations=4)) for _ in range(sublayers))
-    )
+    form = Form.deepseek_v4(iterations=iterations)
+    model = nn.Sequential(*(HyperConnection(sublayer(), dim=WIDTH, form=form) for _ in range(sublayers)))
     torch._dynamo.reset()
     return graph_of(model, torch.randn(2, 3, 4, WIDTH)).graph
 
@@ -100,6 +100,26 @@ def test_the_cost_grows_with_the_graph() -> None:
     # Four times the graph: a part that grew with its square would show as up to 16 times.
     assert seconds[24] < 6 * seconds[6], seconds
     assert seconds[24] < 3.0, seconds
+
+
+def test_steps_of_a_sinkhorn_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be most of the nodes, and one operator comes for them."""
+    copied: Counter[str] = Counter()
+    copy = Copies._copy
+
+    def counted(self: Copies, node: fx.Node) -> None:
+        copied["now"] += 1
+        copy(self, node)
+
+    monkeypatch.setattr(Copies, "_copy", counted)
+    each = []
+    for iterations in (2, 20):
+        copied.clear()
+        _, report = passes.run(_graph(1, iterations=iterations))
+        assert len(report.rewritten) == 2, str(report)
+        each.append(copied["now"])
+    few, many = each
+    assert few == many > 0
 
 
 def test_gates_are_looked_for_in_one_layer(monkeypatch: pytest.MonkeyPatch) -> None:

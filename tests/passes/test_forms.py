@@ -155,6 +155,23 @@ class ThreeParameters(Sublayer):
 
 
 @form()
+class TwoParameters(Sublayer):
+    def __init__(self, *args: int) -> None:
+        super().__init__(*args)
+        vectors, matrices = self.phi.detach().split([2 * self.n, self.n**2])
+        self.vectors, self.matrices = nn.Parameter(vectors.clone()), nn.Parameter(matrices.clone())
+
+    def project(self, flat: Tensor) -> Tensor:
+        return torch.cat([F.linear(flat, self.vectors), F.linear(flat, self.matrices)], -1)
+
+
+@form()
+class LastStreamFirst(Sublayer):
+    def read(self, x: Tensor, h_pre: Tensor) -> Tensor:
+        return sum(h_pre[..., i, None] * x[:, :, i] for i in reversed(range(self.n)))  # type: ignore[return-value]
+
+
+@form()
 class WrittenIntoEmpty(Sublayer):
     def write(self, x: Tensor, f: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
         out = torch.empty_like(x)

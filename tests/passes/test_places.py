@@ -263,12 +263,14 @@ class NamedAndBroken(Named):
 
 NAMED = Named()
 BY_NAME = {"one": NAMED}
+fn = NAMED  # what torch calls a module that it wraps
 PATHS: dict[str, tuple[Callable[..., Any], str]] = {
     "a method": (NAMED, "layers.0"),
     "a bound method": (NAMED.forward, "layers.0"),
     "a method after a break": (NamedAndBroken(), "layers.0"),
     "a method in another module": (nn.Sequential(NAMED), "0.layers.0"),
     "a global": (lambda x: NAMED(x), "NAMED.layers.0"),
+    "a global of another's name": (lambda x: fn(x), "fn.layers.0"),
     "a part of a global": (lambda x: NAMED.layers[0](x), "NAMED.layers.0"),
     "an item of a global": (lambda x: BY_NAME["one"](x), "BY_NAME['one'].layers.0"),
     "a local": (lambda x, model=NAMED: model(x), "model.layers.0"),

@@ -107,6 +107,26 @@ class AllTokensLast(Sublayer):
         return p
 
 
+class ThreeHalfStepsOfTokensLast(AllTokensLast):
+    """As few as make moderate logits nearly doubly stochastic."""
+
+    def sinkhorn(self, logits: Tensor) -> Tensor:
+        p = torch.exp(logits)
+        for axis in (1, 0, 1):
+            p = p / p.sum(axis, keepdim=True)
+        return p
+
+
+class SoftmaxOfTokensLast(AllTokensLast):
+    """The first of three half-steps is a softmax."""
+
+    def sinkhorn(self, logits: Tensor) -> Tensor:
+        p = logits.softmax(1)
+        for axis in (0, 1):
+            p = p / p.sum(axis, keepdim=True)
+        return p
+
+
 class OneAxisOfTokensLast(AllTokensLast):
     def sinkhorn(self, logits: Tensor) -> Tensor:
         p = torch.exp(logits)
@@ -379,6 +399,8 @@ REASONS: list[tuple[type[Sublayer], str, str]] = [
     (TokensLast, "with the tokens last, as [..., tokens]", "res"),
     (UnderVmap, "computed under vmap", "gates"),
     (AllTokensLast, "a Sinkhorn projection of [n, n, tokens]", "sinkhorn"),
+    (ThreeHalfStepsOfTokensLast, "a Sinkhorn projection of [n, n, tokens]", "sinkhorn"),
+    (SoftmaxOfTokensLast, "a Sinkhorn projection of [n, n, tokens]", "sinkhorn"),
     (AllUnderVmap, "what looks like a Sinkhorn iteration is under vmap", "matrices"),
     (TwiceUnderVmap, "what looks like a Sinkhorn iteration is under vmap", "matrices"),
     (OneAxis, "normalises one axis only", "res"),

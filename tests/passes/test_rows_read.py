@@ -185,11 +185,25 @@ def _own_rows_first(logits: Tensor) -> tuple[Tensor, ...]:
     return logits.narrow(-1, rows, N), logits.narrow(-1, rows + N, N), logits.narrow(-1, 0, rows)
 
 
-def test_rows_of_known_gates_that_come_last_are_not_projected_twice() -> None:
-    outcome = check.run(Mixed(_own_rows_first, 2), (torch.randn(SHAPE),))
+def _own_rows_first_after_dots(logits: Tensor) -> tuple[Tensor, ...]:
+    rows = logits.shape[-1] - 2 * N
+    return logits[..., rows : rows + N], logits[..., rows + N :], logits[:, ..., :rows]
+
+
+def _own_rows_first_after_dots_for_nothing(logits: Tensor) -> tuple[Tensor, ...]:
+    rows = logits.shape[-1] - 2 * N
+    return logits[:, :, ..., rows : rows + N], logits[:, :, ..., rows + N :], logits[..., :, :, :rows]
+
+
+OWN_FIRST = [_own_rows_first, _own_rows_first_after_dots, _own_rows_first_after_dots_for_nothing]
+
+
+@pytest.mark.parametrize("split", OWN_FIRST)
+def test_rows_of_known_gates_that_come_last_are_not_projected_twice(split: Split) -> None:
+    outcome = check.run(Mixed(split, 2), (torch.randn(SHAPE),))
     check.assert_as_accurate(outcome)
     assert "2 logits more" in outcome.report.rewritten[0].detail
-    assert _projected(Mixed(_own_rows_first, 2)) == [2 * N + 2]
+    assert _projected(Mixed(split, 2)) == [2 * N + 2]
 
 
 def _all_of_the_first_token(logits: Tensor) -> tuple[Tensor, ...]:

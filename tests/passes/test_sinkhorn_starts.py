@@ -310,6 +310,19 @@ def test_a_sinkhorn_of_which_the_maximum_is_read_as_well() -> None:
     assert not outcome.report.declined, str(outcome.report)
 
 
+def test_a_sinkhorn_that_is_solved_with() -> None:
+    """One call makes a result that is larger than the matrices, and others that are not."""
+
+    class Solved(_Shifted):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            m = self.res((x.flatten(-2) @ self.phi[2 * N :].t()).unflatten(-1, (N, N)))
+            return torch.linalg.solve_ex(m, x)[0], m.amax(-1)
+
+    outcome = check.run(Solved(), (torch.randn(5, 3, N, WIDTH),))
+    check.assert_as_accurate(outcome)
+    assert outcome.operators == ["sinkhorn"], str(outcome.report)
+
+
 def test_logits_that_are_read_whole_and_column_by_column() -> None:
     """The logits are views of what is projected, and their columns are views of them."""
 

@@ -29,6 +29,11 @@ def flat_and_back(x: Tensor) -> Tensor:
     return y.view(-1).view(y.size())
 
 
+def by_name(x: Tensor) -> Tensor:
+    y = x.relu()
+    return torch.reshape(input=y.view(-1), shape=y.size())
+
+
 class Reshaped(Sublayer):
     """A read gate that is flat for a while."""
 
@@ -41,8 +46,9 @@ def sizes_read(graph: fx.Graph) -> list[fx.Node]:
     return [*graph.find_nodes(op="call_method", target="size")]
 
 
-def test_a_shape_is_made_of_inputs() -> None:
-    module = traced(flat_and_back)
+@pytest.mark.parametrize("function", [flat_and_back, by_name])
+def test_a_shape_is_made_of_inputs(function: Callable[[Tensor], Tensor]) -> None:
+    module = traced(function)
     new = from_inputs(module.graph)
     assert len(sizes_read(module.graph)) == 1
     assert sizes_read(new) == []

@@ -26,7 +26,9 @@ TOGETHER: dict[str, Call] = {
     "without the first token": lambda x: x[1:],
     "without the last token": lambda x: x[:60],
     "sum over tokens": lambda x: x.sum(0),
-    "sum over all": lambda x: x.sum(),
+    "sum over everything": lambda x: x.sum(),
+    "sum over no dimension named": lambda x: x.sum(()),
+    "maximum of everything": lambda x: x.max(),
     "product over tokens": lambda x: x.mT @ x,
     "place": lambda x: x.cumsum(0),
 }
