@@ -71,8 +71,8 @@ pages: $(STAMP)
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
 
-# An hour on two cores for which tests run which lines, which is kept in reached/, and up to two minutes for a mutant on
-# one core. Judged mutants are in mutants.jsonl, and not judged again.
+# An hour on two cores for which tests judge which mutants, which is kept in judges/, and up to two minutes for a mutant
+# on one core. Judged mutants are in mutants.jsonl, and not judged again.
 mutate: $(STAMP)
 	$(BIN)/python -m tests.mutation $(MUTATE_ARGS)
 

@@ -3,10 +3,10 @@
 python -m tests.mutation --mutants 500 --seed 0 --processes 32 --out mutants.jsonl
 
 Each line of the output is a judged mutant; those that are there are not judged again, but for survivors with --again.
-The last line on the terminal is a summary as JSON. A mutant is judged by tests that run the changed statement, as many
-as fit into --budget seconds: those of its own module and some of each file first. Which tests run which lines is found
-by running all of them once without a mutant, which takes an hour of two cores, and is kept in the folder --reached.
-Tests that fail then, as some may with another torch, do not judge.
+The last line on the terminal is a summary as JSON. A mutant is judged by tests in which it changes something, as many
+as fit into --budget seconds: those of its own module and some of each file first. Which these are is found by running
+all tests once without a mutant, but with a probe for each. That takes an hour of two cores, and is kept in the folder
+--judges. Tests that fail then, as some may with another torch, do not judge.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Queue
 from typing import Any
 
+from tests.mutation.judges import Judges, finish, options
 from tests.mutation.mutants import Mutant, drawn
-from tests.mutation.reached import Reached, finish, options
+from tests.mutation.probes import probed
 
 ROOT = Path(__file__).resolve().parents[2]
 # Not those of kernels and of whole programs in processes of their own, which say little of a pass for their time.
@@ -108,27 +109,41 @@ class Copy:
         source = path.read_bytes()
         try:
             path.write_bytes(mutant.applied(source))
-            outcome, by = self.test(tests, seconds) if tests else ("survived", "no test runs it")
+            outcome, by = self.test(tests, seconds) if tests else ("survived", "it changes nothing in any test")
         finally:
             path.write_bytes(source)
         took = round(time.monotonic() - begin, 1)
         return {"name": mutant.name, "outcome": outcome, "by": by, "tests": len(tests), "seconds": took}
 
 
-def reach(copy: Copy, folder: Path, processes: int, tests: Sequence[str], *more: str) -> Reached:
-    """Which tests run which lines."""
+def judges(
+    copy: Copy, folder: Path, mutants: Sequence[Mutant], processes: int, tests: Sequence[str], *more: str
+) -> Judges:
+    """Which tests judge which mutants."""
     try:
-        return Reached(folder)
+        return Judges(folder)
     except FileNotFoundError:
         pass
-    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     print("running the tests without a mutant", flush=True)
+    files: dict[str, dict[int, Mutant]] = defaultdict(dict)
+    for number, mutant in enumerate(mutants):
+        files[mutant.file][number] = mutant
+    sources = {copy.root / file: (copy.root / file).read_bytes() for file in files}
     arguments, environment = options(folder)
-    copy.test(tests, _HOURS, *arguments, "-n", str(processes), *more, shown=True, **environment)
-    reached = finish(folder, copy.root)
-    if reached.failed:
-        print(f"these fail without a mutant, and do not judge: {', '.join(reached.failed)}")
-    return reached
+    try:
+        for file, numbered in files.items():
+            path = copy.root / file
+            path.write_text(probed(sources[path], numbered), encoding="utf-8")
+        copy.test(tests, _HOURS, *arguments, "-n", str(processes), *more, shown=True, **environment)
+    finally:
+        for path, source in sources.items():
+            path.write_bytes(source)
+    found = finish(folder, mutants)
+    if found.failed:
+        print(f"these fail without a mutant, and do not judge: {', '.join(found.failed)}")
+    return found
 
 
 def least_rate(killed: int, judged: int) -> float:
@@ -190,7 +205,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--whole", nargs="*", default=(), help="folders whose fast tests judge with all cases")
     parser.add_argument("--again", action="store_true", help="judge survivors again, as with more tests")
     parser.add_argument("--out", type=Path, default=Path("mutants.jsonl"), help="judged mutants, one a line")
-    parser.add_argument("--reached", type=Path, default=Path("reached"), help="folder of which tests run which lines")
+    parser.add_argument("--judges", type=Path, default=Path("judges"), help="folder of which tests judge which mutants")
     parser.add_argument("--seconds", type=float, default=math.inf, help="no mutant begins after that")
     given = parser.parse_args(arguments)
     end = time.monotonic() + given.seconds
@@ -203,10 +218,10 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder, given.out.open("a", encoding="utf-8") as out:
         copies = [Copy(Path(folder, str(number))) for number in range(given.processes)]
         thin = [f"--thin={given.thin}", *(f"--whole={folder}" for folder in given.whole)] if given.thin else []
-        reached = reach(copies[0], given.reached.absolute(), given.processes, given.tests, *thin)
-        changed = sorted({mutant.file for mutant in wanted.values() if not reached.knows(mutant)})
-        if changed:
-            raise SystemExit(f"{given.reached}: made before {', '.join(changed)} changed. Delete it, or name another")
+        found = judges(copies[0], given.judges.absolute(), [*wanted.values()], given.processes, given.tests, *thin)
+        unknown = [name for name, mutant in wanted.items() if not found.knows(mutant)]
+        if unknown:
+            raise SystemExit(f"{given.judges}: made for other mutants than {unknown[0]}. Delete it, or name another")
         free: Queue[Copy] = Queue()
         for copy in copies:
             free.put(copy)
@@ -217,9 +232,9 @@ def main(arguments: list[str] | None = None) -> int:
             try:
                 if time.monotonic() > end:
                     return
-                tests = reached.tests(mutant, (ROOT / mutant.file).read_bytes(), given.budget)
+                tests = found.tests(mutant, given.budget)
                 # Others use the machine, too; and a mutant may be slow without being wrong.
-                result = copy.judge(mutant, tests, 120 + 4 * reached.seconds(tests))
+                result = copy.judge(mutant, tests, 120 + 4 * found.seconds(tests))
             finally:
                 free.put(copy)
             with lock:

@@ -64,16 +64,19 @@ def hash_of(source: bytes) -> str:
 
 def mutants(file: str, source: bytes) -> list[Mutant]:
     """All mutants of a file, in their order; some of them Python may not be able to compile."""
+    return [mutant for _, mutant in located(file, source, ast.parse(source))]
+
+
+def located(file: str, source: bytes, tree: ast.Module) -> Iterator[tuple[ast.expr | ast.stmt, Mutant]]:
+    """Each mutant of a file, with the node of the file's tree that it replaces."""
     starts = [0]
     for line in source.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
-    found = []
-    for node, new in _changes(ast.parse(source)):
+    for node, new in _changes(tree):
         begin, end = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
         mutant = Mutant(file, begin, end, node.lineno, source[begin:end].decode(), new, hash_of(source))
         if mutant.new != mutant.old:
-            found.append(mutant)
-    return found
+            yield node, mutant
 
 
 def _compiles(root: Path, mutant: Mutant) -> bool:
@@ -89,7 +92,7 @@ def _changes(tree: ast.Module) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
     for node in ast.walk(tree):
         if node in left_out:
             continue
-        yield from _change(node)
+        yield from change(node)
 
 
 def _left_out(tree: ast.Module) -> Iterator[ast.AST]:
@@ -118,7 +121,7 @@ def _logs(value: ast.expr) -> bool:
     return isinstance(value, ast.Call) and ast.unparse(value.func).startswith(("log.", "logging."))
 
 
-def _change(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
+def change(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
     """A node, and what may stand in its place."""
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
         operator = _COMPARED[_SYMBOLS[type(node.ops[0])]]

@@ -7,12 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
-from coverage import CoverageData
 
 from tests.mutation import __main__ as mutation
-from tests.mutation.__main__ import ROOT, TESTS, Copy, least_rate, reach, summary
+from tests.mutation.__main__ import ROOT, TESTS, Copy, judges, least_rate, summary
+from tests.mutation.judges import Judges, finish
 from tests.mutation.mutants import Mutant, drawn, mutants
-from tests.mutation.reached import Reached, _statement, finish
 
 SOURCE = b'''"""A module."""
 LIMIT = 3  # \xc3\xa4
@@ -26,6 +25,7 @@ def f(x: int = 1) -> "int | None":
         return x + 1
     return f"{x + 1}" or None
 '''
+MUTANTS = mutants("passes/a.py", SOURCE)
 
 
 def test_what_is_changed() -> None:
@@ -58,99 +58,59 @@ def test_a_draw_is_the_same_for_a_seed_and_takes_files_in_turn() -> None:
     assert both == alone[:2]
 
 
-def test_a_statement_has_its_own_lines() -> None:
-    source = b"""@a(1)
-def f(x=2):
-    \"\"\"Text.\"\"\"
-    if x and (
-        x > 2
-    ):
-        return [
-            x + 1
-        ]
-    elif not x:
-        def g(y): return y + 1
-    try:
-        x += 1
-    except KeyError:
-        pass
-    return x
-
-
-LIMIT = 3
-"""
-    assert _statement(source, 4) == _statement(source, 5) == {4, 5, 6}
-    assert _statement(source, 10) == {10}
-    assert _statement(source, 8) == {7, 8, 9}
-    assert _statement(source, 11) == {11}
-    assert _statement(source, 14) == {12, 14}
-    assert _statement(source, 2) == set(range(2, 17))
-    assert _statement(source, 1) == _statement(source, 19) >= {2, 16, 19}
-
-
-def _reached(folder: Path, known: dict[str, tuple[float, list[int]]], failed: str = "") -> Reached:
-    """What a run has written in which these tests took so long, and ran these lines of a file, and one failed."""
-    (folder / "passes").mkdir()
-    (folder / "passes" / "a.py").write_bytes(SOURCE)
-    data = CoverageData(str(folder / "lines.sqlite"))
-    for test, (_, lines) in known.items():
-        data.set_context(f"{test}|run")
-        data.add_lines({"/copy/passes/a.py": lines})
-    data.set_context("")
-    data.add_lines({"/copy/passes/a.py": [1, 2, 5]})
-    data.write()
+def _judges(folder: Path, known: dict[str, tuple[float, list[int]]], failed: str = "") -> Judges:
+    """What a run has written in which these tests took so long, and saw these mutants of a file, and one failed."""
+    told = [f"{number} {test}\n" for test, (_, numbers) in known.items() for number in numbers]
+    (folder / "told_apart.txt").write_text("".join(told), encoding="utf-8")
     cases = [(*test.split("::"), seconds) for test, (seconds, _) in known.items()]
-    told = "".join(
+    said = "".join(
         f'<testcase file="{file}" name="{name}" time="{seconds}">{"<failure/>" * (name == failed)}</testcase>'
         for file, name, seconds in cases
     )
-    (folder / "times.xml").write_text(f"<testsuite>{told}</testsuite>", encoding="utf-8")
-    return finish(folder, folder)
+    (folder / "times.xml").write_text(f"<testsuite>{said}</testsuite>", encoding="utf-8")
+    return finish(folder, MUTANTS)
 
 
-def test_what_runs_a_statement_judges_it_its_own_tests_first_and_some_of_each_file(tmp_path: Path) -> None:
+def test_what_a_mutant_changes_judges_it_its_own_tests_first_and_some_of_each_file(tmp_path: Path) -> None:
     known = {
-        "b.py::test_slow": (50.0, [8, 9]),
-        "b.py::test_fast": (1.0, [8, 9]),
-        "a.py::test_a": (3.0, [8]),
-        "a.py::test_b": (2.0, [9, 10]),
-        "c.py::test_c": (9.0, [11]),
-        "c.py::test_first": (3.0, [11]),
-        "c.py::test_second": (3.5, [11]),
-        "e.py::test_e": (8.0, [11]),
-        "test_a.py::test_of_a": (8.0, [11]),
+        "b.py::test_slow": (50.0, [0, 1]),
+        "b.py::test_fast": (1.0, [0, 1]),
+        "a.py::test_a": (3.0, [0]),
+        "a.py::test_b": (2.0, [1]),
+        "c.py::test_c": (9.0, [2]),
+        "c.py::test_first": (3.0, [2]),
+        "c.py::test_second": (3.5, [2]),
+        "e.py::test_e": (8.0, [2]),
+        "test_a.py::test_of_a": (8.0, [2]),
+        "d.py::test_d": (1.0, [0, 1]),
     }
-    known["d.py::test_d"] = (1.0, [8, 9])
-    found = _reached(tmp_path, known, "test_d")
-    assert found.failed == [*known][-1:]
-    of_line = {mutant.line: mutant for mutant in mutants("passes/a.py", SOURCE)}
+    found = _judges(tmp_path, known, "test_d")
+    assert found.failed == ["d.py::test_d"]
 
-    def tests(line: int, budget: float) -> list[str]:
-        assert found.knows(of_line[line])
-        return found.tests(of_line[line], SOURCE, budget)
+    def tests(number: int, budget: float) -> list[str]:
+        assert found.knows(MUTANTS[number])
+        return found.tests(MUTANTS[number], budget)
 
-    assert tests(9, 100) == ["a.py::test_b", "b.py::test_fast", "b.py::test_slow"]
-    assert tests(9, 3.5) == ["b.py::test_fast", "a.py::test_b"]
-    assert tests(8, 0) == ["a.py::test_a"]
-    assert tests(8, 10) == ["b.py::test_fast", "a.py::test_a"]
-    assert found.seconds(tests(8, 10)) == 4
-    assert tests(11, 20) == ["c.py::test_first", "test_a.py::test_of_a", "e.py::test_e"]
-    assert tests(11, 23) == ["c.py::test_first", "c.py::test_second", "test_a.py::test_of_a", "e.py::test_e"]
-    # What runs on import is judged by all of the file.
-    assert {*tests(2, 100), *found.failed} == {*tests(5, 100), *found.failed} == known.keys()
-    other = mutants("passes/a.py", SOURCE + b"A = 1")
-    assert not any(map(found.knows, other))
+    assert tests(1, 100) == ["a.py::test_b", "b.py::test_fast", "b.py::test_slow"]
+    assert tests(1, 3.5) == ["b.py::test_fast", "a.py::test_b"]
+    assert tests(0, 0) == ["a.py::test_a"]
+    assert tests(0, 10) == ["b.py::test_fast", "a.py::test_a"]
+    assert found.seconds(tests(0, 10)) == 4
+    assert tests(2, 20) == ["c.py::test_first", "test_a.py::test_of_a", "e.py::test_e"]
+    assert tests(2, 23) == ["c.py::test_first", "c.py::test_second", "test_a.py::test_of_a", "e.py::test_e"]
+    assert tests(3, 100) == []
+    assert not any(map(found.knows, mutants("passes/a.py", SOURCE + b"A = 1")))
 
 
 def test_a_run_that_did_not_end_is_none(tmp_path: Path) -> None:
-    _reached(tmp_path, {"a.py::test_a": (1.0, [8])})
-    Reached(tmp_path)
-    (tmp_path / "sources.json").unlink()
+    _judges(tmp_path, {"a.py::test_a": (1.0, [0])})
+    Judges(tmp_path)
+    (tmp_path / "mutants.json").unlink()
     with pytest.raises(FileNotFoundError):
-        Reached(tmp_path)
+        Judges(tmp_path)
     (tmp_path / "times.xml").write_text('<testsuite><testcase name="a" time="0"><error/></testcase></testsuite>')
     with pytest.raises(ValueError, match="no test passed"):
-        finish(tmp_path, tmp_path)
+        finish(tmp_path, MUTANTS)
 
 
 def test_the_lower_bound() -> None:
@@ -163,7 +123,7 @@ def test_the_lower_bound() -> None:
 
 
 def test_what_is_judged_is_not_judged_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that came to its end in time is gone on with; what no test runs survives."""
+    """A run that came to its end in time is gone on with; what changes nothing in any test survives."""
     seen: list[str] = []
 
     def test(self: Copy, tests: list[str], seconds: float, *more: str, **environment: str) -> tuple[str, str]:
@@ -176,7 +136,7 @@ def test_what_is_judged_is_not_judged_again(tmp_path: Path, monkeypatch: pytest.
         def knows(self, mutant: Mutant) -> bool:
             return mutant.file == "passes/report.py"
 
-        def tests(self, mutant: Mutant, source: bytes, budget: float) -> list[str]:
+        def tests(self, mutant: Mutant, budget: float) -> list[str]:
             assert budget == 7
             return ["tests/a.py::test_a"] * (mutant.name != names[0])
 
@@ -185,7 +145,7 @@ def test_what_is_judged_is_not_judged_again(tmp_path: Path, monkeypatch: pytest.
 
     names = [mutant.name for mutant in drawn(ROOT, ["passes/report.py"], 4, 0)]
     monkeypatch.setattr(Copy, "test", test)
-    monkeypatch.setattr(mutation, "reach", lambda *given: Fixed())
+    monkeypatch.setattr(mutation, "judges", lambda *given: Fixed())
     out = tmp_path / "mutants.jsonl"
     given = ["--mutants", "4", "--files", "passes/report.py", "--out", str(out), "--budget", "7"]
     monkeypatch.setattr(mutation.time, "monotonic", lambda: 10.0 if len(seen) == 1 else 0.0)
@@ -203,7 +163,7 @@ def test_what_is_judged_is_not_judged_again(tmp_path: Path, monkeypatch: pytest.
     assert mutation.main([*given, "--again"]) == 0
     assert len(seen) == 4
     assert mutation._known(out)[survivor]["outcome"] == "killed"
-    with pytest.raises(SystemExit, match=r"reached: made before passes/places.py changed"):
+    with pytest.raises(SystemExit, match=r"judges: made for other mutants than passes/places.py"):
         mutation.main(["--files", "passes/places.py", "--out", str(tmp_path / "other")])
 
 
@@ -222,8 +182,9 @@ def test_a_mutant_is_killed_and_taken_out(tmp_path: Path) -> None:
     source = (copy.root / file).read_bytes()
     old = "return [site for site in self.sites if site.rewritten]"
     (mutant,) = [one for one in mutants(file, source) if one.old == old]
-    reached = reach(copy, tmp_path / "reached", 1, ["tests/test_page.py"], "--thin=1")
-    tests = reached.tests(mutant, source, 60)
+    found = judges(copy, tmp_path / "judges", [mutant], 1, ["tests/test_page.py"], "--thin=1")
+    assert (copy.root / file).read_bytes() == source
+    tests = found.tests(mutant, 60)
     result = copy.judge(mutant, tests, 300)
     assert result["outcome"] == "killed"
     assert "test_page.py" in result["by"]
