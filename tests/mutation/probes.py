@@ -1,8 +1,8 @@
 """Which tests can notice a mutant: those in which the changed place has another value, or may have another effect.
 
-A file with probes computes what it did. Each probe also computes what its mutant would, of the same operands, and writes
-down the test in which that is something else. So one run of the tests serves all mutants. A test in which a mutant
-changes nothing cannot fail by it, and need not judge it.
+A file with probes computes what it did. Each probe also computes what its mutant would, of the same operands, and
+writes down the test in which that is something else. So one run of the tests serves all mutants. A test in which a
+mutant changes nothing cannot fail by it, and need not judge it.
 """
 
 from __future__ import annotations
