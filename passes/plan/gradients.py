@@ -8,6 +8,8 @@ move them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
@@ -56,7 +58,9 @@ def _has_no_gradient(node: fx.Node) -> bool:
 
 def _hands_on(node: fx.Node) -> bool:
     """Whether a node only hands on the gradient of its result; those in which torch.vmap begins and ends do, too."""
-    return compat.is_plain_call(node) or getattr(node.target, "__name__", "") in ("_add_batch_dim", "_remove_batch_dim")
+    name = getattr(node.target, "__name__", "")
+    plain = compat.is_plain_call(node) or compat.is_higher_order(node)
+    return plain or name in ("_add_batch_dim", "_remove_batch_dim")
 
 
 def _calls(shadow: Shadow, *names: str) -> list[fx.Node]:
@@ -67,7 +71,9 @@ def _calls(shadow: Shadow, *names: str) -> list[fx.Node]:
 def reached_by_gradients(shadow: Shadow) -> set[fx.Node]:
     """The nodes to which a gradient can come back from the graph's results, as far as the graph decides that."""
     found: set[fx.Node] = set()
-    writing = {node for node, _ in shadow.writes}
+    # To the memory of these, a gradient can come back from what runs later; to inputs from outside, too.
+    memory = {key for node in shadow.graph.nodes if node.op in ("placeholder", "get_attr") for key in _memory(node)}
+    writes = dict(shadow.writes)
     held = {node: _held(shadow, node) for node in shadow.graph.nodes}
     taken = _values_taken(shadow, held)
     # Nodes that hand gradients on to all that they are given, and those that do to what they compute with.
@@ -85,12 +91,26 @@ def reached_by_gradients(shadow: Shadow) -> set[fx.Node]:
         if any(user in to_all or (user in to_used and uses(user, held[node])) for user in users):
             found.add(node)
         if _registers_hook(node):  # it returns its tensor
-            to_all.update({node} & found)
-        elif node.op == "output" or node in writing or not (_hands_on(node) or _has_no_gradient(node)):
-            to_all.add(node)
-        elif node in found and _requires_gradient(node):
-            to_used.add(node)
+            hands_on = to_all if node in found else None
+        elif node in writes or compat.is_foreign(node.target):
+            given = writes.get(node) or frozenset(key for one in node.all_input_nodes for key in _memory(one))
+            comes_back = node in found or not memory.isdisjoint(given)
+            hands_on = to_all if comes_back and not _has_no_gradient(node) else None
+        elif node.op == "output" or not (_hands_on(node) or _has_no_gradient(node)):
+            hands_on = to_all
+        else:
+            hands_on = to_used if node in found and _requires_gradient(node) else None
+        if hands_on is not None:
+            hands_on.add(node)
+            memory.update(key for one in node.all_input_nodes for key in _memory(one))
     return found
+
+
+def _memory(node: fx.Node) -> Iterator[int]:
+    """The storages of those of a node's results that need a gradient, as they do once one is written that does."""
+    return (
+        key for key in map(compat.storage_of, filter(compat.requires_gradient, tensors_of(node))) if key is not None
+    )
 
 
 def _values_taken(shadow: Shadow, held: dict[fx.Node, set[Value]]) -> dict[fx.Node, set[Value]]:

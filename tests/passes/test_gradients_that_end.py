@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,10 @@ from torch.utils.checkpoint import checkpoint
 from mhc_compile.testing import capture
 from tests.fuzz import allowed, functions  # noqa: F401  (registers operators)
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = [
+    pytest.mark.usefixtures("fresh_dynamo"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
 N, C = 4, 16
 ENDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "data": lambda x, y: x + y.data,
@@ -23,6 +27,51 @@ ENDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "vmap": lambda x, y: torch.vmap(lambda x, y: x + y.detach())(x, y),
     "checkpoint": lambda x, y: checkpoint(lambda x, y: x + y.detach(), x, y, use_reentrant=False),
 }
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        return y.sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return 2 * gradient
+
+
+# Of what they are called with, the result is detached.
+CALLED: dict[str, Callable[[Tensor], Tensor]] = {
+    "a checkpoint": lambda y: checkpoint(torch.sin, y, use_reentrant=False),
+    "a function": lambda y: Doubled.apply(y),
+    "an allowed function": lambda y: allowed.first(y, y),
+    "a condition": lambda y: torch.cond(y.sum() > 0, torch.sin, torch.cos, (y,)),
+    "vmap": torch.vmap(torch.sin),
+}
+ENDS |= {
+    f"{name}, detached": lambda x, y, function=function: x + function(y).detach() for name, function in CALLED.items()
+}
+
+
+def _copied(x: Tensor, y: Tensor) -> Tensor:
+    kept = torch.zeros_like(y)
+    with torch.no_grad():
+        kept.copy_(y)
+    return x + kept
+
+
+def _written_in_part(x: Tensor, y: Tensor) -> Tensor:
+    kept = torch.zeros_like(y)
+    with torch.no_grad():
+        kept[1:] = y[1:]
+    return x + kept + y.detach()
+
+
+def _written_for_nothing(x: Tensor, y: Tensor) -> Tensor:
+    torch.zeros_like(y).copy_(y)
+    return x
+
+
+ENDS |= {"a copy": _copied, "a part": _written_in_part, "a copy for nothing": _written_for_nothing}
 
 
 class Model(torch.nn.Module):
@@ -54,6 +103,32 @@ def test_no_gradient_stays_none(kind: str) -> None:
     assert found[0][1] is None
     assert found[1][1] is None
     torch.testing.assert_close(found[1][0], found[0][0])
+
+
+def _into_a_view(x: Tensor, y: Tensor) -> Tensor:
+    kept = torch.zeros(2, *y.shape)
+    kept[0].copy_(y)
+    return x + kept.sum(0)
+
+
+def _into_an_item(x: Tensor, y: Tensor) -> Tensor:
+    kept = torch.zeros(2, *y.shape)
+    kept[0] = y
+    return x + kept[0]
+
+
+def _by_an_allowed_function(x: Tensor, y: Tensor) -> Tensor:
+    kept = torch.zeros_like(y)
+    allowed.added(kept, y)
+    return x + kept
+
+
+@pytest.mark.parametrize("end", [_into_a_view, _into_an_item, _by_an_allowed_function, lambda x, y: x + y])
+def test_a_gradient_comes_back_through_memory(end: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Nothing reads the result of the write itself."""
+    lines = str(capture(Model(end), torch.randn(6, N, C)))
+    assert "generate_mix_and_aggregate" in lines
+    assert "expand_combine" in lines
 
 
 @pytest.mark.parametrize("depth", [1, 2])
