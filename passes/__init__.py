@@ -269,7 +269,7 @@ def apart(
     None where there is no site.
     """
     with _planned(graph, input_norms, left, errors, Stages()) as (shadow, plan):
-        if not plan.sites or _rewrite(shadow, plan, errors) is None:
+        if _rewrite(shadow, plan, errors) is None:
             return None
         compat.float_watch.settle()
         parts: dict[int, tuple[Alone, F]] = {}

@@ -5,6 +5,7 @@ They need no rewriting: autograd and the later stages treat them like any that w
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from mhc_compile import compat
@@ -26,13 +27,17 @@ def called(graph: fx.Graph) -> list[SiteReport]:
     """The calls of this package's operators in a Dynamo graph that its program made, in program order."""
     found = []
     for node in graph.nodes:
-        operator = compat.called_operator(node)
-        if operator is not None and calls_ours(node) and INSERTED not in node.meta:
+        operator = _ours(node)
+        if operator is not None and INSERTED not in node.meta:
             found.append(SiteReport(operator._opname, location(node), "", module=module_path(node)))
     return found
 
 
 def calls_ours(node: fx.Node) -> bool:
     """Whether a node calls one of this package's operators."""
+    return _ours(node) is not None
+
+
+def _ours(node: fx.Node) -> torch._ops.OpOverload | None:
     operator = compat.called_operator(node)
-    return operator is not None and operator.namespace == "mhc"
+    return operator if operator is not None and operator.namespace == "mhc" else None

@@ -371,6 +371,22 @@ def test_parts_of_what_is_returned_as_well(mode: str) -> None:
     assert_as_eager(PartsOfOneTensor({}), 3, mode)
 
 
+class GatesOfOneTensor(Sublayer):
+    """Gates that are parts of one tensor. The operator makes each of them a tensor of its own."""
+
+    def gates(self, mix: Tensor) -> tuple[Tensor, Tensor]:
+        both = torch.sigmoid(torch.stack((mix[..., :N], mix[..., N : 2 * N])))
+        return both[0], both[1]
+
+
+@pytest.mark.parametrize("mode", ["train", "no_grad"])
+@pytest.mark.parametrize("returned", [("pre",), ("post",), ("pre", "post")], ids="-".join)
+def test_a_part_that_is_returned_alone_needs_no_memory_in_common(returned: tuple[str, ...], mode: str) -> None:
+    report = assert_as_eager(GatesOfOneTensor(dict.fromkeys(returned, lambda h: h)), 3, mode)
+    told = [site.reason for site in report.declined if "shares memory" in str(site.reason)]
+    assert bool(told) == (len(returned) > 1), str(report)
+
+
 class AddedInPlace(Sublayer):
     """New streams in the memory of a product, whose views AOTAutograd does not repeat where sizes are symbolic."""
 

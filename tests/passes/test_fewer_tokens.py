@@ -39,7 +39,7 @@ class _SeenLater(Sublayer):
     """exp before the logits are seen as matrices."""
 
     def start(self, logits: Tensor) -> Tensor:
-        return logits.flatten(2).exp().view(BATCH, LENGTH, N, N)
+        return logits.flatten(2).exp().view(BATCH, LENGTH, self.n, self.n)
 
 
 @pytest.fixture
@@ -71,9 +71,11 @@ def test_few_tokens_stand_for_all(kind: type[Sublayer], ran: dict[str, tuple[int
     assert ran["identify"] in ((BATCH, 61, N, N), (61, N, N)), ran
 
 
-def test_few_tokens_are_seen_as_matrices_too(ran: dict[str, tuple[int, ...]]) -> None:
-    _run(_SeenLater)
-    assert ran["identify"] == (BATCH, 61, N * N)
+@pytest.mark.parametrize("n", [N, 9])
+def test_few_tokens_are_seen_as_matrices_too(n: int, ran: dict[str, tuple[int, ...]]) -> None:
+    """A matrix may have more numbers than there are few tokens: it stays whole."""
+    check.assert_as_accurate(check.run(_SeenLater(n, WIDTH, 3, 2), (torch.randn(BATCH, LENGTH, n, WIDTH),)))
+    assert ran["identify"] == (BATCH, 61, n * n)
 
 
 def test_few_tokens_are_left_alone(ran: dict[str, tuple[int, ...]]) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from mhc_compile.passes.fuse.joint import calls
 from tests.passes.fused import (
     ALL,
     Checkpointed,
@@ -57,7 +58,11 @@ def _small(name: str, **changes: Any) -> nn.Module:
 
 @pytest.mark.parametrize("name", FORMS)
 def test_float32_is_as_accurate_as_eager(name: str) -> None:
-    assert judge(_small(name), (_x(),)).counts == _counts(name, layers=2)
+    fused = judge(_small(name), (_x(),))
+    assert fused.counts == _counts(name, layers=2)
+    # One read is in front of all writes. No other is computed beside its boundary.
+    mixes = [node for graph in fused.graphs for node in calls(graph, "generate_mix_and_aggregate", "head")]
+    assert len([node for node in mixes if node.users]) == 1
 
 
 @pytest.mark.parametrize("name", ["deepseek", "transformer-engine", "megatron-dev"])

@@ -474,6 +474,15 @@ def test_nodes_without_examples() -> None:
     assert sorted(site.op for site in report.rewritten) == ALL
 
 
+def test_gates_of_no_known_line() -> None:
+    """As of a graph that another tool made."""
+    graph = graph_of(Softmax(), torch.randn(SHAPE)).graph
+    for node in graph.nodes:
+        node.meta.pop("stack_trace", None)
+    _, report = passes.run(graph)
+    assert {gate.partition(",")[0] for site in report.rewritten for gate in site.own.split("; ")} >= {"h_pre", "h_post"}
+
+
 def test_gates_from_outside() -> None:
     gates = torch.rand(2, 3, N), torch.randn(2, 3, N), torch.randn(2, 3, N, N)
     outcome = check.run(FromOutside(), (torch.randn(SHAPE), *gates))

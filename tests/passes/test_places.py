@@ -149,6 +149,16 @@ def test_a_fused_operator_names_its_parts_as_the_sites(tmp_path: Path) -> None:
     assert len({site.location.line for site in traced.sites}) == 2
 
 
+def test_a_part_in_a_module_that_the_graph_does_not_name_has_the_line_of_now(tmp_path: Path) -> None:
+    before, report = _looked_at(_of_text(tmp_path, "one.py", JOINED.format(AS_TWO)))
+    after, expected = _looked_at(_of_text(tmp_path, "two.py", "\n\n" + JOINED.format(AS_TWO)))
+    parts = tuple(replace(site, node=None, module="other") for site in report.sites)
+    stored = json.loads(json.dumps([Report(fused=[Fused("boundary", parts)]).as_dict()]))
+    (moved,) = map(Report.from_dict, after.moved(stored, before.told()))
+    found = [(part.location, part.module) for fused in moved.fused for part in fused.parts]
+    assert found == [(site.location, "other") for site in expected.sites]
+
+
 def test_a_graph_of_other_nodes_says_nothing_about_places(tmp_path: Path) -> None:
     before, report = _looked_at(_model(tmp_path, "model.py"))
     other = Places(before.places, before.nodes[1:])
