@@ -57,7 +57,7 @@ def _connected(
     for mixing in [None, *(mixings(reader, base) if near else ())]:
         streams = base if mixing is None else mixing.x
         for read in near:
-            same = read.x in (base, streams) or origin(read.x, any_view)[0] is origin(streams, any_view)[0]
+            same = origin(read.x, any_view)[0] is origin(streams, any_view)[0]
             if same and read.out in connections.between(read.x, f):
                 return PartWrite(op, streams, mixing or _mixed_later(op.out, reader), read, _goes_on(op))
     return None

@@ -204,7 +204,7 @@ class Connections:
                     continue
                 fresh = [source for source in op.sources if source not in found]
                 found |= dict.fromkeys(fresh)
-                pending += [source for source in fresh if source is not x]
+                pending += fresh
             self._behind[key] = found
         return found
 

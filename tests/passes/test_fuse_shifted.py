@@ -291,6 +291,13 @@ FORWARD: dict[str, tuple[Program, dict[str, int]]] = {
         lambda t: _plain(t | {"x": t["x"].bfloat16()}, out_dtype=torch.float32),
         ONE,
     ),
+    "behind one without a read": (
+        lambda t: [
+            *gates(t, new := combine(t, t["x"])),
+            *(read(t, newer := combine(t, new), t["post"]), *gates(t, newer)),
+        ],
+        ONE,
+    ),
     "boundary": (_both, {"boundary": 1}),
     "float32 from float64": (
         lambda t: _plain(t | {"x": t["x"].double()}, out_dtype=torch.float32),

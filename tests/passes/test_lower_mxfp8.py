@@ -281,6 +281,24 @@ def test_any_number_of_tokens(fakes: FakeTensorMode) -> None:
     assert (report.lowered, report.errors) == ({"boundary": 1, "in MXFP8": 1}, [])
 
 
+def test_a_size_of_the_layer_input_is_that_of_the_numbers(fakes: FakeTensorMode) -> None:
+    """The layer input is not made for its size alone."""
+    shape_env = torch.fx.experimental.symbolic_shapes.ShapeEnv()
+    fakes.shape_env = shape_env
+    fakes.static_shapes = False
+    graph = boundary(floor, of_bfloat16(fakes, tokens=any_number(shape_env)))
+    (operator,) = [node for node in graph.nodes if str(node.target).startswith("mhc.")]
+    (layer_input,) = [user for user in operator.users if user.args[1] == 1]
+    with graph.inserting_after(layer_input):
+        size = graph.call_function(torch.ops.aten.sym_size.int, (layer_input, 0))
+    size.meta["val"] = layer_input.meta["val"].shape[0]
+    output = graph.output_node()
+    output.args = ((*output.args[0], size),)
+    assert passes.lower(graph, mxfp8=True).lowered == {"boundary": 1, "in MXFP8": 1}
+    graph.lint()
+    assert size.args[0].meta["val"].dtype == NUMBERS
+
+
 def test_a_size_among_the_numbers(fakes: FakeTensorMode) -> None:
     """It is no constant, and the operator becomes a kernel as ever."""
     shape_env = torch.fx.experimental.symbolic_shapes.ShapeEnv()

@@ -371,6 +371,14 @@ class ScaledHeads(ListOfTensors):
         return torch.softmax(q @ k.mT, -1) @ v
 
 
+class SumOfSquares(ListOfTensors):
+    """A norm of all tensors together. What is summed is no product with gates."""
+
+    def forward(self, *streams: Tensor) -> Any:
+        x = torch.stack(streams, -2)
+        return x * torch.rsqrt((x * x).sum(-2, keepdim=True) + 1e-6)
+
+
 class ScaledChannels(ListOfTensors):
     """A number for each channel, as the weight of a norm has."""
 
@@ -378,7 +386,7 @@ class ScaledChannels(ListOfTensors):
         return sum(self.layer.bias * x for x in streams)
 
 
-@pytest.mark.parametrize("form", [OneStream, TwoBranches, ScaledHeads, ScaledChannels])
+@pytest.mark.parametrize("form", [OneStream, TwoBranches, ScaledHeads, SumOfSquares, ScaledChannels])
 def test_other_scaled_tensors_say_nothing(form: type[nn.Module]) -> None:
     inputs = [torch.randn(2, 40, C) for _ in range(N)]
     report = mhc_compile.explain(_called("HyperConnection", form), *inputs)
