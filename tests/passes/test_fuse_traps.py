@@ -291,6 +291,10 @@ BACKWARD: dict[str, tuple[Program, dict[str, int]]] = {
         lambda t: [v.float() for v in _behind(t, mix_back(t, t["u"].bfloat16(), t["g"].bfloat16())[0])],
         {"boundary_backward": 1},
     ),
+    "float32 streams between float64 ones": (
+        lambda t: _behind(t | {"x": t["x"].double()}, mix_back(t, t["u"], t["g"])[0]),
+        {},
+    ),
     "gradient of the streams read elsewhere": (
         lambda t: [*_behind(t, dx := mix_back(t, t["u"], t["g"])[0]), dx],
         {},
