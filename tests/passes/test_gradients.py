@@ -100,6 +100,9 @@ def test_what_has_no_gradient_has_none(cut: str, apart: bool, norm: bool, monkey
     assert "expand_combine" in operators
     if cut in ("nowhere", "all gates"):
         assert "generate_mix_and_aggregate" in operators
+    if cut == "h_res":
+        told = [str(site.reason) for site in report.declined]
+        assert any("a gradient reaches h_pre and h_post, but not h_res," in reason for reason in told), told
 
 
 def test_operators_give_none_where_no_output_is_used() -> None:
