@@ -45,7 +45,7 @@ def misses(
             refused.add(read.out.op.node)
             yield Declined("aggregate", _BY_CHANNEL, read.out.op.node)
     yield from _unread(shadow, findings, sites, refused, views)
-    yield from _unprojected(sites, gates, told, findings)
+    yield from _unprojected(sites, told, findings)
     for site in sites:
         made = site.res.value if isinstance(site, MixSite) and site.res is not None else None
         made = site.matrices.out if isinstance(site, SinkhornSite) else made
@@ -212,11 +212,12 @@ def _sums(use: Op, gate: Value, findings: Findings) -> Iterator[Op]:
             break
 
 
-def _unprojected(sites: list[Site], gates: set[Value], told: set[Value], findings: Findings) -> Iterator[Declined]:
+def _unprojected(sites: list[Site], told: set[Value], findings: Findings) -> Iterator[Declined]:
     """Code that makes the logits of a Sinkhorn projection that mixes streams, if no operator replaces it."""
     in_operators = {group.projection.out for site in sites if isinstance(site, MixSite) for group in site.groups}
+    streams = {gate: next(site.sources()) for site in sites if isinstance(site, WithGates) for gate in site.gates()}
     for site in sites:
-        if not isinstance(site, SinkhornSite) or site.matrices.out not in gates:
+        if not isinstance(site, SinkhornSite) or site.matrices.out not in streams:
             continue
         source, value = _wide_source(site.matrices.logits, told)
         if source is None:
@@ -228,7 +229,8 @@ def _unprojected(sites: list[Site], gates: set[Value], told: set[Value], finding
             why = "the operator that projects here returns other gates alone, so that this projects once more"
         else:
             unlike = "not recognised as the projection of a token's streams, all of them, by one matrix"
-            why = f"this is {too_many_rows(findings.reader, value) or unlike}"
+            of_streams = findings.connections.made_of(streams[site.matrices.out])
+            why = f"this is {too_many_rows(findings.reader, value, of_streams) or unlike}"
         reason = f"the logits of a Sinkhorn projection come from here, but {why}"
         yield Declined("generate_mix", reason, source.node, called)
 

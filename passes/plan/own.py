@@ -24,7 +24,7 @@ def name_own_gates(sites: list[Site], findings: Findings, left: Mapping[Value, s
             for role, gate in _roles(site):
                 if gate not in made:
                     reason = _of_what(site, gate, because.get(gate), findings)
-                    reason = reason or (because[gate].reason if gate in because else _reason(gate, findings))
+                    reason = reason or (because[gate].reason if gate in because else _reason(site, gate, findings))
                     why = f": {left[gate]}" if gate in left else reason and f", which {reason}"
                     own.append(f"{role}{_at(gate)}{why}")
             site.own = "; ".join(dict.fromkeys(own))
@@ -67,7 +67,7 @@ def _roles(site: WithGates) -> Iterator[tuple[str, Value]]:
     yield from (("h_res", mix.res) for mix in site.combine.mixes if mix.res is not None)
 
 
-def _reason(gate: Value, findings: Findings) -> str:
+def _reason(site: WithGates, gate: Value, findings: Findings) -> str:
     """Why no operator makes a gate, if the reason is known."""
     found = findings.matrices.get(gate)
     if isinstance(found, str):
@@ -75,7 +75,7 @@ def _reason(gate: Value, findings: Findings) -> str:
     if gate.op is None:
         return "is an input of this graph"
     if gate.op.target is not None:
-        many = too_many_rows(findings.reader, gate)
+        many = too_many_rows(findings.reader, gate, findings.connections.made_of(next(site.sources())))
         return f"comes from {many}" if many else ""
     if is_under_vmap(gate.op.node):
         return "is computed under vmap, which is not looked into: compute it from [..., n, C] at once"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import isqrt, prod
 from typing import Any
@@ -113,14 +113,18 @@ def projections(reader: Reader, op: Op, before: dict[Value, list[Projection]]) -
     return found
 
 
-def too_many_rows(reader: Reader, value: Value) -> str:
-    """What a value comes from if that would be a projection with fewer rows; empty if it is none."""
+def too_many_rows(reader: Reader, value: Value, of_streams: Callable[[Value], bool]) -> str:
+    """What a value comes from if that would be a projection with fewer rows; empty if it is none.
+
+    of_streams: whether something is computed from the streams. Rows are not: tokens are.
+    """
     for _ in range(_MOST_STEPS):
         products = [t for t in reader.terms(value) if len(t.factors) == 2 and t.summed]
         for product in products:
             for c in contractions(product, value):
                 rows = prod(a.size for a in c.axes if a.left == 0 and a.right != 0 and not a.summed)
-                if rows > MAX_ROWS and c.right.numel == rows * prod(a.size for a in c.axes if a.summed):
+                whole = c.right.numel == rows * prod(a.size for a in c.axes if a.summed)
+                if rows > MAX_ROWS and whole and not of_streams(c.right):
                     return f"a product with {rows:,} rows, and the operators take at most {MAX_ROWS:,}"
         if value.op is None or not value.op.sources or (products and not is_movement(value.op)):
             break

@@ -10,7 +10,7 @@ for each token, in two tensors.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 
 from mhc_compile.passes.recognise.aggregate import Aggregate, Reading
 from mhc_compile.passes.recognise.combine import Combine
@@ -190,6 +190,11 @@ class Connections:
 
     def _depends(self, value: Value, x: Value) -> bool:
         return value is x or (value.numel == x.numel and x in self.between(x, value))
+
+    def made_of(self, x: Value) -> Callable[[Value], bool]:
+        """Whether a value is computed from a tensor, or from what this is a view of."""
+        base = origin(x, any_view)[0]
+        return lambda value: base in self.between(base, value)
 
     def between(self, x: Value, value: Value) -> dict[Value, None]:
         """What a value is computed from, as far back as `x` was computed: x itself, if it depends on it."""

@@ -466,6 +466,22 @@ def test_rows_of_an_earlier_product_are_no_reason() -> None:
     assert "1,200 rows" not in str(outcome.report)
 
 
+class ScaledBySum(Sublayer):
+    def post(self, logits: Tensor) -> Tensor:
+        return super().post(logits) * self.phi.sum().tanh()
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_many_tokens_are_no_rows(dynamic: bool | None) -> None:
+    """A projection is a product of tokens and rows, in either order. How many tokens there are is no reason."""
+    model: Any = ScaledBySum(4, 6, 1, 1100)
+    outcome = check.run(
+        model, (torch.randn(1, 1100, 4, 6),), dynamic=dynamic, repeats=1, around=torch.no_grad(), backward=False
+    )
+    assert "its own: h_post" in str(outcome.report)
+    assert "rows, and the operators" not in str(outcome.report)
+
+
 def test_rows_of_many_matrices_are_not_counted_together() -> None:
     outcome = check.run(ManyMatrices(4, 6, 3, 50), (torch.randn(50, 3, 4, 6),), around=torch.no_grad(), backward=False)
     check.assert_as_accurate(outcome)

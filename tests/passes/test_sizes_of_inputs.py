@@ -34,11 +34,6 @@ def by_name(x: Tensor) -> Tensor:
     return torch.reshape(input=y.view(-1), shape=y.size())
 
 
-def counted(x: Tensor) -> Tensor:
-    y = x.relu()
-    return y.view(-1)[: y.size().numel()].view(y.size())
-
-
 class Reshaped(Sublayer):
     """A read gate that is flat for a while."""
 
@@ -60,13 +55,6 @@ def test_a_shape_is_made_of_inputs(function: Callable[[Tensor], Tensor]) -> None
     x = torch.randn(7, 3)
     assert torch.equal(fx.GraphModule(module, new)(7, x)[0], x.relu())
     assert from_inputs(new) is new
-
-
-def test_a_method_of_a_shape_is_called_on_the_shape() -> None:
-    module = traced(counted)
-    new = fx.GraphModule(module, from_inputs(module.graph))
-    x = torch.randn(7, 3)
-    assert torch.equal(new(7, x)[0], x.relu())
 
 
 def test_a_size_that_comes_late_may_be_used_before() -> None:
