@@ -71,7 +71,7 @@ def _calls(shadow: Shadow, *names: str) -> list[fx.Node]:
 def reached_by_gradients(shadow: Shadow) -> set[fx.Node]:
     """The nodes to which a gradient can come back from the graph's results, as far as the graph decides that."""
     found: set[fx.Node] = set()
-    # To the memory of these, a gradient can come back from what runs later; to inputs from outside, too.
+    # The memory to which a gradient can come back from what runs later. To that of inputs it can from outside.
     memory = {key for node in shadow.graph.nodes if node.op in ("placeholder", "get_attr") for key in _memory(node)}
     writes = dict(shadow.writes)
     held = {node: _held(shadow, node) for node in shadow.graph.nodes}
