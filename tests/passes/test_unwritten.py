@@ -51,6 +51,17 @@ def test_neither_the_gates_nor_the_write_are_known(gate: str, name: str) -> None
     assert "together with the streams" in str(told.reason), str(outcome.report)
 
 
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_is_told_whose_streams_are_averaged_at_last(name: str) -> None:
+    def body(self: Any, x: Tensor) -> Tensor:
+        pre = GATES["softplus"](self, x)
+        return WRITES[name](x, pre.sin(), self.layer((pre.unsqueeze(-1) * x).sum(-2), x)).mean(-2)
+
+    outcome = check.run(type("Model", (KnownGateAlone,), {"body": body})(4, 6, 3, 2), (torch.randn(SHAPE),))
+    (told,) = (site for site in outcome.report.declined if site.op == "expand_combine")
+    assert "together with the streams" in str(told.reason), str(outcome.report)
+
+
 class GatedSum(Own):
     """One product reads and mixes, and a gate of both decides how much of the output each stream gets."""
 
